@@ -199,69 +199,49 @@ def _stopped_by(run: Run, step: int) -> str:
 
 
 def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: Log) -> Batch:
+    """Train one step, unless its loss or gradients forbid it, and log its row. Returns its batch."""
     section, optimizer_section = run.config.train, run.config.optimizer
     if run.owner is not None:
         run.owner.check()
     run.writer.check()
-    started, parts = time.perf_counter(), Parts()
+    stopwatch = Stopwatch()
     seed_step(run.pipe, section.seed, step)
     taken = step - skips.count  # skipped steps do not count for the rate
     set_learning_rates(optimizer_section, run.optimizers, section.steps, taken)
     run.pipe.zero_grad()
     with record_function("data"):
         batch = steps.batch()
-    parts.end("data")
+    stopwatch.lap("data")
     size = run.data.sizes.at(step)
-    result, norm, rose = _gradients(run, step, batch, size, parts, spikes.limit)
+    result, norm, rose = _gradients(run, step, batch, size, stopwatch, spikes.limit)
     if run.pipe.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.pipe.device)  # a row has the most since the row before
     judged = {"loss": result.loss, "grad_norm": norm}
     spiked = "" if not_finite(**judged) else spikes.judge(result.loss, rose)
-    reason, odd = skips.judge(spiked, **judged), ""
+    reason, ranks = skips.judge(spiked, **judged), ""
     if reason:
-        odd = "" if spiked else run.pipe.find_not_finite() or run.pipe.not_finite
+        ranks = "" if spiked else run.pipe.find_not_finite() or run.pipe.not_finite
         run.pipe.zero_grad()
     elif not section.step_in_drain:
         for optimizer in run.optimizers:
             optimizer.step()
-        parts.end("optimizer")
-    seconds = time.perf_counter() - started
+        stopwatch.lap("optimizer")
     row: Row = {
         "step": step,
         "learning_rate": learning_rate(
             optimizer_section, optimizer_section.learning_rate, section.steps, taken
         ),
-        **{name: value if math.isfinite(value) else None for name, value in judged.items()},
-        "rows": size.rows,
-        "tokens": result.tokens,
-        "tokens_per_second": result.tokens / seconds,  # tokens that the loss counts, so without padding
-        "padding": batch.fill.padding,
-        "bubble": result.bubble,
-        "seconds": seconds,
-        "seconds_by_part": parts.seconds,
-        **run.throughput.row(batch.fill, seconds, run.pipe.peak_memory, run.pipe.device),
+        **_measurements(run, batch.fill, size, result, norm, stopwatch),
+        **_rates_by_group(run, taken),
+        **_events(run, batch.fill, reason, skips, spikes),
     }
-    if len(rates := learning_rates(optimizer_section, section.steps, taken)) > 1:
-        row |= {"learning_rates": rates}
-    if reason:
-        row |= {"skipped": reason}
-    if spikes.rewinding and spikes.checkpoint is not None:
-        row |= {"back_to": spikes.checkpoint.name}
-    if skips.count:
-        row |= {"skipped_steps": skips.count}
-    if spikes.seen.left_out:
-        row |= {"rows_left_out": spikes.seen.rows}
-    if run.slow_ranks is not None and (slow := run.slow_ranks.judge(run.pipe, batch.fill)):
-        row |= {"slow_ranks": slow}
-        for each in slow:
-            run.display.say(run.slow_ranks.words(each))
     log.step(row)
-    skips.check(step, reason, odd, spike=bool(spiked))
+    skips.check(step, reason, ranks, spike=bool(spiked))
     return batch
 
 
 def _gradients(
-    run: Run, number: int, batch: Batch, size: Size, parts: Parts, largest: float
+    run: Run, step: int, batch: Batch, size: Size, stopwatch: Stopwatch, largest: float
 ) -> tuple[StepResult, float, bool]:
     """Run the pipeline's calls, and clip; the last one also steps where step_in_drain.
 
@@ -270,22 +250,22 @@ def _gradients(
     section, pipe = run.config.train, run.pipe
     limit = section.clip_norm or math.inf
     *calls, last = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
-    step = partial(pipe.step, total_tokens=pipe.count_tokens(*calls, last)) if calls else pipe.step
-    results = [step(call) for call in calls]
+    run_call = partial(pipe.step, total_tokens=pipe.count_tokens(*calls, last)) if calls else pipe.step
+    results = [run_call(call) for call in calls]
     before = sum(result.loss for result in results)
     if section.step_in_drain and math.isfinite(before):
-        _settle(run, number)
+        _settle(run, step)
         most = largest - before
-        results.append(step(last, optimizer=run.optimizers, max_norm=limit, max_loss=most))
-        parts.end("step")
+        results.append(run_call(last, optimizer=run.optimizers, max_norm=limit, max_loss=most))
+        stopwatch.lap("step")
         norm = results[-1].norm
         assert norm is not None
     else:
-        results.append(step(last))
-        parts.end("step")
-        _settle(run, number)
+        results.append(run_call(last))
+        stopwatch.lap("step")
+        _settle(run, step)
         norm = pipe.clip_grad_norm_(limit)
-        parts.end("clip")
+        stopwatch.lap("clip")
     result = StepResult(
         before + results[-1].loss,
         sum(result.tokens for result in results),
@@ -294,17 +274,68 @@ def _gradients(
     return result, norm, results[-1].loss > largest - before  # the very comparison of pipe.step
 
 
-class Parts:
-    """The host's seconds by part of a step. What a GPU still has to do counts where the host waits for it."""
+class Stopwatch:
+    """Seconds of each part of a step on the host's clock. A GPU's work counts where the host waits for it."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._since = time.perf_counter()
+        self.parts: dict[str, float] = {}
+        self._started = self._since = time.perf_counter()
 
-    def end(self, part: str) -> None:
-        """What was done since the part before is `part`."""
+    def lap(self, part: str) -> None:
+        """End `part`, which began where the part before ended."""
         now = time.perf_counter()
-        self.seconds[part], self._since = now - self._since, now
+        self.parts[part], self._since = now - self._since, now
+
+    @property
+    def total(self) -> float:
+        """Seconds up to now."""
+        return time.perf_counter() - self._started
+
+
+def _measurements(
+    run: Run, fill: Fill, size: Size, result: StepResult, norm: float, stopwatch: Stopwatch
+) -> Row:
+    """What the row of every step has. A number that is not finite is None there."""
+    seconds = stopwatch.total
+    return {
+        "loss": result.loss if math.isfinite(result.loss) else None,
+        "grad_norm": norm if math.isfinite(norm) else None,
+        "rows": size.rows,
+        "tokens": result.tokens,
+        "tokens_per_second": result.tokens / seconds,  # tokens that the loss counts, so without padding
+        "padding": fill.padding,
+        "bubble": result.bubble,
+        "seconds": seconds,
+        "seconds_by_part": stopwatch.parts,
+        **run.throughput.row(fill, seconds, run.pipe.peak_memory, run.pipe.device),
+    }
+
+
+def _rates_by_group(run: Run, taken: int) -> Row:
+    """The learning rate of each group after `taken` steps, where there are several groups."""
+    rates = learning_rates(run.config.optimizer, run.config.train.steps, taken)
+    return {"learning_rates": rates} if len(rates) > 1 else {}
+
+
+def _events(run: Run, fill: Fill, reason: str, skips: Skips, spikes: Spikes) -> Row:
+    """What only some rows have. Shows slow ranks, too.
+
+    reason: why the step was skipped; empty where it was not
+    """
+    row: Row = {}
+    if reason:
+        row["skipped"] = reason
+    if spikes.rewinding and spikes.checkpoint is not None:
+        row["back_to"] = spikes.checkpoint.name
+    if skips.count:
+        row["skipped_steps"] = skips.count
+    if spikes.seen.left_out:
+        row["rows_left_out"] = spikes.seen.rows
+    if run.slow_ranks is not None and (slow := run.slow_ranks.judge(run.pipe, fill)):
+        row["slow_ranks"] = slow
+        for each in slow:
+            run.display.say(run.slow_ranks.words(each))
+    return row
 
 
 def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
@@ -408,7 +439,7 @@ def _stopped(step: int, found: str, ranks: str = "") -> RunError:
 
 
 def _named(error: RunError, ranks: str) -> RunError:
-    """The error, which every rank raises: where it names the ranks, who raised it is not told."""
+    """Mark an error that names its ranks, so that the report does not name the raising rank as well."""
     error.names_rank = bool(ranks)
     return error
 
