@@ -340,7 +340,7 @@ MUTANTS = [
     Mutant(OPS, "comes_first and before is None", "False", "runtime/device/test_memory.py"),
     Mutant(
         OPS,
-        "            self.ledger.correct(before, found)\n",
+        "            self.ledger.correct(before.footprint, found)\n",
         "            pass\n",
         "runtime/device/test_memory.py",
     ),

@@ -18,7 +18,7 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.batch.shapes import EdgeShapes, check
-from penstock.runtime.device.memory import Footprint, Ledger, footprint, measuring
+from penstock.runtime.device.memory import Footprint, KnownFootprint, Ledger, footprint, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
 from penstock.schedule.offload import HostCopy
@@ -117,10 +117,9 @@ class Ops:
         step_key = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
         known = self._known.get(step_key)
         if known is None:
-            footprints = self._stages[compute.op.stage].footprints
-            found, again = footprints.get(self._key(compute, step), (None, True))
-            if found is not None and not again:
-                known = self._known[step_key] = found
+            found = self._stages[compute.op.stage].footprints.get(self._key(compute, step))
+            if found is not None and not found.provisional:
+                known = self._known[step_key] = found.footprint
         return known
 
     def _key(self, compute: Compute, step: StepInput) -> object:
@@ -132,10 +131,11 @@ class Ops:
     def _measured(
         self, compute: Compute, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
     ) -> tuple[Footprint, Payload | None]:
-        """A forward of a shape that was not seen before, or only in a forward that came first.
+        """Run a forward and measure its footprint.
 
-        The first forward of a stage in a step also allocates what all of them use: workspaces of cuBLAS,
-        casts that torch keeps, tables that a module makes once. The second one of that shape counts.
+        A stage's first forward in a step also allocates what later ones reuse: workspaces of cuBLAS, casts
+        that torch keeps, tables that a module makes once. So its footprint is provisional: the next forward
+        of that shape is measured too, and replaces it.
         """
         (stage, _, number), key = compute.op, self._key(compute, step)
         footprints = self._stages[stage].footprints
@@ -145,12 +145,12 @@ class Ops:
         outputs = () if result is None else result.tensors
         found = footprint(measured.own_bytes, self._stages[stage].live[number].inputs, outputs)
         found = found._replace(draws=not torch.equal(generator, torch.get_rng_state()))
-        before, _ = footprints.pop(key, (None, False))
+        before = footprints.pop(key, None)
         if before is not None:
-            self.ledger.correct(before, found)
+            self.ledger.correct(before.footprint, found)
         if len(footprints) >= _REMEMBERED:
             footprints.pop(next(iter(footprints)))
-        footprints[key] = found, comes_first and before is None
+        footprints[key] = KnownFootprint(found, provisional=comes_first and before is None)
         return found, result
 
     def infer(self, compute: Compute, received: Payload | None, step: StepInput) -> Payload | None:

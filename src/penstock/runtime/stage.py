@@ -21,7 +21,7 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
-from penstock.runtime.device.memory import Footprint
+from penstock.runtime.device.memory import KnownFootprint
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.rng import StageRNG
 from penstock.runtime.sharded_weights import Sharding, local_shard
@@ -95,8 +95,7 @@ class Stage:
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
         self.casts = WeightCasts()  # under autocast
-        # of the shapes seen so far; True where the next forward of the shape has to be measured as well
-        self.footprints: dict[object, tuple[Footprint, bool]] = {}
+        self.footprints: dict[object, KnownFootprint] = {}  # of the shapes seen so far
         self._sharding: Sharding | None = None
         # how much its I left to W, for a warning: looked at while it is to be said, in the first step
         self.put_off: PutOff | None = None
@@ -106,8 +105,8 @@ class Stage:
     @property
     def left_over(self) -> int:
         """Entries in any cache: 0 between steps."""
-        away = 0 if self.offload is None else self.offload.left_over
-        return len(self.live) + len(self.deferred) + len(self.casts) + away
+        offloaded = 0 if self.offload is None else self.offload.left_over
+        return len(self.live) + len(self.deferred) + len(self.casts) + offloaded
 
     def forward(
         self,
@@ -229,7 +228,7 @@ class Stage:
         return {storage._cdata for storage in storages}
 
     def begin_step(self) -> None:
-        """A step that trains begins, with any number of microbatches."""
+        """Do nothing; RoutedStage forgets the last step's choices here."""
 
     def end_step(self) -> None:
         """All its ops of the step have run: free what its microbatches shared."""

@@ -13,6 +13,7 @@ With it every rank knows the step's loss, bubble and timeline, and no rank has t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ from penstock.schedule import Op, Reduction, Schedule, Timeline
 from penstock.schedule.ops import Kind
 from penstock.schedule.simulation.timeline import covered
 
-_HEAD = 16  # numbers in front of the times
 _TIMES = len(OpTimes._fields)
 
 
@@ -72,6 +72,8 @@ class StepReport(NamedTuple):
 
 
 Reports = Sequence[StepReport]  # by rank
+# how many numbers are in front of the reductions: those of three tuples, and six that stand alone
+_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 6
 
 
 def read(executors: Sequence[Executor], squares: Tensor | None = None) -> tuple[list[float], float]:
@@ -105,17 +107,26 @@ def pack(
 
 
 def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
-    """The reports of all ranks from their vectors, in order."""
+    """The reports of all ranks from their vectors, in order. Reads the numbers in the order of `pack`."""
     reports = []
     for rank, vector in enumerate(vectors):
-        values, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        loss, peak_live, deferred, *held, changed, squares = values[: _HEAD - 8]
-        allocated, reserved, resident, asks, *seconds = values[_HEAD - 8 : _HEAD]
-        reductions, times = values[_HEAD : _HEAD + stages], values[_HEAD + stages : _HEAD + stages + ops]
-        memory = PeakMemory(int(allocated), int(reserved), int(resident))
-        counted = int(peak_live), int(deferred), Held(*map(int, held)), bool(changed)
-        spent = int(asks), OpSeconds(*seconds)
-        reports.append(StepReport(loss, *counted, squares, memory, *spent, reductions, times))
+        numbers, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
+        head, at = iter(numbers), _HEAD + stages
+        reports.append(
+            StepReport(
+                loss=next(head),
+                peak_live=int(next(head)),
+                peak_deferred=int(next(head)),
+                held=Held(*map(int, islice(head, len(Held._fields)))),
+                changed=bool(next(head)),
+                squares=next(head),
+                memory=PeakMemory(*map(int, islice(head, len(PeakMemory._fields)))),
+                asks=int(next(head)),
+                seconds=OpSeconds(*islice(head, len(OpSeconds._fields))),
+                reductions=numbers[_HEAD:at],
+                times=numbers[at : at + ops],
+            )
+        )
     return reports
 
 

@@ -41,6 +41,13 @@ class Footprint(NamedTuple):
     draws: bool = False
 
 
+class KnownFootprint(NamedTuple):
+    """The footprint of forwards of one shape. provisional: the next one is measured too, and replaces it"""
+
+    footprint: Footprint
+    provisional: bool
+
+
 class Held(NamedTuple):
     """Bytes on one rank at one time.
 
