@@ -67,8 +67,8 @@ class Reductions:
         is_first: whether this is the first pipeline of the mesh, which writes what is written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
         stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
-        asks: a number that this process tells all others in each step, such as that of a signal
-        asked: what they told in the last one, by process, the same on all
+        asks: a number sent to all processes in each step, such as a signal's
+        asked: the numbers of the last step, by process
     """
 
     def __init__(self) -> None:

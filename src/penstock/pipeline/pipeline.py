@@ -110,7 +110,7 @@ class Pipeline(SplitModel):
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
         bit for bit, and its result has the norm. If loss or norm is not finite, or the loss is above
         `max_loss`, the optimizer does not step.
-        A rank whose gradients are whole steps while others still compute. This takes memory for a copy of
+        A rank with complete gradients may step while others still compute. This takes memory for a copy of
         its parameters and of the optimizer's state. It does not where stages share weights.
 
         After an error gradients may be partial: clear them before the next step. Parameters are as before.
@@ -149,11 +149,12 @@ class Pipeline(SplitModel):
         optimizers, update = _listed(optimizer, max_norm, max_loss), None
         if optimizers is not None:
             update = OptimizerStep(self, optimizers, max_norm, max_loss, self._drain)
-        error: InputError | None = self._shared.replaced()
-        error = error or optimizer_error(optimizers or (), self.parameters())
-        error = error or _total_error(total_tokens)
-        given = self._with(batch, entries) if error is None else RefusedBatch(error)
-        lowered, given = self._scheduled(given, microbatches)
+        # raised in `run`, once the ranks have met: another rank may not find it
+        refusal: InputError | None = self._shared.replaced()
+        refusal = refusal or optimizer_error(optimizers or (), self.parameters())
+        refusal = refusal or _total_error(total_tokens)
+        batch = self._with(batch, entries) if refusal is None else RefusedBatch(refusal)
+        lowered, batch = self._scheduled(batch, microbatches)
         self._optimizers.before_step()
         self._shared.begin_step()
         is_first = self._last is None
@@ -161,10 +162,10 @@ class Pipeline(SplitModel):
             with torch.enable_grad():
                 result, self._last = self._steps.run(
                     lowered,
-                    given,
+                    batch,
                     changed=lambda: self._shared.changed,
                     optimizer_step=update,
-                    total_tokens=None if error else total_tokens,
+                    total_tokens=None if refusal else total_tokens,
                 )
             self._training = lowered
             if any(each.changed for each in self._last[1]):
@@ -172,9 +173,9 @@ class Pipeline(SplitModel):
             self._shared.end_step()
             if update is not None:
                 result = result._replace(norm=update.finish(result.loss, self._last[1]))
-        except BaseException as error:
-            if isinstance(error, PeerError):  # perhaps in the sum over shared weights, or of the norms
-                self._steps.fail(error, lowered)
+        except BaseException as failure:
+            if isinstance(failure, PeerError):  # perhaps in the sum over shared weights, or of the norms
+                self._steps.fail(failure, lowered)
             if update is not None:
                 update.undo()
             self._shared.restore()
@@ -286,9 +287,9 @@ class Pipeline(SplitModel):
         return self.schedule.microbatches if isinstance(batch, Mapping) else max(len(batch), 1)
 
     def _scheduled(self, batch: BatchLike, count: int | None) -> tuple[LoweredSchedule, BatchLike]:
-        """The schedule of a step on `batch`, and the batch. If none fits: that of the build, and the refusal.
+        """Find the schedule for `batch`.
 
-        This rank may be the only one to find that, and the ranks have not met yet.
+        If none fits, return the build's schedule and a RefusedBatch, which raises once the ranks have met.
         """
         find, built, count = self._steps.schedules.training, self.schedule, self._count(batch, count)
         if count == built.microbatches or isinstance(batch, RefusedBatch):
@@ -399,8 +400,8 @@ class Pipeline(SplitModel):
         The median time of each stage's ops, without the exchanges within an op (`Costs.measured`); the
         bytes of each stage and microbatch. Raises ConfigError before the first step.
         """
-        away = self._built.offloading
-        ahead = 1 if away is None else away.ahead
+        offloading = self._built.offloading
+        ahead = 1 if offloading is None else offloading.ahead
         return step_costs(self._last_step("costs"), self._training.executors, self.processes, ahead)
 
     @collective

@@ -140,7 +140,7 @@ class SplitModel:
         number on every rank.
         """
         with record_function("clip"):
-            norm = self._norm_of(self._exchange_squares(self._squared_norm()))
+            norm = self._norm_of(self._gather_squares(self._squared_norm()))
             self._clip(norm, max_norm)
         return norm
 
@@ -184,10 +184,10 @@ class SplitModel:
             for rank, name, more in everyone
         )
 
-    def _exchange_squares(self, squares: Tensor) -> list[Tensor]:
+    def _gather_squares(self, squares: Tensor) -> list[Tensor]:
         """The squared norm of each rank, which the first rank of a process gives for all of its ranks."""
         places = range(len(self._world.ranks))
-        return self._world.transport.exchange([squares if p == 0 else squares.new_zeros(1) for p in places])
+        return self._world.transport.all_gather([squares if p == 0 else squares.new_zeros(1) for p in places])
 
     def _norm_of(self, squares: Iterable[Tensor]) -> float:
         """The norm over all ranks, from the squared norm of each in their order."""

@@ -183,7 +183,7 @@ def _broadcast(
     for start in range(0, flat.numel(), _SLICE):
         piece = flat[start : start + _SLICE]
         sent = piece if tensor is not None else torch.zeros_like(piece)
-        piece.copy_(world.transport.exchange([sent])[owner])
+        piece.copy_(world.transport.all_gather([sent])[owner])
     return received
 
 

@@ -132,7 +132,7 @@ class OptimizerStep:
         Collective without `in_drain`.
         """
         if self._drain is None:
-            norm = self._model._norm_of(self._model._exchange_squares(self._model._squared_norm()))
+            norm = self._model._norm_of(self._model._gather_squares(self._model._squared_norm()))
         else:
             norm = self._model._norm_of(torch.tensor([e.squares], dtype=torch.float64) for e in reports)
         good = math.isfinite(norm) and math.isfinite(loss) and loss <= self.max_loss

@@ -78,7 +78,7 @@ class BatchSplitter(NamedTuple):
         except InputError as error:
             refusal = error
         vector = torch.tensor([longest], dtype=torch.float64)
-        lengths = [int(each) for each in world.transport.exchange([vector] * len(world.ranks))]
+        lengths = [int(each) for each in world.transport.all_gather([vector] * len(world.ranks))]
         if min(lengths) < 0:
             refusals = world.processes.gather(in_words(refusal))
             found = first_error(dict(enumerate(refusals)), "given to rank")

@@ -46,7 +46,7 @@ _REFUSED = 1 << 32  # above all fingerprints of batches
 class StepResult(NamedTuple):
     """The outcome of a step: the same numbers on every rank.
 
-    Args:
+    Attributes:
         loss: mean over the batch's valid tokens, or over what the loss counts
         tokens: number of valid tokens, over all microbatches and all parts of the batch
         bubble: share of the ranks' time in which they did not compute, from 0 to 1
@@ -122,9 +122,13 @@ class StepRunner:
             memory = PeakMemory.now(self._world.device)
             asks = self._world.reductions.asks()
             own = [report.pack(each, memory, loss, changed(), squares, asks) for each, loss in packed]
-            vectors = transport.exchange(own) if drain is None else transport.exchange(own, drain.step_early)
+            if drain is None:
+                vectors = transport.all_gather(own)
+            else:
+                vectors = transport.all_gather(own, meanwhile=drain.step_early)
             reports = report.unpack(schedule, vectors)
-            loss = self._sum_reports(reports)
+            self._world.reductions.learn([each.asks for each in self._by_process(reports)])
+            loss = self._gather_measurements(reports)
             transport.messages.end_step()
         except BaseException as error:
             self._give_up(executors, error, begun)
@@ -133,14 +137,17 @@ class StepRunner:
         assert not left, f"{left} entries left in caches after a step"
         return StepResult(loss, tokens, report.bubble(schedule, reports)), (schedule, reports)
 
-    def _sum_reports(self, reports: report.Reports) -> float:
-        """The loss over the whole mesh, where `peaks` and `seconds` are from then on known too."""
-        processes, width = reports[:1] if self._world.alone else reports, len(PeakMemory._fields)
-        self._world.reductions.learn([each.asks for each in processes])
-        memory = [number for each in processes for number in each.memory]
+    def _by_process(self, reports: report.Reports) -> report.Reports:
+        """One report of each process: a process that holds all ranks reports its own facts in each."""
+        return reports[:1] if self._world.alone else reports
+
+    def _gather_measurements(self, reports: report.Reports) -> float:
+        """Sum the loss over the mesh, and keep every rank's peak memory and op seconds. Collective."""
+        memory = [number for each in self._by_process(reports) for number in each.memory]
         times = [number for each in reports for number in each.seconds]
         mine = sum(each.loss for each in reports)
         loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times])
+        width = len(PeakMemory._fields)
         by_rank = [each[at : at + width] for at in range(0, len(memory), width) for each in pipelines]
         self.peaks = tuple(PeakMemory(*map(int, numbers)) for numbers in by_rank)
         self.seconds = tuple(
@@ -152,11 +159,15 @@ class StepRunner:
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
         with self._agreed(count, has_labels=True):
-            hosted = on_host(batch, self._world.device)
-            microbatches = self._built.splitter.split(hosted, count, self._world)
-            if self._built.mesh_plan is not None:
-                self._built.mesh_plan.split_sequences(microbatches)
+            microbatches = self._split(on_host(batch, self._world.device), count)
             return list(placed(microbatches, self._world.device))
+
+    def _split(self, batch: BatchLike, count: int) -> list[Microbatch]:
+        """The microbatches of a batch `on_host`, on the host. Collective where they are padded."""
+        microbatches = self._built.splitter.split(batch, count, self._world)
+        if self._built.mesh_plan is not None:
+            self._built.mesh_plan.split_sequences(microbatches)
+        return microbatches
 
     def count_tokens(self, batches: Sequence[BatchLike]) -> int:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
@@ -188,23 +199,13 @@ class StepRunner:
         facts, refusal = BatchFacts(schedule.microbatches, counts, total_tokens=total_tokens or 0), None
         batch = on_host(batch, world.device)
         try:
-            microbatches = built.splitter.split(batch, schedule.microbatches, world)
-            if built.mesh_plan is not None:
-                built.mesh_plan.split_sequences(microbatches)
+            microbatches = self._split(batch, schedule.microbatches)
             weight = sum(map(built.loss.weight, self._weighed(microbatches))) if counts else 1
             self._infer_edges(microbatches, schedule.placement.depth)
             facts = facts._replace(tokens=weight)
             if world.mesh is not None:
-                data, description = fingerprint(as_list(batch), len(microbatches), lowered.number)
-                if optimizer_step is not None:
-                    limits = optimizer_step.max_norm, optimizer_step.max_loss
-                    description += f", an optimizer, max_norm={limits[0]}"
-                    description += "" if limits[1] == math.inf else f", max_loss={limits[1]}"
-                    data = zlib.crc32(f"{data} {limits}".encode())
-                if total_tokens is not None:
-                    description += f", total_tokens={total_tokens}"
-                    data = zlib.crc32(f"{data} of {total_tokens}".encode())
-                facts = facts._replace(fingerprint=data, description=description)
+                number, words = _fingerprint(batch, len(microbatches), lowered, optimizer_step, total_tokens)
+                facts = facts._replace(fingerprint=number, description=words)
         except InputError as error:
             refusal, words = error, f"it refuses its batch ({error})"
             facts = facts._replace(fingerprint=_REFUSED + zlib.crc32(words.encode()), description=words)
@@ -246,17 +247,16 @@ class StepRunner:
             raise refusal
 
     def _weighed(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        """The microbatches, to count their valid items: on the host for our own losses, as counting on a GPU
-        would wait for it; on the pipeline's device for a user's loss, which may mix them with tensors there.
+        """Return microbatches to count valid items of.
+
+        Our own losses count on the host, so as not to wait for a GPU; a user's loss gets them on the device.
         """
         if isinstance(self._built.loss, NextToken | MeanOverRows):
             return microbatches
         return placed(microbatches, self._world.device)
 
     def _infer_edges(self, microbatches: Sequence[Microbatch], depth: int) -> None:
-        """Infer the edges now, where the mesh splits the batch: a part that is refused for its shapes has to
-        be refused on all ranks, before any of them starts to compute.
-        """
+        """Infer edges before the step, so that all ranks refuse a wrong shape together."""
         if depth == 1 or self._world.reductions.batch_part[1] == 1:
             return
         edges = self._built.edges
@@ -277,7 +277,7 @@ class StepRunner:
         training = any(inner.training for stage in self._stages.values() for inner in stage.module.modules())
         local_seed = torch.tensor([next_seed() if training else 0], dtype=torch.float64)
         # all ranks have accepted the batch; users may seed them differently, and a step takes one seed
-        seeds = world.transport.exchange([local_seed] * len(world.ranks))
+        seeds = world.transport.all_gather([local_seed] * len(world.ranks))
         seed = world.reductions.max(int(max(seeds)))
         if not seed:
             return nullcontext()
@@ -309,6 +309,26 @@ class StepRunner:
         self._world.transport.same_call = lambda name: None  # those in this step compare no calls
         if error is not None and lowered is not None and error.timeline is None:
             write_post_mortem(error, lowered.executors, self._trace_folder)
+
+
+def _fingerprint(
+    batch: BatchLike,
+    count: int,
+    lowered: LoweredSchedule,
+    optimizer_step: OptimizerStep | None,
+    total_tokens: int | None,
+) -> tuple[int, str]:
+    """What must be equal on all ranks of the pipeline, as a number and in words."""
+    number, words = fingerprint(as_list(batch), count, lowered.number)
+    if optimizer_step is not None:
+        max_norm, max_loss = optimizer_step.max_norm, optimizer_step.max_loss
+        words += f", an optimizer, max_norm={max_norm}"
+        words += "" if max_loss == math.inf else f", max_loss={max_loss}"
+        number = zlib.crc32(f"{number} {max_norm, max_loss}".encode())
+    if total_tokens is not None:
+        words += f", total_tokens={total_tokens}"
+        number = zlib.crc32(f"{number} of {total_tokens}".encode())
+    return number, words
 
 
 def _progress_of(executor: Executor) -> Callable[[], Progress | None]:

@@ -136,7 +136,7 @@ class DistributedTransport(Transport):
             "Give every rank the same batch, e.g. by drawing it from the same seed and step",
         )
 
-    def exchange(
+    def all_gather(
         self, vectors: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Tensor]:
         self.settle()
@@ -163,7 +163,7 @@ class DistributedTransport(Transport):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that JSON can hold), in order, on every rank. Collective."""
-        return gather(value, lambda vector: self.exchange([vector]))
+        return gather(value, lambda vector: self.all_gather([vector]))
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:

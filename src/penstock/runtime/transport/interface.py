@@ -131,7 +131,7 @@ class Transport:
     def settle(self) -> None:
         """Wait for the result of `agree`. To be called before a step's first message."""
 
-    def exchange(
+    def all_gather(
         self, vectors: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Tensor]:
         """Give one float64 vector for each rank of this process; get every rank's, in order. Collective.
