@@ -22,12 +22,12 @@ from penstock.errors import ConfigError, ModelError, PartitionError
 from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import LoraConfig, names_in_file, unwrap
 from penstock.models.huggingface.boundary import compute_in
-from penstock.models.huggingface.entries import BatchCheck, taken
+from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
 from penstock.models.huggingface.head import check_for_liger
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.quantized import Quantize
-from penstock.models.source import ModelLike, open_source
+from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.split.balanced_split import LayerCosts, Memory
 from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
@@ -151,19 +151,10 @@ class AutoPipeline(Options):
 
         Raises ConfigError, ScheduleError, ModelError, PartitionError, CheckpointError, HubError.
         """
-        check_one_description(
-            **self._layer_options(),
-            modules_per_stage=self.modules_per_stage,
-            module_fqns_per_stage=self.module_fqns_per_stage,
-        )
-        if self.layout is not None:
-            read_layout(self.layout)  # before any file is read
-        if self.load not in ("each", "broadcast"):
-            rule = "every rank reads the weights of its stages, or one reads them for those with the same"
-            raise ConfigError(f"load={self.load!r}", rule, "Take 'each' or 'broadcast'")
-        schedule = self.chosen_schedule()
+        self._check_options()
+        chosen = self.chosen_schedule()
         self._check_compile()
-        verify(schedule)
+        verify(chosen)  # a wrong schedule of the user's raises before any file is read
         source = open_source(
             model,
             self.dtype,
@@ -176,6 +167,30 @@ class AutoPipeline(Options):
         )
         if self.experts is not None:
             choose_experts(source.model, self.experts, given=isinstance(unwrap(model), PreTrainedModel))
+        self._check_model(source)
+        routed = self._routed(source.model)
+        chain = self._find_chain(source.model, trains=chosen.trains)
+        staged = self._in_stages_of_size(chain.count, chosen)
+        stages = plan_stages(source.model, chain, staged, self._ranges(source.model, chain, staged))
+        trained = without_weight_gradients(staged, frozen_stages(source.model, stages))
+        plan = BuildPlan(trained, verify(trained), stages, source, chain, routed)
+        return self._within_memory(plan, staged) if self.axes is None or self.axes.resolved else plan
+
+    def _check_options(self) -> None:
+        """Raise ConfigError, PartitionError for options that are wrong whatever the model and schedule."""
+        check_one_description(
+            **self._layer_options(),
+            modules_per_stage=self.modules_per_stage,
+            module_fqns_per_stage=self.module_fqns_per_stage,
+        )
+        if self.layout is not None:
+            read_layout(self.layout)
+        if self.load not in ("each", "broadcast"):
+            rule = "every rank reads the weights of its stages, or one reads them for those with the same"
+            raise ConfigError(f"load={self.load!r}", rule, "Take 'each' or 'broadcast'")
+
+    def _check_model(self, source: Source) -> None:
+        """Raise ConfigError, ModelError for a model that the options do not take."""
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if self.padding() is not None:
             refuse_padding(source.model)
@@ -184,27 +199,29 @@ class AutoPipeline(Options):
         if self.axes is not None:
             check_adapter(source, self.axes)
             check_model(source.model, self.axes, options)
-        routed = self._routed(source.model)
-        chain = find_chain(source.model)
+
+    def _find_chain(self, model: PreTrainedModel, *, trains: bool) -> Chain:
+        """The chain of layers of `model`, under autocast where it is asked for.
+
+        trains: whether the schedule has backwards
+        Raises ConfigError, ModelError for a chain that the options do not take.
+        """
+        chain = find_chain(model)
         if self.chunked_loss == "liger":
-            check_for_liger(source.model, chain)
-        if (away := self.offloading()) is not None:
-            check_modules(away, source.model.get_submodule(chain.layers).children())
+            check_for_liger(model, chain)
+        if (offloading := self.offloading()) is not None:
+            check_modules(offloading, model.get_submodule(chain.layers).children())
         if self.autocast is not None:
-            chain = under_autocast(source.model, chain, self.autocast)
+            chain = under_autocast(model, chain, self.autocast)
         if self.axes is not None:
-            check_fits(source.model, chain, self.axes, options, trains=schedule.trains)
+            check_fits(model, chain, self.axes, self.parallel_options(), trains=trains)
         if self.exchange == "batched" and not chain.only_hidden_states:
             raise ConfigError(
-                f"exchange='batched' for {type(source.model).__name__}",
+                f"exchange='batched' for {type(model).__name__}",
                 "more than hidden states crosses its edges, in messages that carry their shapes",
                 "Take exchange='channels'",
             )
-        schedule = self._in_stages_of_size(chain.count, schedule)
-        stages = plan_stages(source.model, chain, schedule, self._ranges(source.model, chain, schedule))
-        whole, schedule = schedule, without_weight_gradients(schedule, frozen_stages(source.model, stages))
-        plan = BuildPlan(schedule, verify(schedule), stages, source, chain, routed)
-        return self._within_memory(plan, whole) if self.axes is None or self.axes.resolved else plan
+        return chain
 
     def _in_stages_of_size(self, layers: int, schedule: Schedule) -> Schedule:
         """`schedule` with as many stages a rank as one number of `layers_per_stage` makes, if that is open.
@@ -241,11 +258,13 @@ class AutoPipeline(Options):
 
     def _limited_split(self, account: Account) -> list[range] | None:
         """The default split under the memory limit. None where none keeps it, or another was asked for."""
-        how, plan = account.how, account.plan
-        if how is None or how.memory_limit is None or how.shape is None or not self._splits_by_default:
+        checkpointing, plan = account.checkpointing, account.plan
+        if checkpointing is None or checkpointing.memory_limit is None or checkpointing.shape is None:
+            return None
+        if not self._splits_by_default:
             return None
         try:
-            memory = account.of_layers(how.memory_limit, how.shape, recomputed=True)
+            memory = account.of_layers(checkpointing.memory_limit, checkpointing.shape, recomputed=True)
             return self._fastest(plan.source.model, plan.chain, plan.schedule, memory)
         except (ModelError, PartitionError):
             return None
@@ -357,13 +376,15 @@ def _recomputation(auto: AutoPipeline, plan: BuildPlan, axes: Axes | None) -> Ca
 
     axes: resolved, where there are any
     """
-    how = auto.checkpointing()
-    if how is not None and how.memory_limit is not None:
+    checkpointing = auto.checkpointing()
+    if checkpointing is None:
+        return lambda proof: frozenset()
+    if checkpointing.memory_limit is not None:
         plan = plan.without_values()
         return lambda proof: auto.account(
             replace(plan, schedule=proof.schedule, proof=proof), axes
         ).recomputed()
-    return lambda proof: frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
+    return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
 
 
 class _Build:
@@ -395,11 +416,11 @@ class _Build:
         schedule, source = plan.schedule, plan.source
         if auto.chunked_loss == "liger":
             check_liger("chunked_loss='liger'", world.device.type)
-        self._completed = plan.completed()
-        self._compiles = auto.layer_compiler(schedule, world.device)
+        completer = plan.completer()
+        compile_layers = auto.layer_compiler(schedule, world.device)
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
-        stages = [self._stage(index, model) for index, model in models.items()]
+        stages = [self._stage(index, model, completer, compile_layers) for index, model in models.items()]
         modules = {stage.index: stage.module for stage in stages}
         edges = None
         if auto.shapes != "exchanged" and plan.chain.only_hidden_states:
@@ -417,7 +438,7 @@ class _Build:
             edges,
             auto.loss(),
             auto.batch_splitter(
-                self._completed,
+                completer,
                 BatchCheck(source.model, own_loss=auto.own_loss),
                 counts_tokens=asks_for_balance(source.model),
             ),
@@ -473,8 +494,14 @@ class _Build:
         reads = self._world.reductions.first_reads if self._auto.load == "broadcast" else None
         source.fill(model, self._auto.seed, device, reads)
 
-    def _stage(self, index: int, model: PreTrainedModel) -> Stage:
-        auto, plan, completed = self._auto, self._plan, self._completed
+    def _stage(
+        self,
+        index: int,
+        model: PreTrainedModel,
+        completer: MicrobatchCompleter,
+        compile_layers: Callable[[Sequence[nn.Module]], None] | None,
+    ) -> Stage:
+        auto, plan = self._auto, self._plan
         info = plan.info(index)
         shard = None if self._mesh_plan is None else self._sharding(model)
         defers_head = shard is None and auto.own_loss and auto.chunked_loss
@@ -486,13 +513,13 @@ class _Build:
             checkpointing=auto.checkpointing(),
             offloading=auto.offloading(),
             parallelize_fn=auto.parallelize_fn,
-            compile=self._compiles,
+            compile=compile_layers,
             call=lambda module: HFCall(
                 module,
                 info,
                 self._entries,
                 defers_head=defers_head,
-                from_shapes=lambda: completed.made_from_shapes,
+                shape_questions=lambda: completer.shape_questions,
             ),
             routing=None if plan.routed is None else plan.routed.for_stage(model),
             after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,

@@ -181,15 +181,15 @@ class Options:
                 "it marks no pairs of ops to overlap",
                 "Take dualpipe_v, dualpipe or 1f1b with paired=True, or overlap='auto'",
             )
-        if (away := self.offloading()) is not None:
-            check_schedule(away, schedule, self.checkpointing())
-            how = as_compile(self.compile)
-            if away.modules and how is not None and how.layers != "none":
+        if (offloading := self.offloading()) is not None:
+            check_schedule(offloading, schedule, self.checkpointing())
+            compile_options = as_compile(self.compile)
+            if offloading.modules and compile_options is not None and compile_options.layers != "none":
                 rule = (
                     "compile takes whole layers, and no module within one is seen: its compiler saves tensors"
                 )
                 remedy = "Leave modules out, or compile the loss alone: Compile(layers='none')"
-                raise refusal("modules", away.modules, rule, remedy)
+                raise refusal("modules", offloading.modules, rule, remedy)
         return schedule
 
     def schedules(self, chosen: Schedule, frozen: Collection[int] = ()) -> Callable[[int], Schedule]:
@@ -345,11 +345,11 @@ class Options:
         self, schedule: Schedule, device: torch.device
     ) -> Callable[[Sequence[nn.Module]], None] | None:
         """What compiles the layers of a stage; None leaves them as they are. Raises ConfigError."""
-        how = as_compile(self.compile)
-        if how is None:
+        compile_options = as_compile(self.compile)
+        if compile_options is None:
             return None
-        check_compiler(how, device)
-        return partial(compile_layers, how=how, splits=bool(schedule.split))
+        check_compiler(compile_options, device)
+        return partial(compile_layers, option=compile_options, splits=bool(schedule.split))
 
     def loss(self) -> Loss:
         return compiled_loss(as_loss(self.loss_fn, self.sharding or {}), as_compile(self.compile))

@@ -27,16 +27,15 @@ class SharedWeights:
     """Weights whose copies are on the same ranks, and whose gradients are summed together.
 
     ranks: those that hold copies, in order
-    copies: of each weight, the copies of this process by place, such as "lm_head.weight of stage 1", in
-        stage order
+    copies: of each weight, the copies of this process by `copy_name`, in stage order
     """
 
     ranks: tuple[int, ...]
     copies: tuple[Mapping[str, nn.Parameter], ...]
 
 
-def place(name: str, stage: int) -> str:
-    """Where a copy is, in words."""
+def copy_name(name: str, stage: int) -> str:
+    """A copy in words, such as "lm_head.weight of stage 1"."""
     return f"{name} of stage {stage}"
 
 
@@ -54,7 +53,9 @@ def shared_by_replicas(
         held = {stage: dict(modules[stage].named_parameters()) for stage in stages if stage in modules}
         names = [name for name in next(iter(held.values()), {}) if name not in leave_out]
         ranks = sorted({placement.rank_of[stage] for stage in stages})
-        copies = [{place(name, stage): weights[name] for stage, weights in held.items()} for name in names]
+        copies = [
+            {copy_name(name, stage): weights[name] for stage, weights in held.items()} for name in names
+        ]
         yield SharedWeights(tuple(ranks), tuple(copies))
 
 
@@ -63,7 +64,7 @@ def shared_by_stages(
 ) -> SharedWeights:
     """The weights of these names, of which every stage holds a copy. modules: this process's, by stage"""
     ranks = tuple(sorted(set(placement.rank_of)))
-    copies = [{place(name, at): copy_of(modules[at], name) for at in sorted(modules)} for name in names]
+    copies = [{copy_name(name, at): copy_of(modules[at], name) for at in sorted(modules)} for name in names]
     return SharedWeights(ranks, tuple(copies))
 
 
@@ -109,14 +110,14 @@ class SharedGradients:
         self._compared: list[bool] = []
         twice = placement.replicas * batch_parts > 1
         self._buffers = [  # of what is there twice: nothing sums what a forward writes into them
-            (place(f"{path}.{key}".lstrip("."), stage), inner, key)
+            (copy_name(f"{path}.{key}".lstrip("."), stage), inner, key)
             for stage, module in modules.items()
             for path, inner in module.named_modules()
             for key in (inner._buffers if twice or _is_on_every_stage(module, path) else ())
         ]
         self._unwritten = self._versions()
         held = [
-            (place(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
+            (copy_name(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
             for stage, module in modules.items()
             for path, inner in module.named_modules()
             for key, parameter in inner._parameters.items()

@@ -22,7 +22,7 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
-from penstock.models.huggingface.masks import made_from_shapes
+from penstock.models.huggingface.masks import count_shape_questions
 from penstock.models.tracing.meta import bare, is_empty
 from penstock.models.tracing.towers import encodes
 
@@ -137,9 +137,9 @@ class MicrobatchCompleter:
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
-    def made_from_shapes(self) -> int:
-        """Of the model, see penstock.models.huggingface.masks."""
-        return made_from_shapes(self._model)
+    def shape_questions(self) -> int:
+        """The model's `count_shape_questions`, counted when it is first needed."""
+        return count_shape_questions(self._model)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         if ROUTED in microbatch and self._routed is None:

@@ -98,8 +98,8 @@ def _settled(found: Any) -> Any:
 # ---- What a model makes by itself
 
 
-def made_from_shapes(model: PreTrainedModel) -> int:
-    """How many questions a forward asks that gets `input_ids` alone; 0 if one is about what depends on them.
+def count_shape_questions(model: PreTrainedModel) -> int:
+    """Count the questions of a forward that gets `input_ids` alone, if shapes alone decide them; else 0.
 
     model: without values; it runs as far as it can
     """

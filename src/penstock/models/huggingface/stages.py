@@ -114,21 +114,23 @@ class HFCall:
         entries: frozenset[str] | None = None,
         *,
         defers_head: Chunked = False,
-        from_shapes: Callable[[], int] = lambda: 0,
+        shape_questions: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             entries: those of a microbatch that the model gets, from `taken` of it before axes change its
                 forward; others are the loss's.
             defers_head: whether the last stage may return HeadLogits, and for what; see Options.
-            from_shapes: returns `made_from_shapes` of the whole model.
+            shape_questions: returns how many questions about values a forward of the whole model asks that
+                shapes alone decide (penstock.models.huggingface.masks).
         """
         if defers_head and info.is_last:
             defer_head(model, defers_head)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
         self._seen = frozenset[str]() if info.is_first else tower_inputs(model)
-        self._from_shapes, self._answers, self._edits = from_shapes, dict[object, Any](), Edits(model)
+        self._shape_questions, self._answers = shape_questions, dict[object, Any]()
+        self._edits = Edits(model)
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
@@ -164,7 +166,7 @@ class HFCall:
         if not isinstance(microbatch, OnDevice):
             return _ON_HOST
         alone = arguments.keys() == {"input_ids"} and not self._edits
-        constant = self._from_shapes() if alone else 0
+        constant = self._shape_questions() if alone else 0
         return answering(Answers(microbatch, self._answers, constant))
 
 

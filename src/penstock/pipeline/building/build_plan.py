@@ -35,7 +35,7 @@ from penstock.parallel.tensor.plan import assigned
 from penstock.parallel.tensor.styles import COLUMNS
 from penstock.runtime.health.agreement import flat
 from penstock.runtime.rng import dropouts
-from penstock.runtime.shared_weights import SharedWeights, copy_of, place, shared_by_replicas
+from penstock.runtime.shared_weights import SharedWeights, copy_name, copy_of, shared_by_replicas
 from penstock.schedule import Costs, Proof, Schedule
 
 
@@ -125,8 +125,8 @@ class BuildPlan:
         layers = model.get_submodule(self.chain.layers)
         return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
 
-    def completed(self) -> MicrobatchCompleter:
-        """Adds to a microbatch what the model needs, and refuses what the split model would compute wrong."""
+    def completer(self) -> MicrobatchCompleter:
+        """Adds to a microbatch what the model needs; refuses one that the split model would compute wrong."""
         return MicrobatchCompleter(self.source.model, None if self.routed is None else self.routed.check)
 
     def values_of(self, rank: int, ties: Ties) -> dict[str, Tensor]:
@@ -207,7 +207,7 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
             for holder in holders
             if holder.stage in modules
         }
-        copies = {place(name, stage): copy_of(modules[stage], name) for stage, name in local.items()}
+        copies = {copy_name(name, stage): copy_of(modules[stage], name) for stage, name in local.items()}
         ranks = tuple(sorted({holder.rank for holder in holders}))
         shared.append(SharedWeights(ranks, (copies,) if copies else ()))
     return [*shared, *shared_by_replicas(plan.schedule.placement, modules, frozenset(tied))]

@@ -70,14 +70,14 @@ def as_compile(option: object) -> Compile | None:
     raise ConfigError(f"compile={option!r}", rule, "Take True")
 
 
-def check_compiler(how: Compile, device: torch.device) -> None:
+def check_compiler(option: Compile, device: torch.device) -> None:
     """Raise ConfigError for a backend that torch does not know, or that cannot run on this machine."""
     import torch._dynamo  # which takes a second to import
 
-    if how.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+    if option.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
         shown = ", ".join(known)
-        raise ConfigError(f"compile.backend={how.backend!r}", f"torch knows {shown}", "Take 'inductor'")
-    if how.backend != "inductor":
+        raise ConfigError(f"compile.backend={option.backend!r}", f"torch knows {shown}", "Take 'inductor'")
+    if option.backend != "inductor":
         return
     if device.type == "cuda":
         from torch.utils._triton import has_triton
@@ -97,17 +97,17 @@ def check_compiler(how: Compile, device: torch.device) -> None:
         raise ConfigError("compile.backend='inductor'", rule, remedy) from cause
 
 
-def compile_layers(layers: Iterable[nn.Module], how: Compile, *, splits: bool) -> None:
+def compile_layers(layers: Iterable[nn.Module], option: Compile, *, splits: bool) -> None:
     """Compile layers in place, each when it first runs.
 
     splits: whether backwards are split
     Raises ConfigError for layers="products" where a layer does not go in pieces.
     """
     for layer in layers:
-        if how.layers == "products" or (how.layers == "auto" and splits and _goes_in_pieces(layer)):
-            compile_around_products(layer, **how.options)
-        elif how.layers != "none":
-            layer.compile(**how.options)
+        if option.layers == "products" or (option.layers == "auto" and splits and _goes_in_pieces(layer)):
+            compile_around_products(layer, **option.options)
+        elif option.layers != "none":
+            layer.compile(**option.options)
 
 
 def _goes_in_pieces(layer: nn.Module) -> bool:
@@ -116,6 +116,8 @@ def _goes_in_pieces(layer: nn.Module) -> bool:
     return not experts and not getattr(layer, "is_checkpointed", False)
 
 
-def compiled_loss(loss: Loss, how: Compile | None) -> Loss:
+def compiled_loss(loss: Loss, option: Compile | None) -> Loss:
     """`loss` with its arithmetic compiled, where it is the next-token loss."""
-    return loss.compiled(**how.options) if how is not None and how.loss and type(loss) is NextToken else loss
+    if option is None or not option.loss or type(loss) is not NextToken:
+        return loss
+    return loss.compiled(**option.options)

@@ -89,7 +89,7 @@ class Account:
     """The memory of a pipeline that is not built yet.
 
     axes: the mesh's axes other than `pp`, without -1
-    how: its activation checkpointing
+    checkpointing: of its activations; None keeps them all
     offloading: which activations wait in host memory
     chunked_loss: as in Options; taken where the mesh has no other axes
     """
@@ -97,7 +97,7 @@ class Account:
     plan: BuildPlan
     axes: Axes = field(default_factory=Axes)
     options: ParallelOptions = field(default_factory=ParallelOptions)
-    how: Checkpointing | None = None
+    checkpointing: Checkpointing | None = None
     chunked_loss: Chunked = True
     offloading: Offloading | None = None
 
@@ -193,7 +193,7 @@ class Account:
         Durations are those of Costs(). None if the forward depends on values, so that only a step can measure
         them (Pipeline.costs).
         """
-        if self.how is None:
+        if self.checkpointing is None:
             return self._sizes(shape)
         sizes = self._kept_and_recomputed(shape)
         return None if sizes is None else mixed(self.plan.schedule, *sizes, self.recomputed())
@@ -203,11 +203,13 @@ class Account:
 
         Raises ConfigError where recomputing all of them still exceeds the memory limit.
         """
-        how, schedule = self.how, self.plan.schedule
-        if how is None or how.memory_limit is None:
-            return frozenset() if how is None else first_in_flight(schedule, how.in_flight)
-        assert how.shape is not None
-        sizes = self._kept_and_recomputed(how.shape)
+        checkpointing, schedule = self.checkpointing, self.plan.schedule
+        if checkpointing is None:
+            return frozenset()
+        if checkpointing.memory_limit is None:
+            return first_in_flight(schedule, checkpointing.in_flight)
+        assert checkpointing.shape is not None
+        sizes = self._kept_and_recomputed(checkpointing.shape)
         if sizes is None:
             raise ConfigError(
                 f"memory_limit for {type(self.plan.source.model).__name__}",
@@ -218,21 +220,21 @@ class Account:
         everything = first_in_flight(schedule, None)
         least = simulate(schedule, mixed(schedule, *sizes, everything)).peak_memory
         needed = [held + weight for held, weight in zip(least, fixed, strict=True)]
-        if max(needed) > how.memory_limit:
+        if max(needed) > checkpointing.memory_limit:
             rank = needed.index(max(needed))
             raise ConfigError(
-                f"memory_limit={_mib(how.memory_limit)}",
+                f"memory_limit={_mib(checkpointing.memory_limit)}",
                 f"rank {rank} takes {_mib(fixed[rank])} for weights, gradients and AdamW's moments, and "
                 f"{_mib(least[rank])} more with every forward run again",
                 f"Give {_mib(needed[rank])} or more, or take more ranks, a larger dp_shard or smaller "
                 "microbatches",
             )
-        limits = [how.memory_limit - weight for weight in fixed]
+        limits = [checkpointing.memory_limit - weight for weight in fixed]
         return first_in_flight(schedule, counts_within(schedule, *sizes, limits))
 
     def _kept_and_recomputed(self, shape: tuple[int, int]) -> tuple[Costs, Costs] | None:
         """Sizes with all activations kept, and with all recomputed, one layer at a time."""
-        kept, recomputed = self._sizes(shape), self._sizes(shape, self.how)
+        kept, recomputed = self._sizes(shape), self._sizes(shape, self.checkpointing)
         if kept is None or recomputed is None:
             return None
         schedule = self.plan.schedule
@@ -242,28 +244,28 @@ class Account:
         held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
         return kept, replace(recomputed, held_in_backward=held)
 
-    def _sizes(self, shape: tuple[int, int], how: Checkpointing | None = None) -> Costs | None:
-        """Bytes of microbatches, if `how` checkpoints all layers."""
+    def _sizes(self, shape: tuple[int, int], checkpointing: Checkpointing | None = None) -> Costs | None:
+        """Bytes of microbatches, if every one goes by `checkpointing`."""
         split = frozenset(stage for stage, _ in self.plan.schedule.split)
-        key = shape, how, self.axes, self.options, split, self.plan.stages, self.offloading
+        key = shape, checkpointing, self.axes, self.options, split, self.plan.stages, self.offloading
         if key not in self.plan.known_sizes:
-            self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), how)
+            self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), checkpointing)
         return self.plan.known_sizes[key]
 
-    def _measured(self, shape: tuple[int, int], how: Checkpointing | None) -> Costs | None:
+    def _measured(self, shape: tuple[int, int], checkpointing: Checkpointing | None) -> Costs | None:
         plan, found = self.plan, list[Sizes]()
         split = {stage for stage, _ in plan.schedule.split}
         known: dict[Hashable, Sizes] = {}  # by what makes stages alike
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             for stage in range(plan.schedule.placement.depth):
                 info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
-                chosen = None if how is None or not layers else layers[0][0] % how.every
+                chosen = None if checkpointing is None or not layers else layers[0][0] % checkpointing.every
                 kinds = tuple(layer_kind(layer) for _, layer in layers)
                 alike = plan.chain.only_hidden_states and not plan.chain.prediction_layers
                 place = None if alike else stage
                 key = info.is_first, info.is_last, stage in split, chosen, kinds, place
                 if key not in known:
-                    sizes = self._of_stage(stage, shape, how, mesh, split=stage in split)
+                    sizes = self._of_stage(stage, shape, checkpointing, mesh, split=stage in split)
                     if sizes is None:
                         return None
                     known[key] = sizes
@@ -276,7 +278,7 @@ class Account:
         self,
         stage: int,
         shape: tuple[int, int],
-        how: Checkpointing | None,
+        checkpointing: Checkpointing | None,
         mesh: DeviceMesh | None,
         *,
         split: bool,
@@ -290,8 +292,8 @@ class Account:
                     parameter.data = parameter.data.to(computed)
         if mesh is not None:
             tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
-        if how is not None:
-            install(plan.layers_of(part, stage), how)
+        if checkpointing is not None:
+            install(plan.layers_of(part, stage), checkpointing)
         offload = None
         if self.offloading is not None:
             offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
@@ -328,7 +330,7 @@ class Account:
         Args:
             limit: bytes of a rank
             shape: (rows, sequence) of a microbatch
-            recomputed: whether every layer's forward runs again in the backward, as `how` says
+            recomputed: whether every layer's forward runs again in the backward, as `checkpointing` says
 
         Raises ModelError where the activations are unknown before a step.
         """
@@ -336,15 +338,15 @@ class Account:
         depth = schedule.placement.depth
         model, chain = plan.source.model, plan.chain
         count = chain.count
-        how = self.how if recomputed else None
+        checkpointing = self.checkpointing if recomputed else None
 
-        def held(layers: range, stage: int, how: Checkpointing | None) -> tuple[int, int]:
+        def held(layers: range, stage: int, checkpointing: Checkpointing | None) -> tuple[int, int]:
             """Bytes of weights, and of a microbatch's activations, of one of three stages."""
             info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
             edges = HFEdges(model, chain, ends=(layers.start, layers.stop, count))
             part = cut(model, chain, layers, info, values=False)
-            if how is not None:
-                install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], how)
+            if checkpointing is not None:
+                install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], checkpointing)
             found = stage_sizes(
                 part,
                 info,
@@ -364,8 +366,8 @@ class Account:
 
         kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
         first = {kind: kinds.index(kind) for kind in kinds}
-        alike = {kind: held(range(layer, layer + 1), 1, how) for kind, layer in first.items()}
-        if how is not None:  # while a layer runs again, a stage holds all that its backward needs
+        alike = {kind: held(range(layer, layer + 1), 1, checkpointing) for kind, layer in first.items()}
+        if checkpointing is not None:  # while a layer runs again, a stage holds all that its backward needs
             kept = {kind: held(range(layer, layer + 1), 1, None)[1] for kind, layer in first.items()}
             limit = max(limit - max(kept[kind] - alike[kind][1] for kind in kinds), 0)
         layers = [alike[kind] for kind in kinds]
@@ -374,8 +376,8 @@ class Account:
             [weights for weights, _ in layers],
             [activations for _, activations in layers],
             [max(self._most_live[stage::depth]) for stage in range(depth)],  # of two copies the larger
-            held(range(0), 0, how),
-            held(range(count, count), 2, how),
+            held(range(0), 0, checkpointing),
+            held(range(count, count), 2, checkpointing),
         )
 
 

@@ -247,8 +247,8 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
 
     Raises what Pipeline.from_provider raises.
     """
-    schedule, how = options.chosen_schedule(), options.checkpointing()
-    if how is not None and how.memory_limit is not None:
+    schedule, checkpointing = options.chosen_schedule(), options.checkpointing()
+    if checkpointing is not None and checkpointing.memory_limit is not None:
         rule = "the memory that a user's own module takes is unknown before it runs"
         raise ConfigError("memory_limit with from_provider", rule, "Give in_flight, from Pipeline.memory")
     if options.chunked_loss == "liger":
@@ -267,14 +267,14 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
 
 
 def _stages_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
-    depth, how = schedule.placement.depth, options.checkpointing()
+    depth, checkpointing = schedule.placement.depth, options.checkpointing()
     mesh_plan = options.mesh_plan(world)
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
-    everyone, away = world.everyone, options.offloading()
-    if away is not None:
-        _check_offloading(away, provided.values(), everyone)
+    everyone, offloading = world.everyone, options.offloading()
+    if offloading is not None:
+        _check_offloading(offloading, provided.values(), everyone)
     if mesh_plan is not None:
         (rank,) = world.ranks
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
@@ -287,8 +287,8 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
                 index,
                 module,
                 world.device,
-                checkpointing=how,
-                offloading=away,
+                checkpointing=checkpointing,
+                offloading=offloading,
                 parallelize_fn=options.parallelize_fn,
                 compile=compiles,
                 position=index % depth,
@@ -319,9 +319,9 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         shared=shared,
         copies={stage: names for stage, names in copies.items() if stage % depth},
         recomputed=lambda proof: (
-            frozenset() if how is None else first_in_flight(proof.schedule, how.in_flight)
+            frozenset() if checkpointing is None else first_in_flight(proof.schedule, checkpointing.in_flight)
         ),
-        offloading=away,
+        offloading=offloading,
         trace_folder=options.trace_folder,
         autocast=options.autocast,
     )
@@ -359,11 +359,11 @@ def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
 
-def _check_offloading(away: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
+def _check_offloading(offloading: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
     """Raise ConfigError, on every rank, for a module that no layer of any rank has. Collective."""
     names = activation_offloading.names_in(layer for module in provided for _, layer in layers_of(module))
     everywhere = {name for each in everyone.gather(sorted(names)) for name in each}
-    activation_offloading.check_names(away, everywhere)
+    activation_offloading.check_names(offloading, everywhere)
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:

@@ -69,8 +69,8 @@ class OptimizerWatch:
 def _register() -> None:
     """Once in a process."""
 
-    def tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for watch in list(_watches):
             watch.stepped(optimizer)
 
-    register_optimizer_step_post_hook(tell)
+    register_optimizer_step_post_hook(on_step)

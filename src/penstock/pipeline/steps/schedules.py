@@ -72,8 +72,8 @@ class Schedules:
         schedule = built.schedule if is_built else built.make_schedule(count)
         assert schedule.placement == built.schedule.placement, f"{count} microbatches move stages"
         proof = verify(schedule)
-        away = built.offloading
-        copies = None if away is None else host_copies(schedule, away.ahead)
+        offloading = built.offloading
+        copies = None if offloading is None else host_copies(schedule, offloading.ahead)
         return self._lower(proof, built.recomputed(proof), copies)
 
     def _make_forwards(self, count: int) -> LoweredSchedule:
