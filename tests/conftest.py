@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
     """Short tests of this process alone; of a test with many cases some, evenly spread over them."""
     took: dict[str, float] = {}
-    if items and (cache := items[0].config.cache) is not None:
+    if items and (cache := _cache(items[0].config)) is not None:
         took = cache.get(TOOK, {})
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -106,6 +106,11 @@ def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
         if not starts_processes and not marks and took.get(item.nodeid, 0.0) < SHORT:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return [item for each in cases.values() for item in each[:: -(-len(each) // most)]]
+
+
+def _cache(config: pytest.Config) -> pytest.Cache | None:
+    """None with `-p no:cacheprovider`."""
+    return getattr(config, "cache", None)
 
 
 TOOK = "penstock/took"  # in pytest's cache: seconds of each test when it last ran on this machine
@@ -140,8 +145,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # a worker of xdist, whose reports go to the process that started it
         return
-    if config.cache is not None:
-        config.pluginmanager.register(Durations(config.cache))
+    if (cache := _cache(config)) is not None:
+        config.pluginmanager.register(Durations(cache))
     if config.getoption("faults"):
         config.pluginmanager.register(Faults(Path(config.getoption("faults"))))
 

@@ -95,9 +95,9 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
             schedule.stages * schedule.microbatches,
         )
         yield "recompute", f"the layers of {again:,} of {all_forwards:,} forwards run again in the backward"
-    if (away := planned.auto.offloading()) is not None:
+    if (offloading := planned.auto.offloading()) is not None:
         gone, every = (
-            len(offloaded(host_copies(schedule, away.ahead))),
+            len(offloaded(host_copies(schedule, offloading.ahead))),
             schedule.stages * schedule.microbatches,
         )
         yield "offload", f"activations of {gone:,} of {every:,} forwards wait in host memory"
