@@ -30,6 +30,7 @@ from penstock.models.weights import hashes
 from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
+from support.covering import every
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 from support.pool import Pool
@@ -159,7 +160,7 @@ def slow_on_one(path: str, axes: Axes | None) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("axes", [None, Axes(dp_shard=2)], ids=str)
+@pytest.mark.parametrize("axes", every(2, [None, Axes(dp_shard=2)]), ids=str)
 def test_a_foreground_checkpoint_may_take_longer_than_the_timeout(
     pool: Pool, tmp_path: Path, axes: Axes | None
 ) -> None:

@@ -490,7 +490,7 @@ def compiler() -> Iterator[Compiler]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "again", "first"),
-    every(2, [
+    every(4, [
         (FULL, 2, "compiled"),
         (SELECTIVE, 0, "compiled"),
         (SELECTIVE, 0, "checkpointed"),

@@ -138,7 +138,7 @@ def test_no_op_waits_for_the_gpu(kind: str, make: Any, schedule: str) -> None:
     assert len(found) == WAITS, Counter(where for _, where in found)
 
 
-@pytest.mark.parametrize("make", every(2, BATCHES))
+@pytest.mark.parametrize("make", every(3, BATCHES))
 def test_answers_from_the_host_change_no_bit(make: Any) -> None:
     """In the first step what the model makes by itself is asked for, in the second it is known."""
     expected = two_steps(model("gemma3_text"), make)
