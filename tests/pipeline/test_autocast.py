@@ -279,15 +279,19 @@ def test_convolutions_and_weights_that_are_used_twice(schedule: str, evaluates: 
 
 
 class InPlace(Piece):
-    """Enters two products with one tensor, which it modifies in between where it has no gradient."""
+    """Enters three products with one tensor, which it modifies in between where it has no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = x * 2
         first = self.linear(hidden)
         if hidden.requires_grad:
             hidden = hidden.clone()
-        hidden += first
-        found: Tensor = x + self.linear(hidden)
+        hidden += first.detach()  # it stays without a gradient
+        second = self.linear(hidden)
+        if x.requires_grad:
+            hidden = hidden.clone()
+        hidden += second  # it has one from now on
+        found: Tensor = x + first + self.linear(hidden)
         return found
 
 
