@@ -271,11 +271,14 @@ def measuring(device: torch.device, others: Storages) -> Measured | MeasuredOnGP
     return MeasuredOnGPU(device, others) if device.type == "cuda" else Measured(others)
 
 
-def footprint(nbytes: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
-    """The footprint of a forward that received `inputs`. nbytes: left in memory by it, outputs included"""
+def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
+    """The footprint of a forward that received `inputs`.
+
+    nbytes: left in memory by it, outputs included; None where nobody measured: what it received counts alone
+    """
     only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
     received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])
-    return Footprint(nbytes - only_sent + received, only_sent)
+    return Footprint((only_sent if nbytes is None else nbytes) - only_sent + received, only_sent)
 
 
 def is_held_elsewhere(tensor: Tensor) -> bool:
