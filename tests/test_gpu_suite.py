@@ -146,7 +146,7 @@ def test_part_c(part: Part) -> None:
     assert (part.scratch / "step-1f1b.json.gz").is_file()
 
 
-@pytest.mark.long
+@pytest.mark.sweep
 def test_part_d(part: Part) -> None:
     large.run(part, large.TINY)
     met = {row.what for row in bars_met(part)}
