@@ -87,3 +87,9 @@ def test_a_broken_link_is_found_and_code_is_left_alone(text: str, wrong: int) ->
 def test_the_readme_is_short() -> None:
     words = len((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert words <= README_WORDS
+
+
+def test_no_change_is_listed_twice() -> None:
+    """The entry on adapters once stood under each of six versions."""
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
+    assert len(lines) == len(set(lines))
