@@ -337,7 +337,9 @@ MUTANTS = [
         "            pass\n",
         "train/optimizers/test_low_bit.py",
     ),
-    Mutant(OPS, "comes_first and before is None", "False", "runtime/device/test_memory.py"),
+    Mutant(
+        OPS, "before is None and not self.ledger.has_run(stage)", "False", "runtime/device/test_memory.py"
+    ),
     Mutant(
         OPS,
         "            self.ledger.correct(before.footprint, found)\n",
