@@ -16,7 +16,7 @@ import draw_pictures
 from penstock import Axes
 from penstock.cli import plan
 from penstock.models.split.multiply_adds import Work
-from penstock.models.weights import files
+from penstock.models.weights.tensor_file import TensorFile
 from penstock.parallel.axes import MESH
 from penstock.pipeline.building.memory import RankMemory
 from penstock.train.data import loading
@@ -162,7 +162,7 @@ def test_a_folder_of_another_model_is_refused_from_its_headers(
     save_model(tmp_path / "model", num_hidden_layers=3, intermediate_size=16)
     other = type(save_model(tmp_path / "other").config)(**{**QWEN3, "tie_word_embeddings": True})
     other.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(files.Unread, "__getitem__", None)  # reads a tensor
+    monkeypatch.setattr(TensorFile, "read", None)  # reads a tensor
     section = {"config": None, "path": str(tmp_path / "model")}
     code, _, err = penstock("train", config_file(tmp_path, model=section), "--dry-run")
     assert code == 2

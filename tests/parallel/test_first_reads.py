@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from penstock import Axes
-from penstock.models.weights.files import Unread
+from penstock.models.weights.reading import Reader
+from penstock.models.weights.tensor_file import TensorFile
 from penstock.runtime.sharded_weights import local_shard
 from support.mesh import build_whole, error_of, later
 from support.pool import Pool
@@ -97,23 +98,23 @@ def failing(folder: str, where: str, rank: int) -> str:
     """The error of a build in which the process of this rank cannot read some tensor, or has other files."""
     import torch.distributed as dist
 
-    own, count = Unread.__getitem__, 0
+    own, count = TensorFile.read, 0
 
-    def fails(unread: Unread, index: object) -> Any:
+    def fails(file: TensorFile, name: str, reader: Reader) -> Tensor:
         nonlocal count
         count += 1
         if dist.get_rank() == rank and count > 3:
             raise OSError(5, "Input/output error")
-        return own(unread, index)
+        return own(file, name, reader)
 
     if where == "tensor":
-        Unread.__getitem__ = fails  # type: ignore[method-assign]
+        TensorFile.read = fails  # type: ignore[assignment, method-assign]
     elif dist.get_rank() == rank:
         folder += "-elsewhere"  # of other weights, on a host of its own
     try:
         return error_of(lambda: build_whole(folder, 2, Axes(dp_shard=2), load="broadcast").close())
     finally:
-        Unread.__getitem__ = own  # type: ignore[method-assign]
+        TensorFile.read = own  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("family", ["llama"])

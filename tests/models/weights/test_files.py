@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from penstock import AutoPipeline
 from penstock.errors import CheckpointError, ModelError
 from penstock.models.weights import files as weights
+from penstock.models.weights.tensor_file import TensorFile
 from support.covering import every
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
@@ -105,13 +106,13 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path: Path, monkeypatch: pytest.
     model = tiny_model("mixtral")
     model.save_pretrained(tmp_path)
     read: set[str] = set()
-    original = weights.Unread.__getitem__
+    original = TensorFile.read
 
-    def noting(unread: Any, index: object) -> Tensor:
-        read.add(unread._name)
-        return original(unread, index)
+    def noting(file: TensorFile, name: str, *into: Any) -> Tensor:
+        read.add(name)
+        return original(file, name, *into)
 
-    monkeypatch.setattr(weights.Unread, "__getitem__", noting)
+    monkeypatch.setattr(TensorFile, "read", noting)
     plan = AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
     weights.load(plan.model_of(1), plan.source.files, ())
     own = ("model.layers.2.", "model.layers.3.", "model.norm", "lm_head")

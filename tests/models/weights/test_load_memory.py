@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from penstock import AutoPipeline
+from penstock.models.weights.reading import HostReader
 from support.pool import start
 
 MIB = 2**20
@@ -73,3 +74,13 @@ def test_a_ranks_peak_is_its_stage_and_one_tensor(kind: str, dtype: torch.dtype,
     assert stage > 20 * MIB
     assert stage <= peak + CONSTANT, "the weights are not in memory: nothing was measured"
     assert peak <= stage + slack + CONSTANT, (peak / MIB, stage / MIB, slack / MIB)
+
+
+def test_what_is_dropped_between_two_that_stay_is_given_back() -> None:
+    """malloc would keep it: after it has freed a larger one, it takes what follows from its heap."""
+    torch.zeros(8 * MIB, dtype=torch.uint8)
+    made = [HostReader().empty([MIB], torch.uint8).zero_() for _ in range(128)]
+    before = held("VmRSS")
+    del made[::2]
+    assert held("VmRSS") < before - 60 * MIB
+    assert all(not tensor.any() for tensor in made)

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from penstock import AutoPipeline
 from penstock.errors import CheckpointError
 from penstock.models.weights import files as weights
-from penstock.models.weights.files import DTYPES
-from penstock.models.weights.reading import PieceReader, TensorsOnDevice
+from penstock.models.weights import reading
+from penstock.models.weights.reading import HostReader, PieceReader, reader_for
+from penstock.models.weights.tensor_file import TensorFile
 
 CPU = torch.device("cpu")
 
@@ -85,20 +86,24 @@ def test_tensors_are_read_as_they_were_written(piece: int, tmp_path: Path) -> No
     """A piece is not written again before its copy is over: the copies run no earlier than that."""
     save_file(tensors(), tmp_path / "file")
     copies = LateCopies()
-    held = TensorsOnDevice(tmp_path / "file", PieceReader(copies, pinned=False, piece=piece), CPU)
-    found = {name: held.read(name, DTYPES.__getitem__) for name in tensors()}
+    reader = PieceReader(copies, CPU, pinned=False, piece=piece)
+    with TensorFile(tmp_path / "file") as file:
+        found = {name: file.read(name, reader) for name in file.names()}
+        straight = {name: file.read(name, HostReader()) for name in file.names()}
     copies.run_all()
-    held.close()
+    assert found.keys() == tensors().keys()
     for name, tensor in tensors().items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+        assert straight[name].dtype == tensor.dtype
+        assert torch.equal(straight[name], tensor), name
 
 
 def test_the_host_waits_for_a_piece_and_not_for_the_last_copy(tmp_path: Path) -> None:
     """While one piece is copied the other is read."""
     (tmp_path / "file").write_bytes(bytes(range(250)))
     copies = LateCopies()
-    reader = PieceReader(copies, pinned=False, piece=50)
+    reader = PieceReader(copies, CPU, pinned=False, piece=50)
     into = torch.zeros(250, dtype=torch.uint8)
     file = os.open(tmp_path / "file", os.O_RDONLY)
     reader.read(file, 0, into)
@@ -123,21 +128,27 @@ def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
         return made
 
     monkeypatch.setattr(torch, "empty", noted)
-    PieceReader(LateCopies(), piece=8)
+    PieceReader(LateCopies(), CPU, piece=8)
     assert pinned == [True, True]
-    monkeypatch.setattr(weights, "load_to_device", lambda *args: devices.append(args[3]))
-    stage: Any = None
-    weights.load(stage, [], (), torch.device("cuda:1"))
+
+    def copies(device: torch.device) -> LateCopies:
+        devices.append(device)
+        return LateCopies()
+
+    monkeypatch.setattr(reading, "CudaCopies", copies)
+    monkeypatch.setattr(reading, "PieceReader", lambda copies, device: PieceReader(copies, device, piece=8))
+    assert isinstance(reader_for(torch.device("cuda:1")), PieceReader)
     assert devices == [torch.device("cuda:1")]
+    assert isinstance(reader_for(CPU), HostReader)
 
 
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "file")
-    held = TensorsOnDevice(tmp_path / "file", PieceReader(LateCopies(), pinned=False), CPU)
-    os.truncate(tmp_path / "file", 1000)
-    with pytest.raises(CheckpointError, match="it ends too early"):
-        held.read("long", DTYPES.__getitem__)
-    held.close()
+    with TensorFile(tmp_path / "file") as file:
+        os.truncate(tmp_path / "file", 1000)
+        for reader in (HostReader(), PieceReader(LateCopies(), CPU, pinned=False)):
+            with pytest.raises(CheckpointError, match="it ends too early"):
+                file.read("long", reader)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +178,9 @@ def test_a_stage_read_to_a_device_has_the_same_values(
             self.run_all()  # what comes after it on the device's stream sees it
             return moment
 
-    monkeypatch.setattr(weights, "CudaCopies", lambda device: Copies())
-    monkeypatch.setattr(weights, "PieceReader", lambda copies: PieceReader(copies, pinned=False, piece=512))
-    weights.load_to_device(found, plan.source.files, ties, CPU)
+    reader = PieceReader(Copies(), CPU, pinned=False, piece=512)
+    monkeypatch.setattr(weights, "reader_for", lambda device: reader)
+    weights.load(found, plan.source.files, ties, CPU)
     for name, parameter in expected.named_parameters():
         assert found.get_parameter(name).dtype == parameter.dtype
         assert torch.equal(found.get_parameter(name), parameter), name

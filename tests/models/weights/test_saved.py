@@ -23,8 +23,8 @@ from penstock import AutoPipeline
 from penstock.errors import ConfigError
 from penstock.models.model_folder import other_files
 from penstock.models.weights import files as weights
-from penstock.models.weights.files import DTYPES
 from penstock.models.weights.saved import FileLayout, SavedModel
+from penstock.models.weights.tensor_file import DTYPES
 from penstock.runtime.stage import Stage
 from penstock.train.encoding.tokenizer import byte_level_tokenizer
 from support import zoo

@@ -10,12 +10,12 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
@@ -31,9 +31,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE
-from penstock.models.weights.reading import PieceReader, TensorsOnDevice
-from penstock.reading import LARGEST_JSON, open_regular, read_json, size
-from penstock.runtime.device.copies import CudaCopies
+from penstock.models.weights.reading import reader_for
+from penstock.models.weights.tensor_file import TensorFile, check_complete
+from penstock.reading import read_json
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
 from penstock.runtime.transport.groups import Processes
 
@@ -41,15 +41,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMED = 5  # tensors of each kind that an error names
 _HOST = torch.device("cpu")
-
-# torch's dtypes by their names in safetensors
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
 
 # the names under which each tied weight appears, the one that it is saved by first
 Ties = tuple[tuple[str, ...], ...]
@@ -86,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             raise CheckpointError(str(file), "the index names it and it is missing", "Copy the folder again")
-        _open(file)
+        check_complete(file)
     return files
 
 
@@ -121,35 +112,6 @@ def _why(cause: Exception) -> str:
     return str(cause) if isinstance(cause, ValueError) else repr(cause)
 
 
-def _open(file: Path) -> Any:
-    """Open a safetensors file, whose header has to fit its length. Raises CheckpointError."""
-    check_header(file)
-    try:
-        # not mapped into memory: training must not depend on what becomes of the file, and pages of a map
-        # that were read would count as the process's memory
-        return safe_open(file, framework="pt", backend="pread")
-    except SafetensorError as cause:
-        rule = f"it is no complete safetensors file ({cause})"
-        raise CheckpointError(
-            f"{file} of {file.stat().st_size} bytes", rule, "Copy or write it again"
-        ) from cause
-    except OSError as cause:
-        raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
-
-
-def check_header(file: Path) -> None:
-    """Raise CheckpointError for a header of which nobody knows what it takes once it is parsed."""
-    try:
-        with open_regular(file) as opened:
-            length = int.from_bytes(opened.read(8), "little")
-    except OSError as cause:
-        rule = f"it cannot be read ({cause.strerror or cause})"
-        raise CheckpointError(str(file), rule, "Copy or write it again") from cause
-    if LARGEST_JSON < length < file.stat().st_size:  # of another one the error says more
-        rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
-        raise CheckpointError(str(file), rule, "Write its tensors into several files")
-
-
 class Reads(Protocol):
     """How the processes that need the same tensors get them: one reads each, and passes it on."""
 
@@ -181,29 +143,22 @@ def load(
     Raises CheckpointError where a parameter is in no file or has another shape; HandshakeError where the
     processes of `reads` have other files.
     """
-    if device.type == "cpu":
-        _fill(stage, files, ties, _passed_on(_each(Unread), reads), "cpu")
-    else:
-        load_to_device(stage, files, ties, device, reads)
-
-
-def load_to_device(
-    stage: PreTrainedModel,
-    files: Sequence[Path],
-    ties: Ties,
-    device: torch.device,
-    reads: Reads | None = None,
-) -> None:
-    """As `load`, by way of two pieces of host memory."""
-    reader = PieceReader(CudaCopies(device))
+    reader = reader_for(device)
     with ExitStack() as opened:
 
         def unread(path: Path) -> dict[str, Unread]:
-            tensors = TensorsOnDevice(path, reader, device)
-            opened.callback(tensors.close)
-            return {name: UnreadOnDevice(tensors, name) for name in _open(path).keys()}  # noqa: SIM118
+            with shared_errors(reads.processes) if reads else nullcontext():
+                file = opened.enter_context(TensorFile(path))
+            own = {name: partial(file.read, name, reader) for name in file.names()}
+            if reads is not None:
+                _check_agreed(file, reads.processes)
+                return {
+                    name: Unread(partial(reads.read, name, read, file.like(name)))
+                    for name, read in own.items()
+                }
+            return {name: Unread(read) for name, read in own.items()}
 
-        _fill(stage, files, ties, _passed_on(unread, reads), str(device))
+        _fill(stage, files, ties, unread, str(device))
 
 
 def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:
@@ -214,7 +169,12 @@ def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: b
     Args:
         whole: `stage` is the whole model: a tensor that it has no place for is an error, too
     """
-    _fill(stage, files, ties, _each(UnreadShape), "meta", whole=whole)
+
+    def shapes(path: Path) -> dict[str, Unread]:
+        with TensorFile(path) as file:
+            return {name: Unread(partial(file.like, name)) for name in file.names()}
+
+    _fill(stage, files, ties, shapes, "meta", whole=whole)
 
 
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -233,74 +193,25 @@ def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
 class Unread:
     """A tensor in its file. transformers reads it with `[...]` when it needs it."""
 
-    def __init__(self, file: Any, name: str) -> None:
-        self._file, self._name = file, name
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        self._read = read
 
     def __getitem__(self, index: object) -> Tensor:
-        read: Tensor = self._file.get_tensor(self._name)
-        return read
+        return self._read()
 
 
-class UnreadShape(Unread):
-    """The same without its values."""
-
-    def __getitem__(self, index: object) -> Tensor:
-        found = self._file.get_slice(self._name)
-        return torch.empty(found.get_shape(), dtype=DTYPES[found.get_dtype()], device="meta")
-
-
-class UnreadOnDevice(Unread):
-    """The same, read into the memory of a GPU."""
-
-    def __getitem__(self, index: object) -> Tensor:
-        tensors: TensorsOnDevice = self._file
-        return tensors.read(self._name, DTYPES.__getitem__)
-
-
-class UnreadByOne(Unread):
-    """The same, read by one process of several."""
-
-    def __init__(self, own: Unread, like: Tensor, name: str, reads: Reads) -> None:
-        self._own, self._like, self._name, self._reads = own, like, name, reads
-
-    def __getitem__(self, index: object) -> Tensor:
-        return self._reads.read(self._name, lambda: self._own[...], self._like)
-
-
-Opened = Callable[[Path], Mapping[str, Unread]]  # the tensors of a file, by name
-
-
-def _passed_on(opened: Opened, reads: Reads | None) -> Opened:
-    """The same tensors, each read by one process of `reads`. All of them open all files, for the headers."""
-    if reads is None:
-        return opened
-    processes = reads.processes
-
-    def unread(path: Path) -> dict[str, Unread]:
-        with shared_errors(processes):
-            own, headers = opened(path), _each(UnreadShape)(path)
-        like = {name: header[...] for name, header in headers.items()}
-        known = json.dumps([(name, [*each.shape], str(each.dtype)) for name, each in like.items()])
-        shake_hands(processes, {f"tensors of {path.name}": digest(known)})
-        return {name: UnreadByOne(own[name], like[name], name, reads) for name in own}
-
-    return unread
-
-
-def _each(kind: type[Unread]) -> Opened:
-
-    def unread(path: Path) -> dict[str, Unread]:
-        file = _open(path)
-        return {name: kind(file, name) for name in file.keys()}  # noqa: SIM118
-
-    return unread
+def _check_agreed(file: TensorFile, processes: Processes) -> None:
+    """Raise HandshakeError on all processes unless each has opened a file of the same tensors. Collective."""
+    like = {name: file.like(name) for name in file.names()}
+    known = json.dumps([(name, [*each.shape], str(each.dtype)) for name, each in like.items()])
+    shake_hands(processes, {f"tensors of {file.path.name}": digest(known)})
 
 
 def _fill(
     stage: PreTrainedModel,
     files: Sequence[Path],
     ties: Ties,
-    tensors: Opened,
+    tensors: Callable[[Path], Mapping[str, Unread]],
     device: str,
     *,
     whole: bool = False,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.models.weights.files import DTYPES
+from penstock.models.weights.tensor_file import DTYPES
 from penstock.reading import LARGEST_JSON, parse_json
 
 _END = 2048  # bytes of each end of a weight

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
-from penstock.models.weights.files import DTYPES, Ties, check_header
+from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import Hashed, together
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
-from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.models.weights.tensor_file import DTYPES, check_header, widest_first, write_tensors
 from penstock.reading import read_json
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage

@@ -1,4 +1,4 @@
-"""Write a safetensors file from its first byte to its last, and hash it on the way.
+"""A safetensors file: read tensor by tensor; written from its first byte to its last, and hashed on the way.
 
 The file begins with the length of its header in 8 bytes. The header is JSON: dtype, shape and place of each
 tensor. The tensors follow, wider dtypes first, so that each begins at a multiple of its width.
@@ -9,17 +9,117 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.models.weights.files import DTYPES
 from penstock.models.weights.folder import Entry, made_entry
+from penstock.models.weights.reading import Reader
+from penstock.reading import LARGEST_JSON, open_regular, size
+
+_LENGTH = struct.Struct("<Q")  # of the header, in front of it
+
+# torch's dtypes by their names in safetensors
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
+    "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class TensorFile:
+    """The tensors of a safetensors file, to be read one at a time; a context that closes the file.
+
+    The file is not mapped into memory: training must not depend on what becomes of it, and pages of a map
+    that were read would count as the process's memory.
+
+    Raises CheckpointError where it is no complete safetensors file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_complete(path)
+        self.path = path
+        with open_regular(path) as opened:
+            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
+            header: dict[str, Any] = json.loads(opened.read(length))
+            self._file = os.dup(opened.fileno())
+        header.pop("__metadata__", None)
+        self._begin, self._header = _LENGTH.size + length, header
+
+    def names(self) -> list[str]:
+        """Of the tensors, in the order of the header."""
+        return list(self._header)
+
+    def like(self, name: str) -> Tensor:
+        """One tensor without its values, on the meta device. Raises CheckpointError, as `read` does."""
+        shape, dtype = self._kind(name)
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def read(self, name: str, reader: Reader) -> Tensor:
+        """One tensor, in the memory of the reader's device.
+
+        Raises CheckpointError where it cannot be read, or has a dtype that torch lacks.
+        """
+        made = reader.empty(*self._kind(name))
+        try:
+            reader.read(self._file, self._begin + self._header[name]["data_offsets"][0], made)
+        except OSError as error:
+            rule = f"it cannot be read ({error.strerror or error})"
+            raise CheckpointError(f"{name} in {self.path}", rule, "Copy the folder again") from error
+        return made
+
+    def _kind(self, name: str) -> tuple[list[int], torch.dtype]:
+        entry = self._header[name]
+        if entry["dtype"] not in DTYPES:
+            rule = f"its dtype is {entry['dtype']}, and torch has no such"
+            raise CheckpointError(f"{name} in {self.path}", rule, "Convert the weights to another first")
+        return entry["shape"], DTYPES[entry["dtype"]]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+
+def check_complete(file: Path) -> None:
+    """Raise CheckpointError unless a safetensors file's header fits its length. No tensor is read."""
+    check_header(file)
+    try:
+        with safe_open(file, framework="pt", backend="pread"):
+            pass
+    except SafetensorError as cause:
+        rule = f"it is no complete safetensors file ({cause})"
+        raise CheckpointError(
+            f"{file} of {file.stat().st_size} bytes", rule, "Copy or write it again"
+        ) from cause
+    except OSError as cause:
+        raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
+
+
+def check_header(file: Path) -> None:
+    """Raise CheckpointError for a header of which nobody knows what it takes once it is parsed."""
+    try:
+        with open_regular(file) as opened:
+            length = int.from_bytes(opened.read(8), "little")
+    except OSError as cause:
+        rule = f"it cannot be read ({cause.strerror or cause})"
+        raise CheckpointError(str(file), rule, "Copy or write it again") from cause
+    if LARGEST_JSON < length < file.stat().st_size:  # of another one the error says more
+        rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
+        raise CheckpointError(str(file), rule, "Write its tensors into several files")
 
 
 def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
