@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from penstock.train.check.before_training import Reference
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight
+from penstock.train.run import Prepared, preflight
+from support.reference import Gradients, plain_steps
 from support.tiny import config, save_model
 
 Make = Callable[[Sequence[tuple[str, nn.Parameter]]], list[Optimizer]]
@@ -31,6 +33,17 @@ def made(folder: Path, precision: str | None, optimizer: Mapping[str, Any], **ke
     tree["train.precision"] = precision
     path = {"model": {"path": str(folder / "model")}}
     return config(folder, keys={**path, **tree, **keys})
+
+
+def documents_alone(prepared: Prepared, rows: int) -> tuple[int, float, Gradients]:
+    """Tokens that count, loss and gradients of a run's first rows: each document in a forward of its own."""
+    data, device = prepared.data, torch.device("cpu")
+    assert data.sampler is not None
+    pieces = [piece for row in data.sampler.rows(0, rows) for piece in data.rows.read(row)]
+    given = [{"input_ids": piece.ids, "labels": piece.labels} for piece in pieces]
+    batches = [{name: torch.from_numpy(values[None]) for name, values in each.items()} for each in given]
+    model = Reference(prepared.plan.source, prepared.auto.seed, prepared.auto.loss()).build(device)
+    return sum(int((b["labels"][:, 1:] != -100).sum()) for b in batches), *plain_steps(model, batches)
 
 
 def decayed(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock.batch.loss import IGNORED
-from penstock.train.check.before_training import Reference
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.run import preflight, run
+from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+from support.twin import documents_alone
 
 ROOT = Path(__file__).parents[2]
 MODEL = {**QWEN3, "vocab_size": 258}
@@ -43,35 +43,18 @@ def test_every_gradient_is_that_of_the_mean_over_the_tokens_that_count(tmp_path:
         with_chats(tmp_path, {"data.packing": packing, "model.dtype": "float64"}, batch_size=5)
     )
     pipe = prepared.auto.build(prepared.model)
-    model = Reference(prepared.plan.source, prepared.auto.seed, prepared.auto.loss()).build(
-        torch.device("cpu")
-    )
-    data, total, count = prepared.data, torch.zeros((), dtype=torch.float64), 0
-    assert data.sampler is not None
-    for row in data.sampler.rows(0, 5):
-        for piece in data.rows.read(row):
-            logits = model(input_ids=torch.from_numpy(piece.ids[None])).logits[0, :-1]
-            labels = torch.from_numpy(piece.labels[1:])
-            total = total + torch.nn.functional.cross_entropy(
-                logits, labels, ignore_index=IGNORED, reduction="sum"
-            )
-            count += int((labels != IGNORED).sum())
-    torch.autograd.backward([total / count])
-    batch = data.batch(1).content
+    tokens, loss, gradients = documents_alone(prepared, 5)
+    batch = prepared.data.batch(1).content
     parts: Any = batch
     if isinstance(batch, dict):  # as the pipeline splits it
         parts = [{name: each[of] for name, each in batch.items()} for of in (slice(3), slice(3, 5))]
     assert len({int((part["labels"] != IGNORED).sum()) for part in parts}) > 1
     result = pipe.step(batch)
-    assert result.tokens == count
-    assert result.loss == pytest.approx(float(total.detach()) / count, rel=1e-12)
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert gradient is not None
-        difference = (found[name] - gradient).abs().max() / gradient.abs().max()
-        assert float(difference) < 1e-10, name
+    assert result.tokens == tokens
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    found = gradients_of(pipe)
+    assert found.keys() == gradients.keys()
+    assert_gradients(found, gradients, 1e-10)
 
 
 MIXTURE = {

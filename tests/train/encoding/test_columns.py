@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import endings
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
-from penstock.train.check.before_training import Reference
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.chat import ChatEncoder, Columns
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.run import preflight, run
+from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, config, metrics
+from support.twin import documents_alone
 
 ROOT = Path(__file__).parents[3]
 MODEL = {**QWEN3, "vocab_size": 258, "num_hidden_layers": 4, "max_position_embeddings": 256}
@@ -121,27 +121,13 @@ def test_the_recipe_has_the_gradients_of_one_process(tmp_path: Path, suffix: str
     given = made(tmp_path, suffix)
     prepared = preflight(given)
     pipe = prepared.auto.build(prepared.model)
-    source = prepared.plan.source
-    model = Reference(source, prepared.auto.seed, prepared.auto.loss()).build(torch.device("cpu"))
-    data, total, count = prepared.data, torch.zeros((), dtype=torch.float64), 0
-    assert data.sampler is not None
-    for row in data.sampler.rows(0, given.train.batch_size):
-        (piece,) = data.rows.read(row)
-        logits = model(input_ids=torch.from_numpy(piece.ids[None])).logits[0, :-1]
-        labels = torch.from_numpy(piece.labels[1:])
-        total = total + torch.nn.functional.cross_entropy(
-            logits, labels, ignore_index=IGNORED, reduction="sum"
-        )
-        count += int((labels != IGNORED).sum())
-    torch.autograd.backward([total / count])
-    result = pipe.step(data.batch(1).content)
-    assert result.tokens == count
-    assert result.loss == pytest.approx(float(total.detach()) / count, rel=1e-12)
-    found = {name: parameter.grad for name, parameter in pipe.named_parameters()}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        difference = (found[name] - parameter.grad).abs().max() / parameter.grad.abs().max()
-        assert float(difference) < 1e-10, name
+    tokens, loss, gradients = documents_alone(prepared, given.train.batch_size)
+    result = pipe.step(prepared.data.batch(1).content)
+    assert result.tokens == tokens
+    assert result.loss == pytest.approx(loss, rel=1e-12)
+    found = gradients_of(pipe)
+    assert found.keys() == gradients.keys()
+    assert_gradients(found, gradients, 1e-10)
 
 
 def test_a_run_of_the_recipe_and_one_of_one_rank_have_equal_losses(tmp_path: Path) -> None:
