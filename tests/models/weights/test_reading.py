@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,6 +143,13 @@ def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
     assert isinstance(reader_for(torch.device("cuda:1")), PieceReader)
     assert devices == [torch.device("cuda:1")]
     assert isinstance(reader_for(CPU), HostReader)
+
+
+def test_a_tensor_without_room_is_the_error_of_any_other_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check before training leaves itself out where the whole model has no room."""
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
+    with pytest.raises(MemoryError, match="no room for a tensor of 4 MiB"):
+        HostReader().empty([1024, 1024], torch.float32)
 
 
 def test_a_file_that_ends_too_early_is_an_error(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
 from penstock.runtime.device.stream import Moment, reach
 
@@ -43,11 +44,15 @@ class HostReader:
     """
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """See `Reader.empty`."""
+        """See `Reader.empty`. Raises MemoryError."""
         count = math.prod(shape) * dtype.itemsize
         if count < _MAPPED:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE), dtype=dtype).reshape(shape)
+        try:
+            held = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE)
+        except OSError as error:
+            raise MemoryError(f"no room for a tensor of {size(count)}") from error
+        return torch.frombuffer(held, dtype=dtype).reshape(shape)
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """See `Reader.read`."""
