@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import _TYPES, load_file, save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.models.weights.reading import HostReader
+from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 
 HELD = {
     "flags": torch.tensor([True, False, True]),
@@ -54,6 +55,16 @@ def test_values_are_made_one_after_the_other(tmp_path: Path) -> None:
 def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="safetensors has no such dtype"):
         write_tensors(tmp_path / "file", {"odd": torch.zeros(2, dtype=torch.complex128)})
+
+
+@pytest.mark.parametrize("dtype", _TYPES.values(), ids=str)
+def test_a_dtype_that_safetensors_writes_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    written = torch.arange(6).reshape(2, 3).to(dtype)
+    save_file({"one": written}, tmp_path / "file")
+    with TensorFile(tmp_path / "file") as file:
+        read = file.read("one", HostReader())
+    assert (read.dtype, read.shape) == (dtype, written.shape)
+    assert torch.equal(read.view(torch.uint8), written.view(torch.uint8))
 
 
 NOT_FINITE = {

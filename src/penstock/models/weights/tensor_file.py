@@ -31,6 +31,7 @@ _LENGTH = struct.Struct("<Q")  # of the header, in front of it
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
     "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
@@ -68,7 +69,7 @@ class TensorFile:
     def read(self, name: str, reader: Reader) -> Tensor:
         """One tensor, in the memory of the reader's device.
 
-        Raises CheckpointError where it cannot be read, or has a dtype that torch lacks.
+        Raises CheckpointError where it cannot be read, or has a dtype that `DTYPES` lacks.
         """
         made = reader.empty(*self._kind(name))
         try:
@@ -81,7 +82,7 @@ class TensorFile:
     def _kind(self, name: str) -> tuple[list[int], torch.dtype]:
         entry = self._header[name]
         if entry["dtype"] not in DTYPES:
-            rule = f"its dtype is {entry['dtype']}, and torch has no such"
+            rule = f"its dtype is {entry['dtype']}, which is not read"
             raise CheckpointError(f"{name} in {self.path}", rule, "Convert the weights to another first")
         return entry["shape"], DTYPES[entry["dtype"]]
 
