@@ -88,7 +88,7 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
     """
     key = hashlib.sha256(repr((constants.ENDPOINT, name, revision, part, trusted)).encode()).hexdigest()
     began = time.time()
-    with _lock(key[:16]) as file:
+    with _lock(key[:16], name) as file:
         found = _outcome_of_another(file, began)
         if found is not None:
             return found
@@ -108,8 +108,11 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
 
 
 @contextmanager
-def _lock(key: str) -> Iterator[TextIO | None]:
-    """The file that is locked; None in a cache where nothing can be written, and so nothing fetched."""
+def _lock(key: str, name: str) -> Iterator[TextIO | None]:
+    """The file that is locked; None in a cache where nothing can be written, and so nothing fetched.
+
+    The first process of a host says that it waits for another's fetch of `name`.
+    """
     file = Path(constants.HF_HUB_CACHE) / ".locks" / f"penstock-{key}.json"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +122,12 @@ def _lock(key: str) -> Iterator[TextIO | None]:
         return
     with opened:
         with suppress(OSError):  # on a file system without locks each process asks for itself
-            fcntl.flock(opened, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    _say(f"waiting for another process of this host, which fetches {name}")
+                fcntl.flock(opened, fcntl.LOCK_EX)
         yield opened  # the file stays: removed, it would be another one to who waits and to who comes
 
 
@@ -176,7 +184,7 @@ def _fetched(name: str, revision: str | None, part: Part, *, trusted: bool) -> P
     folder = _download(name, revision, patterns)
     weights = named_files(folder) if part == "weights" else []
     if missing := [each for each in weights if not (folder / each).is_file()]:
-        print(f"penstock: fetching {len(missing)} files of weights of {name}", file=sys.stderr, flush=True)
+        _say(f"fetching {len(missing)} files of weights of {name}")
         _download(name, folder.name, missing)
     for file in [*([] if part == "tokenizer" else [_CONFIG]), *weights]:
         if not (folder / file).is_file():
@@ -184,9 +192,15 @@ def _fetched(name: str, revision: str | None, part: Part, *, trusted: bool) -> P
     return folder
 
 
+def _say(what: str) -> None:
+    print(f"penstock: {what}", file=sys.stderr, flush=True)
+
+
 def _raise_missing(name: str, folder: Path, file: str, weights: list[str]) -> None:
     """Raise the error for what the commit lacks, or the cache, where it is all there is."""
     value = f"{name} at commit {folder.name}"
+    if constants.HF_HUB_OFFLINE:
+        raise _offline(name, value)
     if file in weights and not (folder / INDEX).is_file():
         rule = f"it has no weights in safetensors: neither {file} nor {INDEX}"
         remedy = "Take a revision that has, or config and random weights (model.weights=random)"
@@ -211,8 +225,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
 def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
     """The error for what huggingface_hub raises."""
     value = name if revision is None else f"{name} at revision {revision}"
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
-    by_hand = f"Fetch it where there is a network (hf download {name}), or give a local folder"
+    hub = constants.ENDPOINT
     log_in = "log in: hf auth login, or set HF_TOKEN"
     uncached = isinstance(cause, LocalEntryNotFoundError)
     if uncached and isinstance(cause.__cause__, Exception):  # what it has tried the cache for
@@ -231,11 +244,22 @@ def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
     if isinstance(cause, RevisionNotFoundError):
         return HubError(value, f"{hub} has no such revision of it", "Give a branch, a tag or a commit of it")
     if constants.HF_HUB_OFFLINE:
-        rule = f"HF_HUB_OFFLINE is set, and the cache {cache} has not all of its files"
-        return HubError(value, rule, f"Unset it. {by_hand}")
+        return _offline(name, value)
     said = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
     if uncached:
         silent = f"there is no such local folder, {hub} does not answer ({said})"
-        return HubError(value, f"{silent}, and the cache {cache} has not all of its files", by_hand)
+        return HubError(value, f"{silent}, and {_incomplete()}", _by_hand(name))
     rule = f"it could not be fetched from {hub} ({said})"
     return HubError(value, rule, "Start again: what has come is kept")
+
+
+def _offline(name: str, value: str) -> HubError:
+    return HubError(value, f"HF_HUB_OFFLINE is set, and {_incomplete()}", f"Unset it. {_by_hand(name)}")
+
+
+def _incomplete() -> str:
+    return f"the cache {constants.HF_HUB_CACHE} has not all of its files"
+
+
+def _by_hand(name: str) -> str:
+    return f"Fetch it where there is a network (hf download {name}), or give a local folder"
