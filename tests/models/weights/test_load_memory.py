@@ -15,8 +15,7 @@ from penstock.models.weights.reading import HostReader
 from support.pool import start
 
 MIB = 2**20
-# Python's own: names, headers, and what conversions leave behind
-CONSTANT = 12 * MIB
+CONSTANT = 12 * MIB  # what may come and go beside the weights
 
 
 def held(what: str) -> int:
@@ -73,7 +72,7 @@ def test_a_ranks_peak_is_its_stage_and_one_tensor(kind: str, dtype: torch.dtype,
     slack = largest * torch.float32.itemsize // dtype.itemsize
     assert stage > 20 * MIB
     assert stage <= peak + CONSTANT, "the weights are not in memory: nothing was measured"
-    assert peak <= stage + slack + CONSTANT, (peak / MIB, stage / MIB, slack / MIB)
+    assert peak <= stage + slack, (peak / MIB, stage / MIB, slack / MIB)
 
 
 def test_what_is_dropped_between_two_that_stay_is_given_back() -> None:

@@ -194,3 +194,24 @@ def test_a_stage_read_to_a_device_has_the_same_values(
     for name, parameter in expected.named_parameters():
         assert found.get_parameter(name).dtype == parameter.dtype
         assert torch.equal(found.get_parameter(name), parameter), name
+
+
+def test_what_conversions_make_is_as_it_is_without_maps() -> None:
+    """Joined, cast and copied; of two dtypes, of views, of none, and of such that stay small."""
+    large, half = torch.randn(300, 512), torch.randn(300, 512).bfloat16()
+    makes: list[Callable[[], Tensor]] = [
+        lambda: torch.stack([large, large], 1),
+        lambda: torch.cat([large, half], -1),
+        lambda: torch.cat([large, torch.empty(0)]),
+        lambda: large.t().contiguous(),
+        lambda: large.t().to(torch.bfloat16),
+        lambda: half[:, 1:].clone(),
+        lambda: large[:2].double(),
+        lambda: large.to("meta"),
+    ]
+    for make in makes:
+        with reading.maps_for_results(CPU):
+            found = make()
+        expected = make()
+        assert (found.dtype, found.shape, found.device) == (expected.dtype, expected.shape, expected.device)
+        assert found.is_meta or torch.equal(found, expected)

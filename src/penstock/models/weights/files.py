@@ -31,7 +31,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE
-from penstock.models.weights.reading import reader_for
+from penstock.models.weights.reading import maps_for_results, reader_for
 from penstock.models.weights.tensor_file import TensorFile, check_complete
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
@@ -158,7 +158,8 @@ def load(
                 }
             return {name: Unread(read) for name, read in own.items()}
 
-        _fill(stage, files, ties, unread, str(device))
+        with maps_for_results(device):
+            _fill(stage, files, ties, unread, str(device))
 
 
 def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:

@@ -12,17 +12,23 @@ import math
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
 from penstock.runtime.device.stream import Moment, reach
 
+aten = torch.ops.aten
+
 _PIECE = 1 << 26  # bytes
 _MAPPED = 1 << 17  # bytes from which a tensor in host memory has a map of its own
+_JOINS = {aten.stack.default: aten.stack.out, aten.cat.default: aten.cat.out}
+_COPIES = {aten._to_copy.default, aten.clone.default}
 
 
 class Reader(Protocol):
@@ -92,6 +98,34 @@ class PieceReader:
 def reader_for(device: torch.device) -> Reader:
     """What reads into the memory of `device`."""
     return HostReader() if device.type == "cpu" else PieceReader(CudaCopies(device), device)
+
+
+def maps_for_results(device: torch.device) -> AbstractContextManager[object]:
+    """Within it, a large tensor made of others on `device` is kept as its reader keeps one that it reads."""
+    if device.type != "cpu":
+        return nullcontext()
+    return _MapsForResults()  # type: ignore[no-untyped-call]
+
+
+class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives maps of their own to tensors that are joined of others, cast or copied: what conversions make.
+
+    All else that transformers makes of a tensor is a view of it.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _JOINS and all(part.device.type == "cpu" for part in args[0]):
+            like = func([part.to("meta") for part in args[0]], *args[1:], **kwargs)
+            return _JOINS[func](*args, **kwargs, out=HostReader().empty(like.shape, like.dtype))
+        if func in _COPIES:
+            held, device = args[0], kwargs.get("device") or args[0].device
+            if held.device.type == device.type == "cpu":
+                dtype = kwargs.get("dtype") or held.dtype
+                return HostReader().empty(held.shape, dtype).copy_(held)
+        return func(*args, **kwargs)
 
 
 def _read(file: int, start: int, into: memoryview) -> None:
