@@ -6,7 +6,8 @@ at most less what it held before it loaded. Its excess is what it held beyond th
 
 The bytes' own time stands beside a load: a loop that reads each tensor into memory fresh from the kernel, by
 as many processes, each a part of the files; for a folder that penstock wrote it hashes them, too, as a load
-does.
+does. A load has the kernel make a tensor's pages at once, and not one by one as they are written to. A loop
+that does so too is reported, without a bar: it is as fast as any program may be.
 
 The files are in the page cache. transformers maps the files and reads a weight when it is first looked at, so
 that its time and memory are taken with every weight looked at once.
@@ -75,8 +76,12 @@ def load(rank: Rank, folder: str, sharded: bool = False) -> Loaded:
     return Loaded(took, most, kept / MIB, largest / MIB)
 
 
-def read_share(rank: Rank, folder: str, hashed: bool = False) -> float:
-    """Seconds to read a part of the files, each tensor into memory fresh from the kernel, and to hash it."""
+def read_share(rank: Rank, folder: str, hashed: bool = False, at_once: bool = False) -> float:
+    """Seconds to read a part of the files, each tensor into memory fresh from the kernel, and to hash it.
+
+    at_once: the kernel makes a tensor's pages at once, and not as they are written to
+    """
+    flags = mmap.MAP_PRIVATE | (mmap.MAP_POPULATE if at_once else 0)
     files = sorted(Path(folder).glob("*.safetensors"))[rank.index :: rank.count]
     rank.kept.pop("pipe", None)
     if rank.count > 1:
@@ -89,7 +94,7 @@ def read_share(rank: Rank, folder: str, hashed: bool = False) -> float:
             header = json.loads(opened.read(length))
             header.pop("__metadata__", None)
             for begin, end in sorted(tensor["data_offsets"] for tensor in header.values()):
-                held.append(mmap.mmap(-1, end - begin, flags=mmap.MAP_PRIVATE))
+                held.append(mmap.mmap(-1, end - begin, flags=flags))
                 left = memoryview(held[-1])
                 while left:  # a read has 2 GiB at most
                     left = left[opened.readinto(left) :]
@@ -126,6 +131,9 @@ class Turn(NamedTuple):
     read_one: float
     read_stages: float
     read_again: float
+    at_once_one: float
+    at_once_stages: float
+    at_once_again: float
     save_one: float
     save_ranks: float
     save_whole: float
@@ -144,11 +152,14 @@ def turn(mine: Pool, other: Pool, pool: Pool, source: str, target: Path) -> Turn
     shares, stages = pool.run(load, source, True), pool.run(load, source)
     by_ranks = saved(pool, "pipe")
     again, read_again = pool.run(load, str(target)), max(pool.run(read_share, str(target), True))
+    at_once_again = max(pool.run(read_share, str(target), True, True))
     shutil.rmtree(target)
     by_one, by_other = saved(mine, "pipe"), saved(other, "model")
     read_one, read_stages = max(mine.run(read_share, source)), max(pool.run(read_share, source))
-    return Turn(one, whole, stages, shares, again, read_one, read_stages, read_again, by_one, by_ranks,
-                by_other)  # fmt: skip
+    at_once_one = max(mine.run(read_share, source, False, True))
+    at_once_stages = max(pool.run(read_share, source, False, True))
+    return Turn(one, whole, stages, shares, again, read_one, read_stages, read_again, at_once_one,
+                at_once_stages, at_once_again, by_one, by_ranks, by_other)  # fmt: skip
 
 
 def measure(repeats: int) -> Found:
@@ -177,11 +188,12 @@ def measure(repeats: int) -> Found:
                          f"{AT_MOST} MiB", rounds[f"{name}: peak"].scaled(1 / limit), at_most=1.0),
             ]  # fmt: skip
     for case, name in READ.items():
-        taken, own = f"{name}: load", f"{name}: read"
+        taken, own, at_once = f"{name}: load", f"{name}: read", f"{name}: at once"
         rows += [
             measured(case, "the bytes' own time", rounds[own], "s"),
             measured(case, "load", rounds[taken], "s"),
             measured(case, "load / the bytes' own time", rounds.ratio(taken, own), at_most=1.2),
+            measured(case, "load / the same, pages made at once", rounds.ratio(taken, at_once)),
         ]
     notes = (
         f"Llama, 8 layers of 2048, float32, {last.whole.kept:.0f} MiB, in shards of {SHARD[:-2]} MB; one "
@@ -228,6 +240,8 @@ def _compared(case: str, what: str, unit: str, mine: str, other: str, rounds: Ro
 def numbers(turn: Turn) -> Numbers:
     found = {
         "one: read": turn.read_one, "stages: read": turn.read_stages, "again: read": turn.read_again,
+        "one: at once": turn.at_once_one, "stages: at once": turn.at_once_stages,
+        "again: at once": turn.at_once_again,
         "again: load": max(each.seconds for each in turn.again),
         "one: save": turn.save_one, "stages: save": turn.save_ranks, "whole: save": turn.save_whole,
     }  # fmt: skip

@@ -13,6 +13,9 @@ The grid varies one factor at a time around a centre: 8 layers of 256, microbatc
 centre all ways run: every builder but dualpipe, which holds the model twice, and a searched schedule. At the
 side points those that users choose between. Peak memory is that of processes of their own, one way in each,
 at three points.
+
+The steps of one way differ by more, from round to round, than the ways do. So at m = 8 and 16 the three that
+the bars compare take turns in many rounds of their own, and the bars are on the medians.
 """
 
 from __future__ import annotations
@@ -86,6 +89,9 @@ OURS: Mapping[str, ScheduleLike] = {
 GLOO = "penstock, 1f1b over gloo"
 MINE = ("penstock, 1f1b", "penstock, interleaved_1f1b")  # those of the side points
 FEW = (ALONE, APART, "DDP", *THEIRS, *MINE)
+DUEL = (APART, "torch, 1f1b", "penstock, 1f1b")
+DUELS = tuple(CENTRE._replace(microbatches=count) for count in (8, 16))
+DUEL_ROUNDS = 5  # for each of the other rounds
 ALL = (ALONE, WHOLE, TWO_THREADS, APART, "DDP", "FSDP2", *THEIRS, *OURS, GLOO)
 MORE_OF_MEMORY = ("FSDP2", "penstock, zb_h1", "penstock, zb_v", "penstock, searched")
 PAIRS = (*THEIRS, "DDP", "FSDP2", TWO_THREADS)  # whom ours is compared with
@@ -293,9 +299,14 @@ def measure(repeats: int) -> Found:
         with Pool(RANKS) as pool:
             pool.run(prepare, case, schedules(case, names), timeout=180)
             rounds = in_turn({way: partial(seconds, pool, way) for way in names}, repeats)
-        raw[str(case)] = rounds.found
-        counted.append(f"{case}: {rounds}")
-        rows += _rows(case, rounds)
+            raw[str(case)] = rounds.found
+            counted.append(f"{case}: {rounds}")
+            rows += _rows(case, rounds)
+            if case in DUELS:
+                duel = in_turn({way: partial(seconds, pool, way) for way in DUEL}, DUEL_ROUNDS * repeats)
+                raw[f"{case}, {DUEL_ROUNDS} times the rounds"] = duel.found
+                counted.append(f"{case}, the bars: {duel}")
+                rows += _judged(case, duel)
         if case == CENTRE:
             rows += _simulated()
     for case in MEMORY:
@@ -309,6 +320,8 @@ def measure(repeats: int) -> Found:
         "microbatch; and 4 layers of 512. Every way at the centre, some at the side points",
         "fp32, AdamW; one thread a process, or two where the row says so; medians, in brackets the quartiles",
         *counted,
+        f"the bars at m = 8 and 16: {DUEL_ROUNDS * repeats} rounds of {', '.join(DUEL)}; judged is the "
+        "median, by its 95 % interval of order statistics",
         f"limit: {APART}, each with the work of one rank, less 1f1b's bubble with ops of equal length",
         "peak RSS: VmHWM of processes of their own after three steps, less what they held before, with what "
         "they had imported; sum and most over the processes; "
@@ -336,7 +349,6 @@ def _rows(case: Case, rounds: Rounds) -> list[Row]:
         measured(f"{case}: {way}", "tokens per second", rounds.of(lambda r, way=way: case.tokens / r[way]))  # type: ignore[misc]
         for way in names
     ]
-    bubble = simulate(build("1f1b", ranks=RANKS, microbatches=case.microbatches)).bubble
     mine = [way for way in names if way in OURS]
     best = min(mine, key=lambda way: rounds[way].middle)
 
@@ -346,19 +358,47 @@ def _rows(case: Case, rounds: Rounds) -> list[Row]:
             rival=rival, quiet=rounds.quiet,
         )  # fmt: skip
 
-    def of_limit(numbers: Numbers) -> float:
-        return numbers[APART] / (1 - bubble) / numbers[ours]
-
-    limit = measured(
-        f"{case}: {ours} / limit", "times as fast", rounds.of(of_limit), at_least=LIMIT, quiet=rounds.quiet
-    )
-    rows += [ratio(ours, theirs, 1.0, theirs), limit, ratio(best, ALONE)]
+    if case not in DUELS:
+        limit = measured(
+            f"{case}: {ours} / limit", "times as fast", rounds.of(partial(of_limit, case)), at_least=LIMIT,
+            quiet=rounds.quiet,
+        )  # fmt: skip
+        rows += [ratio(ours, theirs, 1.0, theirs), limit]
+    rows.append(ratio(best, ALONE))
     rows += [
         replace(ratio(best, other, rival=other), better="high")
         for other in PAIRS
         if other in names and (best, other) != (ours, theirs)
     ]
     return rows if GLOO not in names else [*rows, ratio(ours, GLOO)]
+
+
+def of_limit(case: Case, numbers: Numbers) -> float:
+    """The speed of our 1F1B, as a share of what two processes reach apart, less the bubble."""
+    bubble = simulate(build("1f1b", ranks=RANKS, microbatches=case.microbatches)).bubble
+    return numbers[APART] / (1 - bubble) / numbers[DUEL[-1]]
+
+
+def _judged(case: Case, duel: Rounds) -> list[Row]:
+    """Our 1F1B beside torch's and beside the limit: the quartiles, and the medians, which have the bars."""
+    _, theirs, ours = DUEL
+
+    def faster(numbers: Numbers) -> float:
+        return numbers[theirs] / numbers[ours]
+
+    rows = []
+    for name, function, bar, rival in (
+        (f"{case}: {ours} / {theirs}", faster, 1.0, theirs),
+        (f"{case}: {ours} / limit", partial(of_limit, case), LIMIT, ""),
+    ):
+        rows += [
+            measured(name, "times as fast: quartiles", duel.of(function)),
+            measured(
+                name, "times as fast: the median and its 95 % interval", duel.median_of(function),
+                at_least=bar, rival=rival, quiet=duel.quiet,
+            ),
+        ]  # fmt: skip
+    return rows
 
 
 def _simulated() -> list[Row]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from benchmarks import page
 from benchmarks.report import RESULTS, measured
-from benchmarks.rounds import Interval, Rounds, in_turn
+from benchmarks.rounds import Interval, Rounds, in_turn, median_interval
 
 FILES = page.files()
 
@@ -123,6 +123,16 @@ def test_a_ratio_is_the_one_within_rounds() -> None:
     rounds = Rounds([{"a": 1.0, "b": 2.0}, {"a": 9.0, "b": 9.0}, {"a": 30.0, "b": 10.0}], 3, True)
     cells = measured("case", "time", rounds.ratio("a", "b"), "s", ours=9.0, torch=9.0).cells()
     assert cells[4] == "1 [0.750, 2]"
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(5, 1, 5), (7, 1, 7), (10, 2, 9), (20, 6, 15), (35, 12, 24)]
+)
+def test_a_median_lies_between_the_order_statistics_of_the_sign_test(count: int, low: int, high: int) -> None:
+    """Those that tables of the binomial distribution give for 95 %; of five the least and the most."""
+    found = median_interval([*range(count, 0, -1)])
+    assert (found.low, found.high) == (low, high)
+    assert found.middle == (count + 1) / 2
 
 
 def test_rounds_count_where_the_machine_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:

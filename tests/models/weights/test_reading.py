@@ -6,6 +6,7 @@ import errno
 import itertools
 import mmap
 import os
+import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,25 @@ def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
     assert isinstance(reader_for(torch.device("cuda:1")), PieceReader)
     assert devices == [torch.device("cuda:1")]
     assert isinstance(reader_for(CPU), HostReader)
+
+
+def test_the_pages_of_a_large_tensor_are_there_before_it_is_written() -> None:
+    """0.5.0: the kernel made them one by one while a tensor was read, half as long again as the read."""
+    pages = 4096
+    made = HostReader().empty([pages * mmap.PAGESIZE], torch.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    made.fill_(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages / 10
+
+
+def test_a_kernel_that_makes_no_pages_ahead_makes_them_as_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = Mock(return_value=-1)
+    monkeypatch.setattr(reading, "_libc", Mock(madvise=refused))
+    made = HostReader().empty([1 << 20], torch.uint8)
+    refused.assert_called_once()
+    assert bool((made.fill_(1) == 1).all())
 
 
 def test_a_tensor_without_room_is_the_error_of_any_other_object(monkeypatch: pytest.MonkeyPatch) -> None:

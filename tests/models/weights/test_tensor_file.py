@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from safetensors.torch import _TYPES, load_file, save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.models.weights import tensor_file
 from penstock.models.weights.reading import HostReader
 from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 
@@ -41,6 +45,38 @@ def test_safetensors_reads_the_file_that_the_entry_describes(tmp_path: Path, hel
     content = (tmp_path / "file").read_bytes()
     assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     assert_written(tmp_path / "file", held)
+
+
+class SlowHash:
+    """SHA-256 that takes longer than a write."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+
+    def update(self, data: memoryview) -> None:
+        time.sleep(0.1)
+        self._digest.update(data)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def test_a_large_tensor_is_hashed_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread hashes it while it is written: what follows must wait for both."""
+    numbers = torch.arange(300_000)
+    held = {"first": numbers, "small": numbers[:3], "second": numbers.flip(0), "last": numbers.double()}
+    with monkeypatch.context() as patched:
+        patched.setattr(tensor_file, "hashlib", Mock(sha256=SlowHash))
+        entry = write_tensors(tmp_path / "file", widest_first(held))
+    content = (tmp_path / "file").read_bytes()
+    assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert_written(tmp_path / "file", held)
+
+
+def test_a_full_disk_is_the_error_and_leaves_no_thread() -> None:
+    with pytest.raises(OSError, match="No space left on device"):
+        write_tensors(Path("/dev/full"), {"first": torch.zeros(1 << 20)})
+    assert not [thread.name for thread in threading.enumerate() if "penstock-hash" in thread.name]
 
 
 def test_values_are_made_one_after_the_other(tmp_path: Path) -> None:

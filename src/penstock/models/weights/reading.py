@@ -8,9 +8,11 @@ Of a GPU's tensor no more than the two pieces, which are pinned, is in host memo
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -27,6 +29,8 @@ aten = torch.ops.aten
 
 _PIECE = 1 << 26  # bytes
 _MAPPED = 1 << 17  # bytes from which a tensor in host memory has a map of its own
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and newer
+_libc = ctypes.CDLL(None)
 _JOINS = {aten.stack.default: aten.stack.out, aten.cat.default: aten.cat.out}
 _COPIES = {aten._to_copy.default, aten.clone.default}
 
@@ -46,7 +50,8 @@ class HostReader:
 
     A large tensor has a map of its own, which the kernel takes back with it. malloc would put those that are
     dropped, once others were made of them, between those that stay, and keep the gaps: a process would hold
-    more than its tensors and the one that is read.
+    more than its tensors and the one that is read. The kernel makes the pages of a map at once: one by one,
+    as a read writes to them, they take half as long again as the read.
     """
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -58,7 +63,9 @@ class HostReader:
             held = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE)
         except OSError as error:
             raise MemoryError(f"no room for a tensor of {size(count)}") from error
-        return torch.frombuffer(held, dtype=dtype).reshape(shape)
+        made = torch.frombuffer(held, dtype=dtype)
+        _make_pages(made.data_ptr(), count)
+        return made.reshape(shape)
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """See `Reader.read`."""
@@ -126,6 +133,15 @@ class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 dtype = kwargs.get("dtype") or held.dtype
                 return HostReader().empty(held.shape, dtype).copy_(held)
         return func(*args, **kwargs)
+
+
+def _make_pages(address: int, count: int) -> None:
+    """Ask the kernel for the pages of a map now. One that does not know how makes them when they are written.
+
+    Not MAP_POPULATE, for which Python's mmap holds its lock: the thread that hashes the files waited for it.
+    """
+    if sys.platform == "linux":
+        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(count), _POPULATE_WRITE)
 
 
 def _read(file: int, start: int, into: memoryview) -> None:

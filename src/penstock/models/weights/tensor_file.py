@@ -12,6 +12,7 @@ import math
 import os
 import struct
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,6 +27,7 @@ from penstock.models.weights.reading import Reader
 from penstock.reading import LARGEST_JSON, open_regular, size
 
 _LENGTH = struct.Struct("<Q")  # of the header, in front of it
+_HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
 # torch's dtypes by their names in safetensors
 DTYPES = {
@@ -144,11 +146,17 @@ def write_tensors(
     Raises CheckpointError for a dtype that safetensors lacks.
     """
     digest, odd = hashlib.sha256(), ""
-    with file.open("wb") as opened:
+    with file.open("wb", buffering=0) as opened, ThreadPoolExecutor(1, "penstock-hash") as threads:
 
         def write(data: bytes | memoryview) -> None:
-            digest.update(data)
-            opened.write(data)
+            hashing = threads.submit(digest.update, data) if len(data) > _HASHED_IN_THREAD else None
+            left = memoryview(data)
+            while left:  # a write has 2 GiB at most
+                left = left[opened.write(left) :]
+            if hashing is None:
+                digest.update(data)
+            else:
+                hashing.result()
 
         write(_header(layout))
         for expected, (name, value) in zip(layout, values or layout.items(), strict=True):
