@@ -26,11 +26,13 @@ from benchmarks import (
     ragged,
     recording,
     report,
+    scale,
     searched,
     split,
     startup,
     steptime,
     throughput,
+    trainer,
 )
 
 # in the order of a run: what matters most first
@@ -38,12 +40,14 @@ BENCHMARKS = {
     "throughput": throughput.measure,
     "steptime": steptime.measure,
     "overhead": overhead.measure,
+    "trainer": trainer.measure,
     "memory": memory.measure,
     "networks": networks.measure,
     "recording": recording.measure,
     "in_memory": in_memory.measure,
     "ragged": ragged.measure,
     "split": split.measure,
+    "scale": scale.measure,
     "searched": searched.measure,
     "loading": loading.measure,
     "startup": startup.measure,

@@ -45,6 +45,7 @@ ABOUT = {
     "ragged": "Three ways to train on documents of different lengths: padded, ragged and packed.",
     "recording": "Every step is recorded, and ranks agree before the first one. This benchmark "
     "measures both.",
+    "scale": "Time to build, to prove and to simulate a schedule of 64 ranks and 1,024 microbatches.",
     "searched": "The bubble of searched schedules, and of the best published schedule that fits the same "
     "memory. The published order is formed for ops of equal length.",
     "split": "A backward in two halves, the input gradient I and the weight gradient W, against one whole "
@@ -56,6 +57,7 @@ ABOUT = {
     "ops. Real compute keeps the cores awake.",
     "throughput": "A whole training step of a model that computes, by each way that two cores offer: one "
     "process, data parallel, torch.distributed.pipelining, penstock.",
+    "trainer": "A step of `penstock train`, beside the same step in a loop of one's own.",
 }
 
 

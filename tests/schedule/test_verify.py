@@ -1,10 +1,12 @@
 from dataclasses import replace
+from itertools import combinations
 from typing import Any
 
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Op, Pair, Placement, Schedule, Violation, build, loop, verify
+from penstock.schedule.verify import _can_overlap, _pairs
 from support.programs import written
 
 op = Op.parse
@@ -159,3 +161,28 @@ def test_the_error_lists_the_first_twenty() -> None:
     assert "rank 0: 0F19: it is in no program" in str(caught.value)
     assert "0F20" not in str(caught.value)
     assert "and 10 more" in str(caught.value)
+
+
+PAIRED = schedule(3, "0F0 0B0 0F1 0F2 0B1 0B2")
+PAIRS = [
+    *(Pair(op(one), op(other)) for one, other in (
+        ("0F2", "0B1"),  # the only one that may overlap
+        ("0F0", "0B0"), ("0F1", "0F2"), ("0B0", "0F1"), ("0B1", "0B2"), ("0F1", "0B1"), ("0F9", "0B1"),
+    )),
+    Pair(op("0F2"), op("0B1")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pairs", [*combinations(PAIRS[:-1], 1), *combinations(PAIRS, 2)], ids=str)
+def test_pairs_are_judged_at_once_as_they_are_one_by_one(pairs: tuple[Pair, ...]) -> None:
+    """Schedules with pairs took twice as long to verify: the pairs were sorted before any was found wrong."""
+    edited = replace(PAIRED, overlaps=frozenset(pairs))
+    assert _can_overlap(edited) == (not any(_pairs(edited)))
+
+
+@pytest.mark.parametrize(("program", "valid"), [("0F1 0B0 0F2 0B1", True), ("0F1 0B0 0F1 0B2", False)])
+def test_an_op_is_in_one_pair(program: str, valid: bool) -> None:
+    """It has a neighbour of the other kind on each side only where it is in the program twice."""
+    ops = [op(text) for text in program.split()]
+    edited = replace(schedule(3, program), overlaps=frozenset({Pair(*ops[:2]), Pair(*ops[2:])}))
+    assert _can_overlap(edited) == (not any(_pairs(edited))) == valid

@@ -101,7 +101,7 @@ def _ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
     sized = type(schedule.microbatches) is int and schedule.microbatches > 0
     if not sized or len(schedule.programs) != schedule.ranks:
         return None
-    if schedule.overlaps and (any(map(_is_no_pair, schedule.overlaps)) or any(_pairs(schedule))):
+    if schedule.overlaps and (any(map(_is_no_pair, schedule.overlaps)) or not _can_overlap(schedule)):
         return None
     arrays = OpArrays.of(schedule)
     if arrays is None or not _each_once(arrays) or not _in_order(arrays):
@@ -143,6 +143,22 @@ def _in_order(arrays: OpArrays) -> bool:
     too_late = (needed > ops) & (arrays.rank[needed] == arrays.rank)
     own = np.where(arrays.slot > 0, arrays.index[arrays.stage, arrays.microbatch, arrays.slot - 1], NOTHING)
     return not (too_late.any() or (own > ops).any())
+
+
+def _can_overlap(schedule: Schedule) -> bool:
+    """Whether `_pairs` finds nothing wrong."""
+    overlaps = schedule.overlaps
+    neighbours = {two for program in schedule.programs for two in pairwise(program) if two in overlaps}
+    return (
+        len(neighbours) == len(overlaps)
+        and all(
+            forward.kind == "F"
+            and backward.kind in ("B", "I")
+            and (forward.stage != backward.stage or forward.microbatch != backward.microbatch)
+            for forward, backward in overlaps
+        )
+        and len({*chain.from_iterable(overlaps)}) == 2 * len(overlaps)
+    )
 
 
 def _peaks(arrays: OpArrays) -> tuple[tuple[int, ...], tuple[int, ...]]:
