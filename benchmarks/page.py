@@ -22,43 +22,75 @@ from benchmarks.report import HEADER, RESULTS, Row, losses_first
 PAGE = RESULTS.parents[1] / "docs" / "benchmarks.md"
 MOST_ROWS = 25  # of a table that stands open
 
+# in the order of the page
 ABOUT = {
-    "corpus": "All ranks map one cache of tokens. This benchmark measures what a rank's memory grows by with "
-    "the size of its corpus, and how long the corpus takes to tokenise once.",
-    "default_split": "The split of layers over stages that a user gets without asking, against the best of "
-    "all splits: by simulation for public configs, and run for two models.",
-    "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
-    "stages. This benchmark compares its step with the step of a stage that is written by hand.",
+    "throughput": "A whole training step of a model that computes, by each way that two cores offer: one "
+    "process, data parallel, torch.distributed.pipelining, penstock. penstock sends through shared memory, "
+    "its default on one host, and torch over gloo; one row has penstock over gloo, too. Beside DDP, FSDP2 "
+    "and one process stands the schedule of ours that was fastest in that case.",
+    "steptime": "Each op sleeps for 20 ms, and `simulate` predicts the step. This benchmark measures how "
+    "much longer the step took, and where. Both libraries go over gloo. Four ranks share two cores, whose "
+    "caches are cold after a sleep: an op takes longer than asked, and so does the time between two ops. "
+    "Real compute keeps the cores awake.",
+    "overhead": "Computing takes almost no time here, so that the numbers are the runtime's own time for an "
+    "op. In process no message is sent. Two processes: torch over gloo, and penstock over gloo and over "
+    "shared memory, its default on one host.",
+    "trainer": "A step of `penstock train`, beside the same step in a loop of one's own.",
+    "memory": "Three comparisons: live activations, measured and proven; peak bytes of penstock and of "
+    "torch; peak bytes, measured and predicted. The bytes that are counted from outside include what an op "
+    "needs while it runs, which `simulate` does not know.",
+    "networks": "Step time over `simulate` when each message takes a set time, for every schedule. All go "
+    "over gloo.",
+    "recording": "penstock records every step. This benchmark measures what that costs, and how long the "
+    "ranks take to agree before a step.",
     "in_memory": "Each rank keeps its state in its host's memory, copied while the next step computes. This "
     "benchmark measures what a step pays for that, with a checkpoint after each.",
-    "loading": "Each rank reads only the tensors of its stage. This benchmark measures time and peak host "
-    "memory.",
-    "memory": "Peak live activations against the proven bound, peak bytes against torch, and against what "
-    "`simulate` predicts. The bytes that are counted from outside include what an op needs while it "
-    "runs, which `simulate` does not know.",
-    "meshes": "Bytes and calls of one step when other parallel axes run beside the pipeline.",
-    "networks": "Step time over `simulate` when each message takes a set time, for every schedule.",
-    "overhead": "The time that the runtime itself takes for an op. Step times over gloo vary from run to run "
-    "more than those in one process.",
-    "paired": "Two ops of a marked pair run at the same time: one computes while the other exchanges. This "
-    "benchmark compares the step with and without.",
-    "ragged": "Three ways to train on documents of different lengths: padded, ragged and packed.",
-    "recording": "Every step is recorded, and ranks agree before the first one. This benchmark "
-    "measures both.",
+    "ragged": "Three ways to train on documents of different lengths: padded, ragged and packed. Over gloo.",
+    "split": "A backward in two halves, the input gradient I and the weight gradient W, against one whole "
+    "backward.",
     "scale": "Time to build, to prove and to simulate a schedule of 64 ranks and 1,024 microbatches.",
     "searched": "The bubble of searched schedules, and of the best published schedule that fits the same "
     "memory. The published order is formed for ops of equal length.",
-    "split": "A backward in two halves, the input gradient I and the weight gradient W, against one whole "
-    "backward.",
-    "startup": "Time to build a pipeline of many layers and to run its first step.",
-    "steptime": "Step time when each op sleeps for a set time, over what `simulate` predicts with the "
-    "measured latency of the link, and over the ideal without latency. Four ranks share two cores, whose "
-    "caches are cold after a sleep: an op takes longer than asked, and so does the time between two "
-    "ops. Real compute keeps the cores awake.",
-    "throughput": "A whole training step of a model that computes, by each way that two cores offer: one "
-    "process, data parallel, torch.distributed.pipelining, penstock.",
-    "trainer": "A step of `penstock train`, beside the same step in a loop of one's own.",
+    "loading": "Each rank reads only the tensors of its stages. This benchmark measures time and peak host "
+    "memory. transformers maps the files: it copies no byte until an optimizer writes, and the benchmark "
+    "touches one value in each page of its weights. penstock copies all bytes, so the two do not do the same "
+    "work; the plain loop does. With `dp_shard=4` each of four ranks reads the whole model and keeps a "
+    "quarter.",
+    "startup": "Time to build a pipeline of many layers and to run its first step, beside the whole model of "
+    "transformers, which is not split. All four ranks run one after the other in one process. With a process "
+    "for each rank the four cuts run at once.",
+    "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
+    "stages. This benchmark compares its step with the step of a stage that is written by hand.",
+    "paired": "Two ops of a marked pair run at the same time: one computes while the other exchanges. This "
+    "benchmark compares the step with and without.",
+    "meshes": "Bytes and calls of one step when other parallel axes run beside the pipeline.",
+    "default_split": "The split of layers over stages that a user gets without asking, by multiply-adds. Ten "
+    "public configs are simulated with the same counts: no better split was overlooked. Two small models are "
+    "run with every split: the counts predict real time.",
+    "corpus": "All ranks map one cache of tokens. This benchmark measures what a rank's memory grows by with "
+    "the size of its corpus, and how long the corpus takes to tokenise once.",
 }
+
+_CENTRE = "8 layers of 256, 2 x 128 tokens, m="
+_FASTER = "times as fast: the median and its 95 % interval"
+# benchmark, case and quantity of what stands at a glance
+GLANCE = (
+    ("throughput", f"{_CENTRE}8: penstock, 1f1b / torch, 1f1b", _FASTER),
+    ("throughput", f"{_CENTRE}16: penstock, 1f1b / torch, 1f1b", _FASTER),
+    ("throughput", f"{_CENTRE}32: penstock, 1f1b / torch, 1f1b", "times as fast"),
+    ("throughput", f"{_CENTRE}8: penstock, 1f1b", "peak RSS, sum"),
+    ("throughput", f"{_CENTRE}32: penstock, 1f1b", "peak RSS, sum"),
+    ("memory", "curve: 1f1b, rank 0", "bytes at the peak"),
+    ("memory", "layers: 1f1b, rank 0", "bytes at the peak"),
+    ("overhead", "1f1b, 2 processes", "penstock over shared memory / torch over gloo: time per op"),
+    ("overhead", "1f1b, 2 processes", "penstock over gloo / torch over gloo: time per op"),
+    ("overhead", "1f1b, P=4, m=64, in process, no message", "cost per op"),
+    ("steptime", "1f1b", "step / zero-latency ideal"),
+    ("steptime", "zb_v", "step / zero-latency ideal"),
+    ("startup", "200 layers, P=4 in process", "warm: build and first step"),
+    ("loading", "4 ranks, a stage each", "load / the bytes' own time"),
+    ("loading", "one process, the whole model", "save"),
+)
 
 
 @dataclass(frozen=True)
@@ -112,8 +144,9 @@ def files(folder: Path = RESULTS) -> list[Path]:
 
 
 def page(folder: Path = RESULTS) -> str:
-    """The whole page. Raises KeyError for a benchmark without a text in `ABOUT`."""
-    results = [Result.read(file) for file in files(folder)]
+    """The whole page. Raises ValueError for a benchmark without a text in `ABOUT`, whose order it keeps."""
+    read = [Result.read(file) for file in files(folder)]
+    results = sorted(read, key=lambda result: [*ABOUT].index(result.name))
     newest = max(results, key=lambda result: result.machine["date"])
     lines = [*_opening(results, newest)]
     for result in results:
@@ -136,12 +169,13 @@ def _opening(results: Sequence[Result], newest: Result) -> Iterator[str]:
         "# Benchmarks",
         "",
         "`make bench` measures penstock and others on the same work, in one run, and then writes this page. "
-        "In brackets are quartiles. A ratio is made of two measurements of the same round. A bar is a limit "
-        "that the project has set for itself. Where the quartiles include it, it is not resolved. What is "
-        "lost to another library stands first.",
+        "In brackets is a range: the quartiles, or the 95 % interval of the median where the row says so. A "
+        "ratio is the median of the rounds' ratios, so that it may differ from that of the two medians "
+        "beside it. A bar is a limit that the project has set for itself. Where the range includes it, it is "
+        "not resolved. What is lost to another library stands first.",
         "",
         f"- Run: {_commit_of(newest)}; torch {machine['torch']}; Python {machine['python']}; "
-        f"{len(this)} of {len(results)} benchmarks, which took {sum(r.took for r in this) / 60:.0f} minutes",
+        f"{len(this)} of {len(ABOUT)} benchmarks, which took {sum(r.took for r in this) / 60:.0f} minutes",
         f"- Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory']} of memory",
         f"- Bars: {bars + still_open}. Met: {bars - missed}. **Missed: {missed}.** Not resolved: "
         f"{still_open}. **Lost to another library: {lost}.**",
@@ -158,6 +192,7 @@ def _opening(results: Sequence[Result], newest: Result) -> Iterator[str]:
     if "dirty" in newest.commit or not newest.commit:
         yield from ('!!! danger "The code that was measured is not a commit"', "")
     yield from _lost(this)
+    yield from _glance(this)
     yield "| benchmark | run | lost | bars missed | not resolved | bars met |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for result in sorted(results, key=lambda result: (-len(result.lost), -result.missed, -result.open)):
@@ -175,6 +210,15 @@ def _lost(results: Sequence[Result]) -> Iterator[str]:
         return
     yield from ("## Lost to another library { #lost }", "")
     yield from _table([replace(row, case=f"{r.name}: {row.case}") for r in results for row in r.lost])
+
+
+def _glance(results: Sequence[Result]) -> Iterator[str]:
+    """What most readers ask for: beside torch.distributed.pipelining, and beside transformers."""
+    rows = {(r.name, row.case, row.what): row for r in results for row in r.rows}
+    found = [replace(rows[key], case=f"{key[0]}: {key[1]}") for key in GLANCE if key in rows]
+    if found:
+        yield from ("## At a glance { #glance }", "")
+        yield from _table(found)
 
 
 def _commit_of(result: Result) -> str:
@@ -206,10 +250,11 @@ def _section(result: Result, newest: Result) -> Iterator[str]:
             yield ""
         if shown:
             yield from _table(shown)
+        rest = [row for row in rows if not any(row is each for each in shown)]
         yield '<details markdown="1">'
-        yield f"<summary>All {len(rows)} numbers</summary>"
+        yield f"<summary>{'The other ' if shown else ''}{len(rest)} numbers</summary>"
         yield ""
-        yield from _table(rows)
+        yield from _table(rest)
         yield "</details>"
         yield ""
     yield from (f"- {_escaped(note)}" for note in result.notes)

@@ -23,6 +23,7 @@ import penstock
 from benchmarks.rounds import Interval
 
 RESULTS = Path(__file__).parent / "results"
+_SHOWN = 0.0005  # a smaller difference is none in a table of three decimals
 HEADER = ("case", "quantity", "penstock", "other", "penstock / other", "bar", "")
 
 
@@ -65,12 +66,12 @@ class Row:
 
     @property
     def lost(self) -> bool:
-        """Whether the other's number is the better one, over the whole interval."""
+        """Whether the other's number is the better one, over the whole interval, by more than rounding."""
         if self.ratio is None or not self.resolved:
             return False
         if self.better == "high":
-            return (self.ratio if self.high is None else self.high) < 1
-        return (self.ratio if self.low is None else self.low) > 1
+            return (self.ratio if self.high is None else self.high) < 1 - _SHOWN
+        return (self.ratio if self.low is None else self.low) > 1 + _SHOWN
 
     @property
     def verdict(self) -> str:

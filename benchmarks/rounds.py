@@ -1,7 +1,8 @@
 """Measurements that take turns: a round holds one of each way, and ratios are made within a round.
 
 What else runs on a machine changes from minute to minute, and less within a round. So a ratio divides two
-measurements of the same round. It is reported as the median over the rounds, with the quartiles.
+measurements of the same round. It is reported as the median over the rounds, with the quartiles; or, where
+many rounds compare a few ways, with the 95 % interval of the median.
 
 A round is quiet where programs outside of the benchmark took less than `OTHERS` of the cores' time. Only
 quiet rounds count. Where fewer than half of those asked for were found, all count, and no bar is resolved.
@@ -47,7 +48,8 @@ def median_interval(values: Sequence[float]) -> Interval:
     """The median and its 95 % confidence interval: two of the values, whatever their distribution.
 
     The true median lies below the k-th smallest of n values as often as fewer than k of n tosses of a coin
-    are heads. Of fewer than 6 values the least and the most cover less than 95 %.
+    are heads, where no value depends on another. Of fewer than 6 values the least and the most cover less
+    than 95 %.
     """
     ordered, count = sorted(values), len(values)
     rank = 1  # the largest with which both tails together are at most 5 %
@@ -101,12 +103,14 @@ def in_turn(
 ) -> Rounds:
     """Take `count` quiet rounds, each of one measurement of every way. Arguments as in `rounds_of`.
 
-    A round begins with another way than the one before, as the first finds caches as the last has left them.
+    A round begins with another way than the one before, as the first finds caches as the last has left them;
+    and after each has begun one, the order is the reverse.
     """
 
     def turns(number: int) -> Numbers:
-        start = number % len(ways)
-        return {way: ways[way]() for way in [*list(ways)[start:], *list(ways)[:start]]}
+        again, start = divmod(number, len(ways))
+        order = [*list(ways)[start % len(ways) :], *list(ways)[: start % len(ways)]]
+        return {way: ways[way]() for way in (order[::-1] if again % 2 else order)}
 
     return rounds_of(turns, count, warm_up, others)
 

@@ -14,8 +14,9 @@ centre all ways run: every builder but dualpipe, which holds the model twice, an
 side points those that users choose between. Peak memory is that of processes of their own, one way in each,
 at three points.
 
-The steps of one way differ by more, from round to round, than the ways do. So at m = 8 and 16 the three that
-the bars compare take turns in many rounds of their own, and the bars are on the medians.
+The steps of one way differ by more, from round to round, than the ways do. So at the centre, and with m = 16,
+the three that the project's bars compare take turns in many rounds of their own; the bars are on the medians.
+At the other points there is no time for as many.
 """
 
 from __future__ import annotations
@@ -320,8 +321,9 @@ def measure(repeats: int) -> Found:
         "microbatch; and 4 layers of 512. Every way at the centre, some at the side points",
         "fp32, AdamW; one thread a process, or two where the row says so; medians, in brackets the quartiles",
         *counted,
-        f"the bars at m = 8 and 16: {DUEL_ROUNDS * repeats} rounds of {', '.join(DUEL)}; judged is the "
-        "median, by its 95 % interval of order statistics",
+        f"{' and '.join(map(str, DUELS))}: the bars are those of the project, so that "
+        f"{DUEL_ROUNDS * repeats} more rounds have {', '.join(DUEL)} alone; judged is the median, by the "
+        "95 % interval of its order statistics, as if no round depended on another",
         f"limit: {APART}, each with the work of one rank, less 1f1b's bubble with ops of equal length",
         "peak RSS: VmHWM of processes of their own after three steps, less what they held before, with what "
         "they had imported; sum and most over the processes; "
@@ -358,13 +360,13 @@ def _rows(case: Case, rounds: Rounds) -> list[Row]:
             rival=rival, quiet=rounds.quiet,
         )  # fmt: skip
 
-    if case not in DUELS:
-        limit = measured(
-            f"{case}: {ours} / limit", "times as fast", rounds.of(partial(of_limit, case)), at_least=LIMIT,
-            quiet=rounds.quiet,
-        )  # fmt: skip
-        rows += [ratio(ours, theirs, 1.0, theirs), limit]
-    rows.append(ratio(best, ALONE))
+    judged = case not in DUELS  # else in rounds of its own
+    limit = measured(
+        f"{case}: {ours} / limit", "times as fast", rounds.of(partial(of_limit, case)),
+        at_least=LIMIT if judged else None, quiet=rounds.quiet,
+    )  # fmt: skip
+    beside = ratio(ours, theirs, 1.0, theirs) if judged else ratio(ours, theirs)
+    rows += [beside, limit, ratio(best, ALONE)]
     rows += [
         replace(ratio(best, other, rival=other), better="high")
         for other in PAIRS

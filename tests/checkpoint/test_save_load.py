@@ -477,16 +477,17 @@ import sys, threading
 from pathlib import Path
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.models.weights import tensor_file
 from support.jobs_checkpoint import make
 
+tensor_file._HASHED_IN_THREAD = 0  # all that is written
 pipe, optimizers = make(1, "1f1b", layers=1)
 written, reached = OptimizerState.write, threading.Event()
 
 def write(self, *place):
-    entries = written(self, *place)
     reached.set()
     threading.Event().wait(1)
-    return entries
+    return written(self, *place)
 
 OptimizerState.write = write
 CheckpointWriter(pipe).save(Path(sys.argv[1]) / "checkpoint", optimizers)

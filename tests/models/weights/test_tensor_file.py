@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -73,10 +74,32 @@ def test_a_large_tensor_is_hashed_in_its_place(tmp_path: Path, monkeypatch: pyte
     assert_written(tmp_path / "file", held)
 
 
-def test_a_full_disk_is_the_error_and_leaves_no_thread() -> None:
+def test_a_full_disk_is_the_error_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[threading.Thread] = []
+    in_thread = tensor_file._in_thread
+
+    def noted(*arguments: Any) -> threading.Thread:
+        thread = in_thread(*arguments)
+        assert thread is not None
+        started.append(thread)
+        return thread
+
+    monkeypatch.setattr(tensor_file, "hashlib", Mock(sha256=SlowHash))
+    monkeypatch.setattr(tensor_file, "_in_thread", noted)
     with pytest.raises(OSError, match="No space left on device"):
         write_tensors(Path("/dev/full"), {"first": torch.zeros(1 << 20)})
-    assert not [thread.name for thread in threading.enumerate() if "penstock-hash" in thread.name]
+    assert [thread.is_alive() for thread in started] == [False]
+
+
+def test_a_process_that_may_start_no_thread_writes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of threads starts none when Python ends: a checkpoint that was still being written was lost."""
+    held = {"first": torch.arange(300_000), "second": torch.arange(300_000).flip(0)}
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    entry = write_tensors(tmp_path / "file", widest_first(held))
+    assert entry["sha256"] == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+    assert_written(tmp_path / "file", held)
 
 
 def test_values_are_made_one_after_the_other(tmp_path: Path) -> None:

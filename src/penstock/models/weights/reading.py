@@ -139,9 +139,12 @@ def _make_pages(address: int, count: int) -> None:
     """Ask the kernel for the pages of a map now. One that does not know how makes them when they are written.
 
     Not MAP_POPULATE, for which Python's mmap holds its lock: the thread that hashes the files waited for it.
+    In pieces, as the process can map nothing else meanwhile.
     """
     if sys.platform == "linux":
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(count), _POPULATE_WRITE)
+        for start in range(0, count, _PIECE):
+            piece = ctypes.c_size_t(min(_PIECE, count - start))
+            _libc.madvise(ctypes.c_void_p(address + start), piece, _POPULATE_WRITE)
 
 
 def _read(file: int, start: int, into: memoryview) -> None:

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import struct
-from collections.abc import Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -146,17 +146,17 @@ def write_tensors(
     Raises CheckpointError for a dtype that safetensors lacks.
     """
     digest, odd = hashlib.sha256(), ""
-    with file.open("wb", buffering=0) as opened, ThreadPoolExecutor(1, "penstock-hash") as threads:
+    with file.open("wb") as opened:
 
         def write(data: bytes | memoryview) -> None:
-            hashing = threads.submit(digest.update, data) if len(data) > _HASHED_IN_THREAD else None
-            left = memoryview(data)
-            while left:  # a write has 2 GiB at most
-                left = left[opened.write(left) :]
+            hashing = _in_thread(digest.update, data) if len(data) > _HASHED_IN_THREAD else None
+            try:
+                opened.write(data)
+            finally:
+                if hashing is not None:
+                    hashing.join()
             if hashing is None:
                 digest.update(data)
-            else:
-                hashing.result()
 
         write(_header(layout))
         for expected, (name, value) in zip(layout, values or layout.items(), strict=True):
@@ -166,6 +166,16 @@ def write_tensors(
             if not odd and name not in buffers and not is_finite(flat):
                 odd = name
         return made_entry(opened.tell(), digest.hexdigest(), odd)
+
+
+def _in_thread(call: Callable[[Any], None], argument: Any) -> Thread | None:
+    """Start `call` in a thread; None where none can start: Python ends, or the process may have no more."""
+    thread = Thread(target=call, args=(argument,), name="penstock-hash")
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return thread
 
 
 def is_finite(flat: Tensor) -> bool:
