@@ -70,7 +70,7 @@ faults: env  ## Strike runs at set places and write docs/faults.md; five minutes
 soak: env  ## 5,000 steps with a rank killed every 200, compared with an undisturbed run; some ten minutes
 	$(BIN)/python tests/soak.py
 
-bench: env  ## Measure penstock and others into benchmarks/results/; an hour and a half, quiet
+bench: env  ## Measure penstock and others into benchmarks/results/; two hours, quiet
 	$(BIN)/python -m benchmarks
 
 gpu: env  ## Measure on one GPU, each bar in a table: four parts of 9 minutes at most; nothing without one
