@@ -152,6 +152,11 @@ def test_a_machine_that_is_never_quiet_resolves_no_bar(monkeypatch: pytest.Monke
     assert "no bar is resolved" in str(rounds)
 
 
+def test_what_stands_at_a_glance_are_rows_of_the_benchmarks() -> None:
+    rows = [(each.name, row.case, row.what) for each in map(page.Result.read, FILES) for row in each.rows]
+    assert not [key for key in page.GLANCE if key not in rows]
+
+
 def test_a_difference_that_no_table_shows_is_no_loss() -> None:
     ratio = Interval(1.0004, 1.0004, 1.0004)
     assert not measured("a", "b", ratio, ours=1.0, torch=1.0).lost
