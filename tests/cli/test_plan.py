@@ -147,6 +147,15 @@ def test_layers_per_stage_choose_the_number_of_stages(tmp_path: Path, penstock: 
     assert "layers_per_stage=1: 4 layers make 4 stages of it, and the schedule takes multiples of 3" in err
 
 
+def test_a_balance_that_is_measured_later_is_told(tmp_path: Path, penstock: Command) -> None:
+    """The table of stages is that of the default split."""
+    measured = "pipeline.balance=measured: layers are measured when the run starts"
+    for keys, said in ((("pipeline.balance=measured", "pipeline.head_weight=null"), True), ((), False)):
+        code, out, err = penstock("train", config_file(tmp_path), "pipeline.ranks=2", *keys, "--dry-run")
+        assert code == 0, err
+        assert (measured in " ".join(out.split())) == said
+
+
 def test_what_waits_in_host_memory_is_counted(tmp_path: Path, penstock: Command) -> None:
     keys = ("pipeline.ranks=2", "pipeline.schedule=gpipe", "pipeline.microbatches=4")
     away = "train.activation_offloading={modules: [mlp], min_bytes: 0}"

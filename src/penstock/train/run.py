@@ -214,6 +214,8 @@ def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -
         check_prompt(config.output, tokenizer_of(config), model)
     else:
         yield f"data.tokenizer={name}: not on this machine, so not checked"
+    if config.pipeline.balance == "measured":
+        yield "pipeline.balance=measured: layers are measured when the run starts, and may go to other stages"
     if flash is not None:
         yield f"{flash}: not installed on this machine; planned with sdpa, which holds as much memory"
     for check in (check_machine, _check_output):
