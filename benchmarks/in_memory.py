@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, measured
 from benchmarks.rounds import Numbers, rounds_of
-from penstock import AutoPipeline
+from penstock import AutoPipeline, Pipeline
 from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.train.checkpoints import state_after
 from penstock.train.config.load import load_config
@@ -35,16 +36,21 @@ PAIRS = 10  # of a step with and one without, in one round
 MIB = 2**20
 
 
-def prepare(rank: Rank) -> int:
-    """Returns the bytes that this rank keeps of one step."""
-    config = load_config(CONFIG, ["data.path=."])
+def built(config: TrainConfig) -> tuple[Pipeline, Tensor]:
+    """The pipeline of `make train`, and token ids for one step."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config.model.config or {})))
     section = config.pipeline
     pipe = AutoPipeline(
         ranks=RANKS, schedule=section.schedule, microbatches=section.microbatches, device="cpu", timeout=60
     ).build(model)
-    ids = torch.randint(256, (config.train.batch_size, config.data.sequence_length))
+    return pipe, torch.randint(256, (config.train.batch_size, config.data.sequence_length))
+
+
+def prepare(rank: Rank) -> int:
+    """Returns the bytes that this rank keeps of one step."""
+    config = load_config(CONFIG, ["data.path=."])
+    pipe, ids = built(config)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4)
     output = Path("benchmarks-in-memory")  # a name alone: nothing is written there
     kept = MemoryCheckpoints(pipe, [optimizer], "benchmarks" if rank.is_first else None, output, 60)

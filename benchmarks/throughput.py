@@ -365,8 +365,8 @@ def _rows(case: Case, rounds: Rounds) -> list[Row]:
         f"{case}: {ours} / limit", "times as fast", rounds.of(partial(of_limit, case)),
         at_least=LIMIT if judged else None, quiet=rounds.quiet,
     )  # fmt: skip
-    beside = ratio(ours, theirs, 1.0, theirs) if judged else ratio(ours, theirs)
-    rows += [beside, limit, ratio(best, ALONE)]
+    against_torch = ratio(ours, theirs, 1.0, theirs) if judged else ratio(ours, theirs)
+    rows += [against_torch, limit, ratio(best, ALONE)]
     rows += [
         replace(ratio(best, other, rival=other), better="high")
         for other in PAIRS

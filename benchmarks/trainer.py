@@ -18,13 +18,11 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks.in_memory import CONFIG, RANKS
+from benchmarks.in_memory import CONFIG, RANKS, built
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, measured
 from benchmarks.rounds import Numbers, rounds_of
-from penstock import AutoPipeline
 from penstock.train import loop
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
@@ -45,13 +43,7 @@ def config_in(folder: str) -> TrainConfig:
 
 def plain_loop(config: TrainConfig) -> Any:
     """A step of a loop of one's own on a batch of the same size."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**(config.model.config or {})))
-    section = config.pipeline
-    pipe = AutoPipeline(
-        ranks=RANKS, schedule=section.schedule, microbatches=section.microbatches, device="cpu", timeout=60
-    ).build(model)
-    ids = torch.randint(256, (config.train.batch_size, config.data.sequence_length))
+    pipe, ids = built(config)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step() -> None:
