@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock import Axes
 from penstock.pipeline.building import stages
-from penstock.runtime.device.memory import is_held_elsewhere
+from penstock.runtime.device.footprints import is_held_elsewhere
 from penstock.runtime.device.offload import Offload
 from support.mesh import exact_steps
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves,
 
 from penstock.batch.packing import split_lens
 from penstock.batch.payload import TensorSpec
-from penstock.batch.shapes import Microbatch, microbatch_key
+from penstock.batch.shapes import Microbatch, MicrobatchKey, microbatch_key
 from penstock.errors import BatchError
 
 Batch = Mapping[str, Any]
@@ -61,7 +61,7 @@ class StepInput:
     collect: Collect | None = None
 
     @cached_property
-    def keys(self) -> tuple[object, ...]:
+    def keys(self) -> tuple[MicrobatchKey, ...]:
         """A key of each microbatch, equal where all shapes and dtypes are."""
         return tuple([microbatch_key(microbatch) for microbatch in self.microbatches])
 

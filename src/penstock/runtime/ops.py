@@ -18,13 +18,13 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.batch.shapes import EdgeShapes, check
-from penstock.runtime.device.memory import Footprint, KnownFootprint, Ledger, footprint, measuring
+from penstock.runtime.device.footprints import Footprint, ForwardKey, footprint
+from penstock.runtime.device.memory import Ledger, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
 from penstock.schedule.offload import HostCopy
 
 _PLAIN = nullcontext()
-_REMEMBERED = 4096  # shapes of each stage whose footprints are known
 
 Run = Callable[[Compute, Payload | None, StepInput], Payload | None]  # returns the payload for another stage
 
@@ -114,20 +114,19 @@ class Ops:
         return None
 
     def footprint(self, compute: Compute, step: StepInput) -> Footprint | None:
-        """The footprint of this microbatch's forward; None until its shape has been measured."""
+        """The footprint of this microbatch's forward; None where it has to be measured."""
         step_key = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
         known = self._known.get(step_key)
         if known is None:
-            found = self._stages[compute.op.stage].footprints.get(self._key(compute, step))
+            found = self._stages[compute.op.stage].footprints.find(self._key(compute, step))
             if found is not None and not found.provisional:
                 known = self._known[step_key] = found.footprint
         return known
 
-    def _key(self, compute: Compute, step: StepInput) -> object:
-        """Equal for forwards of a stage with the same footprint."""
+    def _key(self, compute: Compute, step: StepInput) -> ForwardKey:
         stage, _, number = compute.op
         training = self._stages[stage].module.training
-        return step.keys[number], compute.split, compute.recompute, training, self._autocast
+        return ForwardKey(step.keys[number], compute.split, compute.recompute, training, self._autocast)
 
     def _measured(
         self, compute: Compute, received: Payload | None, expected: EdgeSpecs | None, step: StepInput
@@ -141,7 +140,7 @@ class Ops:
         """
         stage, key = compute.op.stage, self._key(compute, step)
         footprints = self._stages[stage].footprints
-        before = footprints.pop(key, None)
+        before = footprints.find(key)
         provisional = before is None and not self.ledger.has_run(stage)
         if provisional and stage in self._repeated and len(set(step.shapes)) == 1:
             result = self._forward(compute, received, expected, step)
@@ -154,9 +153,7 @@ class Ops:
             found = found._replace(draws=not torch.equal(generator, torch.get_rng_state()))
         if before is not None:
             self.ledger.correct(before.footprint, found)
-        if len(footprints) >= _REMEMBERED:
-            footprints.pop(next(iter(footprints)))
-        footprints[key] = KnownFootprint(found, provisional)
+        footprints.add(key, found, provisional)
         return found, result
 
     def _footprint(self, compute: Compute, result: Payload | None, nbytes: int | None = None) -> Footprint:

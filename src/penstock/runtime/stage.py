@@ -21,7 +21,7 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
-from penstock.runtime.device.memory import KnownFootprint
+from penstock.runtime.device.footprints import Footprints
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.rng import StageRNG
 from penstock.runtime.sharded_weights import Sharding, local_shard
@@ -95,7 +95,7 @@ class Stage:
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
         self.casts = WeightCasts()  # under autocast
-        self.footprints: dict[object, KnownFootprint] = {}  # of the shapes seen so far
+        self.footprints = Footprints()  # of its forwards
         self._sharding: Sharding | None = None
         # how much its I left to W, for a warning: looked at while it is to be said, in the first step
         self.put_off: PutOff | None = None

@@ -20,7 +20,8 @@ from penstock import AutoPipeline, Pipeline
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.runtime import ops
 from penstock.runtime.device import memory
-from penstock.runtime.device.memory import Measured, footprint, is_held_elsewhere
+from penstock.runtime.device.footprints import Footprint, between, footprint, is_held_elsewhere
+from penstock.runtime.device.memory import Measured
 from penstock.schedule import simulate
 from support.families import tiny_model
 from support.pool import Pool
@@ -230,3 +231,68 @@ def test_a_forward_is_measured_until_its_shape_is_known(lengths: list[int], meas
         assert measuring.call_count == measured * len(pipe.stages)
         pipe.step(batch)
         assert measuring.call_count == measured * len(pipe.stages)
+
+
+# rows with masks keep more for a length; a stage that draws random numbers does so for all
+BY_LENGTH: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("llama", {"attn_implementation": "eager"}),
+    ("gpt2", {"resid_pdrop": 0.1}),
+    ("gemma3_text", {}),
+]
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("family", "config"), BY_LENGTH)
+def test_four_lengths_tell_the_footprints_of_others(
+    family: str, config: dict[str, Any], masked: bool
+) -> None:
+    """Exactly: each is what a pipeline finds that measures it."""
+
+    def batch(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
+        found = [{"input_ids": tokens(2, n, n), "labels": tokens(2, n, n)} for n in lengths]
+        for each in found if masked else ():
+            each["attention_mask"] = torch.ones_like(each["input_ids"])
+            each["attention_mask"][0, -3:] = 0
+        return found
+
+    pipes = [
+        AutoPipeline(ranks=2, microbatches=5, shapes="inferred").build(tiny_model(family, **config))
+        for _ in range(2)
+    ]
+    telling, new = batch([8, 40, 9, 16, 25]), batch([12, 13, 31, 38, 20])
+    measuring_pipe, pipe = pipes
+    for _ in range(2):
+        measuring_pipe.step(new)
+        pipe.step(telling)
+    with patch.object(ops, "measuring", wraps=memory.measuring) as measuring:
+        pipe.step(new)
+        assert not measuring.call_count
+    found, expected = pipe.costs(), measuring_pipe.costs()
+    assert (found.activation, found.sent, found.buffer) == (
+        expected.activation,
+        expected.sent,
+        expected.buffer,
+    )
+    assert pipe.memory == measuring_pipe.memory
+    with patch.object(ops, "measuring", wraps=memory.measuring) as measuring:
+        pipe.step(batch([7, 41, 9, 16, 25]))
+        assert measuring.call_count == 2 * len(pipe.stages), "those outside of the lengths that were measured"
+
+
+def test_a_length_is_measured_where_those_about_it_do_not_agree() -> None:
+    def held(length: int) -> Footprint:
+        """A module that pads to a multiple of 8."""
+        return Footprint(100 + 8 * -(-length // 8), length)
+
+    assert between({n: held(n) for n in (8, 16, 24, 32)}, 20) == Footprint(120, 20)
+    assert between({n: held(n) for n in (7, 16, 26, 32)}, 20) is None
+    assert between({n: Footprint(3 * n * n + n, 5) for n in (1, 4, 9, 10)}, 7) == Footprint(154, 5)
+    assert between({n: Footprint(n**3, 5) for n in (1, 4, 9, 10)}, 7) is None
+    assert between({n: Footprint(n, 5) for n in (1, 4, 9)}, 7) is None, "a quadratic goes through any three"
+    drawn = {n: Footprint(n, 5, draws=n == 4) for n in (1, 4, 9, 10)}
+    assert between(drawn, 7) is None
+    assert between({n: Footprint(n, 5) for n in (1, 4, 9, 10)}, 11) is None
+    kink = {n: Footprint(min(n, 20), 5) for n in (1, 4, 9, 10, 30, 40, 50, 60)}
+    assert between(kink, 45) == Footprint(20, 5)
+    assert between(kink, 15) is None

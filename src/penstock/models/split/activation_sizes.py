@@ -24,7 +24,8 @@ from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
-from penstock.runtime.device.memory import Measured, Sizes, footprint
+from penstock.runtime.device.footprints import footprint
+from penstock.runtime.device.memory import Measured, Sizes
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall

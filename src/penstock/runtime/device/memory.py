@@ -1,6 +1,6 @@
 """The bytes that a rank holds during a step: activations, buffers, and what waits for W.
 
-A forward is measured when its shape is new, and counted from then on, so that a step pays a few additions.
+A forward is measured where its shape is new, and counted from then on, so that a step pays a few additions.
 Weights, their casts under autocast, gradients, and what an op needs only while it runs, are not counted.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import resource
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from penstock.batch.payload import Payload
+from penstock.runtime.device.footprints import Footprint
 from penstock.schedule import Op
 
 Place = tuple[int, int]  # stage and microbatch
@@ -26,26 +27,6 @@ Storages = Callable[[], Iterable[UntypedStorage]]
 
 _BLOCK = 512  # bytes, to which the allocator of a GPU rounds
 _GLOO_FREES = 0.005  # seconds after which a thread of gloo holds a collective's tensors no more
-
-
-class Footprint(NamedTuple):
-    """The bytes that a forward of one microbatch leaves in memory on one stage.
-
-    activation: held until its backward: its input, and all that autograd saved
-    output: bytes for the next stage that are held only to be sent
-    draws: whether it drew random numbers
-    """
-
-    activation: int
-    output: int
-    draws: bool = False
-
-
-class KnownFootprint(NamedTuple):
-    """The footprint of forwards of one shape. provisional: the next one is measured too, and replaces it"""
-
-    footprint: Footprint
-    provisional: bool
 
 
 class Held(NamedTuple):
@@ -269,22 +250,6 @@ def measuring(device: torch.device, others: Storages) -> Measured | MeasuredOnGP
     others: memory that a forward may leave and that is no activation, such as gathered weights
     """
     return MeasuredOnGPU(device, others) if device.type == "cuda" else Measured(others)
-
-
-def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
-    """The footprint of a forward that received `inputs`.
-
-    nbytes: left in memory by it, outputs included; None where nobody measured: what it received counts alone
-    """
-    only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
-    received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])
-    return Footprint((only_sent if nbytes is None else nbytes) - only_sent + received, only_sent)
-
-
-def is_held_elsewhere(tensor: Tensor) -> bool:
-    """Whether anything but `tensor` itself keeps its memory, such as the graph that made it."""
-    storage = tensor.untyped_storage()  # counts as one use
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 def _tensors(value: Any) -> list[Tensor]:

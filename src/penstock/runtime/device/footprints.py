@@ -1,0 +1,150 @@
+"""The footprints of forwards: the bytes that each leaves in memory, by stage and shape.
+
+A forward is measured where nothing tells its footprint yet, which on CPUs takes twice as long as the forward.
+Where rows have many lengths, a few of them tell the others:
+
+    bytes = a + b length + c length ** 2        exactly, unless a module does something else for some lengths
+
+So the four measured lengths about a new one tell its footprint, if they agree on a, b and c.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.batch.shapes import MicrobatchKey, without_length
+
+_REMEMBERED = 4096  # shapes of each stage
+
+
+class Footprint(NamedTuple):
+    """The bytes that a forward of one microbatch leaves in memory on one stage.
+
+    activation: held until its backward: its input, and all that autograd saved
+    output: bytes for the next stage that are held only to be sent
+    draws: whether it drew random numbers
+    """
+
+    activation: int
+    output: int
+    draws: bool = False
+
+
+class KnownFootprint(NamedTuple):
+    """The footprint of forwards of one shape. provisional: the next one is measured too, and replaces it"""
+
+    footprint: Footprint
+    provisional: bool
+
+
+class ForwardKey(NamedTuple):
+    """Equal for forwards of a stage with the same footprint."""
+
+    microbatch: MicrobatchKey
+    split: bool
+    recompute: bool
+    training: bool
+    autocast: bool
+
+
+class Footprints:
+    """The footprints of one stage's forwards, as far as they are known."""
+
+    def __init__(self) -> None:
+        self._known: dict[ForwardKey, KnownFootprint] = {}
+        # the measured ones by length, for each key without its length
+        self._measured: dict[ForwardKey, dict[int, Footprint]] = {}
+
+    def find(self, key: ForwardKey) -> KnownFootprint | None:
+        """As measured, or as the lengths measured about this one tell; None: measure it."""
+        known = self._known.get(key)
+        if known is None and (parts := _parts(key)) is not None:
+            rest, length = parts
+            if (found := between(self._measured.get(rest, {}), length)) is not None:
+                known = KnownFootprint(found, provisional=False)
+                self._keep(key, known)
+        return known
+
+    def add(self, key: ForwardKey, found: Footprint, provisional: bool) -> None:
+        """Keep what was measured, in place of what was kept before."""
+        self._keep(key, KnownFootprint(found, provisional))
+        if not provisional and (parts := _parts(key)) is not None:
+            rest, length = parts
+            self._measured.setdefault(rest, {})[length] = found
+
+    def _keep(self, key: ForwardKey, known: KnownFootprint) -> None:
+        self._known[key] = known
+        if len(self._known) > _REMEMBERED:
+            self._forget(next(iter(self._known)))
+
+    def _forget(self, key: ForwardKey) -> None:
+        del self._known[key]
+        if (parts := _parts(key)) is not None:
+            rest, length = parts
+            lengths = self._measured.get(rest, {})
+            lengths.pop(length, None)
+            if not lengths:
+                self._measured.pop(rest, None)
+
+
+def between(measured: Mapping[int, Footprint], length: int) -> Footprint | None:
+    """The footprint at `length`, from four lengths about it; None where they are missing or do not agree."""
+    lengths = sorted(measured)
+    first = max(0, min(bisect(lengths, length) - 2, len(lengths) - 4))
+    near = lengths[first : first + 4]
+    if len(near) < 4 or not near[0] < length < near[-1]:
+        return None
+    found = [measured[each] for each in near]
+    if len({each.draws for each in found}) > 1:
+        return None
+    activation = _on_quadratic(near, [each.activation for each in found], length)
+    output = _on_quadratic(near, [each.output for each in found], length)
+    if activation is None or output is None:
+        return None
+    return Footprint(activation, output, found[0].draws)
+
+
+def _on_quadratic(lengths: Sequence[int], values: Sequence[int], length: int) -> int | None:
+    """The value at `length` of the quadratic through all four points; None where there is none."""
+
+    def at(place: int) -> Fraction:
+        """By Lagrange, through the first three."""
+        total = Fraction(0)
+        for own, value in zip(lengths[:3], values, strict=False):
+            factors = [Fraction(place - other, own - other) for other in lengths[:3] if other != own]
+            total += value * math.prod(factors)
+        return total
+
+    value = at(length)
+    return int(value) if at(lengths[3]) == values[3] and value.denominator == 1 else None
+
+
+def _parts(key: ForwardKey) -> tuple[ForwardKey, int] | None:
+    """The key without the length of its rows, and that length; None for inputs that have none."""
+    if (parts := without_length(key.microbatch)) is None:
+        return None
+    rest, length = parts
+    return key._replace(microbatch=rest), length
+
+
+def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
+    """The footprint of a forward that received `inputs`.
+
+    nbytes: left in memory by it, outputs included; None where nobody measured: what it received counts alone
+    """
+    only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
+    received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])
+    return Footprint((only_sent if nbytes is None else nbytes) - only_sent + received, only_sent)
+
+
+def is_held_elsewhere(tensor: Tensor) -> bool:
+    """Whether anything but `tensor` itself keeps its memory, such as the graph that made it."""
+    storage = tensor.untyped_storage()  # counts as one use
+    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
