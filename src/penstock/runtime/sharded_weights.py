@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
+from penstock.runtime.device.pages import make_pages
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
@@ -157,11 +159,29 @@ def meta_like(tensor: Tensor) -> Tensor:
 
 
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of `value`, which every rank has in full, if `like` is sharded and of its shape."""
+    """This rank's shard of `value`, which every rank has in full, if `like` is sharded and of its shape.
+
+    Where value and shard are on one device it may be a view of `value`.
+    """
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
-    placed = value.to(like.device_mesh.device_type)
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
+    mesh, placements = like.device_mesh, like.placements
+    if (own := own_part(like)) is None:
+        placed = value.to(mesh.device_type)
+        return distribute_tensor(placed, mesh, placements, src_data_rank=None)
+    shard = value[own].to(mesh.device_type)
+    return DTensor.from_local(
+        shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def own_part(tensor: DTensor) -> tuple[slice, ...] | None:
+    """Which indices of the full tensor this rank's shard has, by dimension; None where they are no range."""
+    placements = tensor.placements
+    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
@@ -180,6 +200,8 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                     continue
                 if id(value) not in allocated:
                     empty = torch.empty_like(value, device="cpu" if id(value) in offloaded else device)
+                    if empty.device.type == "cpu":
+                        make_pages(local_shard(empty))
                     is_parameter = isinstance(value, nn.Parameter)
                     allocated[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
                 table[name] = allocated[id(value)]  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from penstock.models.weights import files as weights
 from penstock.models.weights import reading
 from penstock.models.weights.reading import HostReader, PieceReader, reader_for
 from penstock.models.weights.tensor_file import TensorFile
+from penstock.runtime.device import pages
 
 CPU = torch.device("cpu")
 
@@ -153,23 +154,62 @@ def test_the_pages_of_a_large_tensor_are_there_before_it_is_written(
     """0.5.0: the kernel made them one by one while a tensor was read, a third of the time of the read."""
     if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
         pytest.skip("this kernel makes no pages ahead")
-    monkeypatch.setattr(reading, "_PIECE", 100 * mmap.PAGESIZE)
-    pages = 4096
-    made = HostReader().empty([pages * mmap.PAGESIZE - 1], torch.uint8)
-    resident = (ctypes.c_ubyte * pages)()
+    monkeypatch.setattr(pages, "_PIECE", 100 * mmap.PAGESIZE)
+    count = 4096
+    made = HostReader().empty([count * mmap.PAGESIZE - 1], torch.uint8)
+    resident = (ctypes.c_ubyte * count)()
     libc = ctypes.CDLL(None)
     libc.mincore(ctypes.c_void_p(made.data_ptr()), ctypes.c_size_t(made.nbytes), resident)
-    assert sum(page & 1 for page in resident) == pages
+    assert sum(page & 1 for page in resident) == count
 
 
 def test_a_kernel_that_makes_no_pages_ahead_makes_them_as_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = Mock(return_value=-1)
-    monkeypatch.setattr(reading, "_libc", Mock(madvise=refused))
+    monkeypatch.setattr(pages, "_libc", Mock(madvise=refused))
     made = HostReader().empty([1 << 20], torch.uint8)
     refused.assert_called_once()
     assert bool((made.fill_(1) == 1).all())
+
+
+def test_pages_of_parts_serve_one_tensor_after_the_other() -> None:
+    """A rank that has a shard of each tensor would else get pages for all of them, and give them back."""
+    reader, count = HostReader(), 1 << 20
+
+    def part_of(shape: list[int], begin: int, value: int) -> Tensor:
+        made = reader.empty(shape, torch.float32, slice(begin, begin + count))
+        assert made.is_contiguous()
+        assert list(made.shape) == shape
+        made.reshape(-1).view(torch.uint8)[begin : begin + count] = value
+        return made
+
+    first = part_of([1024, 1024], 3 << 20, 1)
+    second = part_of([512, 1024], 1 << 20, 2)
+    assert first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    assert bool((first.view(torch.uint8)[768:] == 1).all()), "the first one is still held"
+    place = first.untyped_storage().data_ptr()
+    del first
+    third = part_of([3, 1000, 100], 100, 3)
+    assert third.untyped_storage().data_ptr() == place
+    assert bool((second.view(torch.uint8)[256:] == 2).all())
+    larger = part_of([2048, 1024], 0, 4)
+    assert larger.untyped_storage().data_ptr() not in (place, second.untyped_storage().data_ptr())
+    assert bool((third.reshape(-1).view(torch.uint8)[100:][:count] == 3).all())
+
+
+def test_some_rows_of_a_tensor_are_read(tmp_path: Path) -> None:
+    values = {"large": torch.randn(700, 300), "small": torch.arange(12).reshape(4, 3), "none": torch.ones(0)}
+    save_file(values, tmp_path / "file")
+    with TensorFile(tmp_path / "file") as file:
+        copies = LateCopies()
+        for reader in (HostReader(), PieceReader(copies, CPU, pinned=False, piece=512)):
+            for name, rows in itertools.product(("large", "small"), (slice(1, 3), slice(0, 4), slice(4, 4))):
+                read = file.read(name, reader, rows)
+                copies.run_all()
+                assert read.shape == values[name].shape
+                assert torch.equal(read[rows], values[name][rows])
+            assert torch.equal(file.read("none", reader, slice(0, 0)), values["none"])
 
 
 def test_a_tensor_without_room_is_the_error_of_any_other_object(monkeypatch: pytest.MonkeyPatch) -> None:

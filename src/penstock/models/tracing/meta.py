@@ -41,10 +41,10 @@ class WriteThrough(Table):
         self, live: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None], seen: set[int]
     ) -> None:
         super().__init__(held)
-        self._live, self.seen = live, seen
+        self.live, self.seen = live, seen
 
     def __setitem__(self, name: str, value: Any) -> None:
-        live = self._live.get(name)
+        live = self.live.get(name)
         if live is None or value is None or value.is_meta:
             live = value
         elif live is not value:
@@ -72,6 +72,17 @@ def write_through(module: PreTrainedModel) -> PreTrainedModel:
     """
     seen = set[int]()
     return _twin(module, lambda live, held: WriteThrough(live, held, seen), lambda buffer: buffer)
+
+
+def destinations(twin: nn.Module) -> dict[str, Tensor]:
+    """By name, the parameters to which a `write_through` twin copies what it is assigned."""
+    return {
+        f"{prefix}.{name}" if prefix else name: live
+        for prefix, module in twin.named_modules()
+        if isinstance(table := module._parameters, WriteThrough)
+        for name, live in table.live.items()
+        if live is not None
+    }
 
 
 def bare(model: PreTrainedModel) -> PreTrainedModel:

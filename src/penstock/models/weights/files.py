@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -30,11 +31,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 
 from penstock.errors import CheckpointError
+from penstock.models.tracing.meta import destinations
 from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import maps_for_results, reader_for
 from penstock.models.weights.tensor_file import TensorFile, check_complete
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
+from penstock.runtime.sharded_weights import own_part
 from penstock.runtime.transport.groups import Processes
 
 INDEX = "model.safetensors.index.json"
@@ -133,7 +136,7 @@ def load(
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
     Tensor by tensor: peak memory is the stage plus one tensor in the files' dtype, or plus the tensors that
-    transformers puts together to one.
+    transformers puts together to one. Of a tensor whose shard a rank holds, it reads its own rows alone.
 
     Args:
         device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
@@ -156,7 +159,7 @@ def load(
                     name: Unread(partial(reads.read, name, read, file.like(name)))
                     for name, read in own.items()
                 }
-            return {name: Unread(read) for name, read in own.items()}
+            return {name: Unread(read, partial(file.like, name)) for name, read in own.items()}
 
         with maps_for_results(device):
             _fill(stage, files, ties, unread, str(device))
@@ -192,13 +195,24 @@ def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 class Unread:
-    """A tensor in its file. transformers reads it with `[...]` when it needs it."""
+    """A tensor in its file. transformers reads it with `[...]` when it needs it.
 
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        self._read = read
+    read: reads it; where `like` is given, only the rows of its keyword `rows`, if it is called with them
+    like: returns a tensor of its shape
+    """
+
+    def __init__(self, read: Callable[..., Tensor], like: Callable[[], Tensor] | None = None) -> None:
+        self._read, self._like = read, like
 
     def __getitem__(self, index: object) -> Tensor:
         return self._read()
+
+    def for_shard(self, shard: DTensor) -> Unread:
+        """One that reads of a tensor of the shard's full shape only the rows that the shard has."""
+        own = own_part(shard)
+        if self._like is None or own is None or self._like().shape != shard.shape:
+            return self
+        return Unread(partial(self._read, rows=own[0]))
 
 
 def _check_agreed(file: TensorFile, processes: Processes) -> None:
@@ -227,6 +241,7 @@ def _fill(
         if device == "meta" and isinstance(entry, WeightConverter):
             entry.force_cpu = False
     _add_names_of_ties(unread, stage, ties, mapping)
+    _read_own_rows(unread, stage, mapping)
     config = LoadStateDictConfig(
         weight_mapping=mapping,
         dtype=stage.dtype,
@@ -292,18 +307,45 @@ def _add_names_of_ties(
     tied = {name for names in ties for name in names}
     if held.isdisjoint(tied):
         return
-    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    known = dict.fromkeys((*stage.state_dict(), *tied), True)
     stored = {}
-    for key in unread:
-        renamed, _ = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
+    for key, renamed, _ in _renamed(unread, stage, mapping, tied):
         stored[renamed] = stored[key] = key
     for names in ties:
         found = [stored[name] for name in names if name in stored]
         for name in held.intersection(names):
             if found and name not in stored:
                 unread[name] = unread[found[0]]
+
+
+def _read_own_rows(
+    unread: dict[str, Any], stage: PreTrainedModel, mapping: Sequence[WeightTransform]
+) -> None:
+    """Of a tensor that becomes a sharded parameter as it is, a process reads no row of another's shard."""
+    live = destinations(stage)
+    for key, name, is_converted in _renamed(unread, stage, mapping) if live else ():
+        shard = live.get(name)
+        if isinstance(shard, DTensor) and not is_converted:
+            unread[key] = unread[key].for_shard(shard)
+
+
+def _renamed(
+    unread: Mapping[str, Any],
+    stage: PreTrainedModel,
+    mapping: Sequence[WeightTransform],
+    tied: Collection[str] = (),
+) -> list[tuple[str, str, bool]]:
+    """For each key the name that transformers gives it, and whether it converts the tensor.
+
+    tied: names that the stage may lack
+    """
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    known = dict.fromkeys((*stage.state_dict(), *tied), True)
+    found = []
+    for key in unread:
+        name, pattern = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
+        found.append((key, name, pattern is not None))
+    return found
 
 
 def tie_within(stage: nn.Module, ties: Ties) -> None:

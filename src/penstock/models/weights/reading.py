@@ -8,11 +8,9 @@ Of a GPU's tensor no more than the two pieces, which are pinned, is in host memo
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -23,14 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
+from penstock.runtime.device.footprints import is_held_elsewhere
+from penstock.runtime.device.pages import make_pages
 from penstock.runtime.device.stream import Moment, reach
 
 aten = torch.ops.aten
 
 _PIECE = 1 << 26  # bytes
 _MAPPED = 1 << 17  # bytes from which a tensor in host memory has a map of its own
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and newer
-_libc = ctypes.CDLL(None)
 _JOINS = {aten.stack.default: aten.stack.out, aten.cat.default: aten.cat.out}
 _COPIES = {aten._to_copy.default, aten.clone.default}
 
@@ -38,8 +36,8 @@ _COPIES = {aten._to_copy.default, aten.clone.default}
 class Reader(Protocol):
     """Makes tensors in the memory of one device, and reads ranges of files into them."""
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor of any values."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, part: slice | None = None) -> Tensor:
+        """A contiguous tensor of any values. part: of its bytes, those that will be used; None: all"""
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """Fill `into`, which is contiguous, from byte `start` of `file` on. Raises OSError."""
@@ -51,21 +49,42 @@ class HostReader:
     A large tensor has a map of its own, which the kernel takes back with it. malloc would put those that are
     dropped, once others were made of them, between those that stay, and keep the gaps: a process would hold
     more than its tensors and the one that is read. The kernel makes the pages of a map at once: one by one,
-    as a read writes to them, they take half as long again as the read.
+    a read writes to them, they take half as long again as the read.
+
+    A tensor of which a part is used has pages for that part, in a scratch that serves others after it.
     """
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def __init__(self) -> None:
+        self._scratches: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, part: slice | None = None) -> Tensor:
         """See `Reader.empty`. Raises MemoryError."""
         count = math.prod(shape) * dtype.itemsize
         if count < _MAPPED:
             return torch.empty(shape, dtype=dtype)
-        try:
-            held = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE)
-        except OSError as error:
-            raise MemoryError(f"no room for a tensor of {size(count)}") from error
-        made = torch.frombuffer(held, dtype=dtype)
-        _make_pages(made.data_ptr(), count)
-        return made.reshape(shape)
+        if part is None or part == slice(0, count):
+            made = _mapped(count)
+            make_pages(made)
+        else:
+            made = self._in_scratch(count, part)
+        return made.view(dtype).reshape(shape)
+
+    def _in_scratch(self, count: int, part: slice) -> Tensor:
+        """`count` bytes whose `part` begins in the middle of a scratch, wherever it is in the tensor."""
+        scratch = self._free_scratch(2 * -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
+        middle = len(scratch) // 2
+        make_pages(scratch[middle:][: part.stop - part.start])
+        return scratch[middle - part.start :][:count]
+
+    def _free_scratch(self, count: int) -> Tensor:
+        """A scratch of `count` bytes or more that nobody holds; smaller ones are dropped."""
+        free = [each for each in self._scratches if not is_held_elsewhere(each)]
+        if (found := next((each for each in free if len(each) >= count), None)) is None:
+            self._scratches = [each for each in self._scratches if all(each is not other for other in free)]
+            del free
+            found = _mapped(count)
+            self._scratches.append(found)
+        return found
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """See `Reader.read`."""
@@ -86,7 +105,7 @@ class PieceReader:
         self._pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
         self._copied: list[Moment | None] = [None, None]  # the last copy of each piece
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, part: slice | None = None) -> Tensor:
         """See `Reader.empty`."""
         return torch.empty(shape, dtype=dtype, device=self._device)
 
@@ -135,16 +154,12 @@ class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-def _make_pages(address: int, count: int) -> None:
-    """Ask the kernel for the pages of a map now. One that does not know how makes them when they are written.
-
-    Not MAP_POPULATE, for which Python's mmap holds its lock: the thread that hashes the files waited for it.
-    In pieces, as the process can map nothing else meanwhile.
-    """
-    if sys.platform == "linux":
-        for start in range(0, count, _PIECE):
-            piece = ctypes.c_size_t(min(_PIECE, count - start))
-            _libc.madvise(ctypes.c_void_p(address + start), piece, _POPULATE_WRITE)
+def _mapped(count: int) -> Tensor:
+    """A map of bytes, without pages. Raises MemoryError."""
+    try:
+        return torch.frombuffer(mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    except OSError as error:
+        raise MemoryError(f"no room for a tensor of {size(count)}") from error
 
 
 def _read(file: int, start: int, into: memoryview) -> None:

@@ -68,14 +68,24 @@ class TensorFile:
         shape, dtype = self._kind(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def read(self, name: str, reader: Reader) -> Tensor:
+    def read(self, name: str, reader: Reader, rows: slice | None = None) -> Tensor:
         """One tensor, in the memory of the reader's device.
+
+        rows: along the first dimension, those to be read; the values of others are any. None: all
 
         Raises CheckpointError where it cannot be read, or has a dtype that `DTYPES` lacks.
         """
-        made = reader.empty(*self._kind(name))
+        shape, dtype = self._kind(name)
+        first, last = self._header[name]["data_offsets"]
+        begin, end = 0, last - first
+        if rows is not None:
+            row = math.prod(shape[1:]) * dtype.itemsize
+            begin, end = rows.start * row, rows.stop * row
+        made = reader.empty(shape, dtype, slice(begin, end))
         try:
-            reader.read(self._file, self._begin + self._header[name]["data_offsets"][0], made)
+            reader.read(
+                self._file, self._begin + first + begin, made.reshape(-1).view(torch.uint8)[begin:end]
+            )
         except OSError as error:
             rule = f"it cannot be read ({error.strerror or error})"
             raise CheckpointError(f"{name} in {self.path}", rule, "Copy the folder again") from error
