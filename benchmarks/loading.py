@@ -218,6 +218,7 @@ def measure(repeats: int) -> Found:
 READ = {
     "one process, the whole model": "one",
     f"{RANKS} ranks, a stage each": "stages",
+    f"dp_shard={RANKS}, a share of the one stage each": "shares",
     f"{RANKS} ranks, a folder that penstock wrote, hashed": "again",
 }
 
@@ -245,6 +246,7 @@ def numbers(turn: Turn) -> Numbers:
     found = {
         "one: read": turn.read_one, "stages: read": turn.read_stages, "again: read": turn.read_again,
         "one: at once": turn.at_once_one, "stages: at once": turn.at_once_stages,
+        "shares: read": turn.read_stages, "shares: at once": turn.at_once_stages,
         "again: at once": turn.at_once_again,
         "again: load": max(each.seconds for each in turn.again),
         "one: save": turn.save_one, "stages: save": turn.save_ranks, "whole: save": turn.save_whole,

@@ -2,7 +2,7 @@
 
 What else runs on a machine changes from minute to minute, and less within a round. So a ratio divides two
 measurements of the same round. It is reported as the median over the rounds, with the quartiles; or, where
-many rounds compare a few ways, with the 95 % interval of the median.
+several fresh processes compare a few ways, as the median over these, with its 95 % interval.
 
 A round is quiet where programs outside of the benchmark took less than `OTHERS` of the cores' time. Only
 quiet rounds count. Where fewer than half of those asked for were found, all count, and no bar is resolved.
@@ -72,10 +72,6 @@ class Rounds:
     def of(self, function: Callable[[Numbers], float]) -> Interval:
         """`function` of each round's numbers, with quartiles."""
         return interval([function(numbers) for numbers in self.found])
-
-    def median_of(self, function: Callable[[Numbers], float]) -> Interval:
-        """The same with the median's confidence interval, which many rounds make narrow."""
-        return median_interval([function(numbers) for numbers in self.found])
 
     def ratio(self, way: str, other: str) -> Interval:
         """What `way` took over what `other` took in the same round."""

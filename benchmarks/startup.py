@@ -8,6 +8,8 @@ cuts happen at once.
 Cold: a fresh interpreter, from its start to the end of its first step, for each library. Warm: the same again
 in that process, where everything is imported and every cache is filled. `python -m benchmarks.startup WHO
 LAYERS` is one such process.
+
+With a process for each rank, and all imported: beside torch.distributed.pipelining, see `by_hand`.
 """
 
 from __future__ import annotations
@@ -113,9 +115,24 @@ def measure(repeats: int) -> Found:
                     f"{layers} layers, P={RANKS} in process", what, rounds.ratio(name, other), "s",
                     ours=rounds[name].middle, torch=rounds[other].middle,
                 ))  # fmt: skip
+    from benchmarks import by_hand  # not in the fresh interpreters, whose imports are measured
+
+    for layers in LAYERS:
+        rounds = rounds_of(partial(by_hand.round_of, layers), repeats, warm_up=0)
+        raw[f"{layers} layers, a process each"] = rounds.found
+        counted.append(rounds)
+        for which in ("first", "second"):
+            ours, theirs = (f"{who} {which}" for who in by_hand.WHO)
+            rows.append(measured(
+                f"{layers} layers, P={RANKS}, a process each, all imported",
+                f"{which} pipeline of a process: build and first step", rounds.ratio(ours, theirs), "s",
+                ours=rounds[ours].middle, torch=rounds[theirs].middle, at_most=1.0, quiet=rounds.quiet,
+            ))  # fmt: skip
     notes = (
         f"Llama of width 32, 8 rows of 16 tokens in {RANKS} microbatches; one thread; {summary(counted)}",
         "other: transformers' from_config, forward and backward of the same microbatches on the whole model",
+        "other where each rank has a process: torch.distributed.pipelining, 1F1B, of stages written by hand, "
+        "which make no layer but their own",
         "cold: each library in a fresh interpreter, imports included; warm: again in the same process",
     )
     return Found("startup", "Start-up of a deep model", rows, notes, raw)

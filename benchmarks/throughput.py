@@ -14,18 +14,23 @@ centre all ways run: every builder but dualpipe, which holds the model twice, an
 side points those that users choose between. Peak memory is that of processes of their own, one way in each,
 at three points.
 
-The steps of one way differ by more, from round to round, than the ways do. So at the centre, and with m = 16,
-the three that the project's bars compare take turns in many rounds of their own; the bars are on the medians.
-At the other points there is no time for as many.
+The steps of one way differ by more, from round to round, than the ways do; and so do those of one pair of
+processes from those of the next. So at the centre, and with m = 16, the three that the project's bars compare
+take turns in several fresh pairs of processes. The bars are on the medians of the pairs. At the other points
+there is no time for as many.
+
+Ways that train the same stages begin with the same loss, or the benchmark stops.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +47,7 @@ from benchmarks.memory import peak_rss, rss
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rivals import TORCH, Mean, placement
-from benchmarks.rounds import Numbers, Rounds, in_turn, rounds_of
+from benchmarks.rounds import Numbers, Rounds, in_turn, interval, median_interval, rounds_of, summary
 from penstock import Pipeline
 from penstock.schedule import Costs, Schedule, build, simulate
 from penstock.schedule.choose import ScheduleLike, chosen_schedule
@@ -77,6 +82,7 @@ SIDES = (
 )
 MEMORY = (CENTRE, CENTRE._replace(microbatches=32), CENTRE._replace(hidden=512, layers=4))
 TWO_THREADS = "one process, two threads, whole batch"
+PARTS = "one process, two threads, microbatches"
 WHOLE = "one process, one thread, whole batch"
 ALONE = "one process, one thread, microbatches"
 APART = "two processes apart"
@@ -92,10 +98,10 @@ MINE = ("penstock, 1f1b", "penstock, interleaved_1f1b")  # those of the side poi
 FEW = (ALONE, APART, "DDP", *THEIRS, *MINE)
 DUEL = (APART, "torch, 1f1b", "penstock, 1f1b")
 DUELS = tuple(CENTRE._replace(microbatches=count) for count in (8, 16))
-DUEL_ROUNDS = 5  # for each of the other rounds
-ALL = (ALONE, WHOLE, TWO_THREADS, APART, "DDP", "FSDP2", *THEIRS, *OURS, GLOO)
+DUEL_POOLS = 9  # fresh processes, each with as many rounds as the other points
+ALL = (ALONE, WHOLE, TWO_THREADS, PARTS, APART, "DDP", "FSDP2", *THEIRS, *OURS, GLOO)
 MORE_OF_MEMORY = ("FSDP2", "penstock, zb_h1", "penstock, zb_v", "penstock, searched")
-PAIRS = (*THEIRS, "DDP", "FSDP2", TWO_THREADS)  # whom ours is compared with
+PAIRS = (*THEIRS, "DDP", "FSDP2", TWO_THREADS, PARTS)  # whom ours is compared with
 PEAKS = 2  # measurements of each peak
 SIMULATED = (2, 4, 8, 16, 32)  # ranks
 
@@ -135,19 +141,30 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-Step = Callable[[], None]
+Losses = Sequence[Tensor | float]  # those that a rank knows of, of equal weight
+Step = Callable[[], Losses]
 
 
-def optimized(modules: Sequence[nn.Module], gradients: Callable[[], object]) -> Step:
+def optimized(modules: Sequence[nn.Module], gradients: Step) -> Step:
     """A step of training: `gradients` runs forward and backward."""
     optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=1e-4)
 
-    def step() -> None:
-        gradients()
+    def step() -> Losses:
+        losses = gradients()
         optimizer.step()
         optimizer.zero_grad()
+        return losses
 
     return step
+
+
+def backward(module: nn.Module, parts: Sequence[Tensor]) -> Losses:
+    """Forward and backward of the mean over `parts`."""
+    losses = []
+    for part in parts:
+        losses.append(loss(module(part), part) / len(parts))
+        losses[-1].backward()  # type: ignore[no-untyped-call]
+    return [each.detach() * len(parts) for each in losses]
 
 
 def ids_of(case: Case) -> Tensor:
@@ -158,11 +175,11 @@ def ids_of(case: Case) -> Tensor:
 def alone(case: Case, ids: Tensor, microbatches: int, threads: int = 1) -> Step:
     model = Part(case, 0, 1)
 
-    def gradients() -> None:
+    def gradients() -> Losses:
         torch.set_num_threads(threads)
-        for part in ids.chunk(microbatches):
-            (loss(model(part), part) / microbatches).backward()  # type: ignore[no-untyped-call]
+        losses = backward(model, ids.chunk(microbatches))
         torch.set_num_threads(1)
+        return losses
 
     return optimized([model], gradients)
 
@@ -172,13 +189,14 @@ def apart(case: Case, rank: Rank) -> Step:
     module, first, last = Part(case, rank.index, rank.count), rank.is_first, rank.is_last
     gradient = torch.full((case.rows, SEQUENCE, case.hidden), 1e-3)
 
-    def gradients() -> None:
+    def gradients() -> Losses:
         for part in ids_of(case).chunk(case.microbatches):
             output = module(part if first else gradient.clone().requires_grad_())
             if last:
                 (loss(output, part) / case.microbatches).backward()  # type: ignore[no-untyped-call]
             else:
                 output.backward(gradient)
+        return []
 
     return optimized([module], gradients)
 
@@ -193,13 +211,16 @@ def data_parallel(case: Case, rank: Rank, sharded: bool) -> Step:
         model = DistributedDataParallel(model)
     own = ids_of(case).chunk(rank.count)[rank.index].chunk(case.microbatches // rank.count)
 
-    def gradients() -> None:
+    def gradients() -> Losses:
+        losses = []
         for number, part in enumerate(own):
             last = number == len(own) - 1
             if sharded:
                 model.set_requires_gradient_sync(last)
             with nullcontext() if sharded or last else model.no_sync():
-                (loss(model(part), part) / len(own)).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss(model(part), part) / len(own))
+                losses[-1].backward()  # type: ignore[no-untyped-call]
+        return [each.detach() * len(own) for each in losses]
 
     return optimized([model], gradients)
 
@@ -221,9 +242,13 @@ def torch_pipeline(case: Case, rank: Rank, schedule: str) -> Step:
     runner = TORCH[schedule](of_rank, case.microbatches, loss_fn=loss)
     inputs = (ids,) if placed.rank_of[0] == rank.index else ()
     target = ids if placed.rank_of[-1] == rank.index else None
-    return optimized(
-        [stage.submod for stage in stages], lambda: runner.step(*inputs, target=target, return_outputs=False)
-    )
+
+    def gradients() -> Losses:
+        losses: list[Tensor] = []
+        runner.step(*inputs, target=target, losses=losses, return_outputs=False)
+        return [each.detach() for each in losses]
+
+    return optimized([stage.submod for stage in stages], gradients)
 
 
 def penstock_pipeline(case: Case, rank: Rank, schedule: Schedule, transport: str | None = None) -> Step:
@@ -233,7 +258,7 @@ def penstock_pipeline(case: Case, rank: Rank, schedule: Schedule, transport: str
         microbatches=case.microbatches, loss_fn=Mean(loss), device="cpu", timeout=60, transport=transport,
     )  # fmt: skip
     batch = {"x": ids, "target": ids}
-    return optimized(list(pipe.modules.values()), lambda: pipe.step(batch))
+    return optimized(list(pipe.modules.values()), lambda: [pipe.step(batch).loss])
 
 
 def made(case: Case, rank: Rank, way: str, schedule: Schedule | None) -> Step:
@@ -246,7 +271,9 @@ def made(case: Case, rank: Rank, way: str, schedule: Schedule | None) -> Step:
         return data_parallel(case, rank, sharded=way == "FSDP2")
     if way == APART:
         return apart(case, rank)
-    return alone(case, ids, count if way == ALONE else 1, CORES if way == TWO_THREADS else 1)
+    return alone(
+        case, ids, count if way in (ALONE, PARTS) else 1, CORES if way in (TWO_THREADS, PARTS) else 1
+    )
 
 
 def schedules(case: Case, ways: Sequence[str]) -> dict[str, Schedule | None]:
@@ -260,6 +287,26 @@ def schedules(case: Case, ways: Sequence[str]) -> dict[str, Schedule | None]:
 def prepare(rank: Rank, case: Case, ways: dict[str, Schedule | None]) -> None:
     for way, schedule in ways.items():
         rank.kept[way] = made(case, rank, way, schedule)
+
+
+def losses(rank: Rank, way: str) -> list[float]:
+    """Run one step; the losses that this rank knows of."""
+    return [float(each) for each in rank.kept[way]()]
+
+
+def check_equal(pool: Pool, ways: dict[str, Schedule | None]) -> None:
+    """Run one step of each way. Raises ValueError where ways with the same stages have different losses."""
+    first: dict[int, tuple[str, float]] = {}
+    for way, schedule in ways.items():
+        if way == APART:
+            continue
+        theirs = placement(THEIRS[way], RANKS).stages if way in THEIRS else 1
+        found = [loss for rank in pool.run(losses, way, on=ranks_of(way), timeout=180) for loss in rank]
+        other, expected = first.setdefault(
+            theirs if schedule is None else schedule.stages, (way, mean(found))
+        )
+        if not math.isclose(mean(found), expected, rel_tol=1e-5):
+            raise ValueError(f"{way} begins with a loss of {mean(found)}, and {other} with {expected}")
 
 
 def timed(rank: Rank, way: str, together: bool) -> tuple[float, float]:
@@ -298,16 +345,18 @@ def measure(repeats: int) -> Found:
     for case in (CENTRE, *SIDES):
         names = ALL if case == CENTRE else FEW
         with Pool(RANKS) as pool:
-            pool.run(prepare, case, schedules(case, names), timeout=180)
+            built = schedules(case, names)
+            pool.run(prepare, case, built, timeout=180)
+            check_equal(pool, built)
             rounds = in_turn({way: partial(seconds, pool, way) for way in names}, repeats)
             raw[str(case)] = rounds.found
             counted.append(f"{case}: {rounds}")
             rows += _rows(case, rounds)
-            if case in DUELS:
-                duel = in_turn({way: partial(seconds, pool, way) for way in DUEL}, DUEL_ROUNDS * repeats)
-                raw[f"{case}, {DUEL_ROUNDS} times the rounds"] = duel.found
-                counted.append(f"{case}, the bars: {duel}")
-                rows += _judged(case, duel)
+        if case in DUELS:
+            duels = [duel(case, repeats) for _ in range(DUEL_POOLS)]
+            raw[f"{case}, the bars"] = [each.found for each in duels]
+            counted.append(f"{case}, the bars: {summary(duels)}")
+            rows += _judged(case, duels)
         if case == CENTRE:
             rows += _simulated()
     for case in MEMORY:
@@ -321,9 +370,10 @@ def measure(repeats: int) -> Found:
         "microbatch; and 4 layers of 512. Every way at the centre, some at the side points",
         "fp32, AdamW; one thread a process, or two where the row says so; medians, in brackets the quartiles",
         *counted,
-        f"{' and '.join(map(str, DUELS))}: the bars are those of the project, so that "
-        f"{DUEL_ROUNDS * repeats} more rounds have {', '.join(DUEL)} alone; judged is the median, by the "
-        "95 % interval of its order statistics, as if no round depended on another",
+        f"{' and '.join(map(str, DUELS))}: the bars are those of the project, so that {DUEL_POOLS} fresh "
+        f"pairs of processes run {', '.join(DUEL)} alone, in {repeats} rounds each; a pair has the median of "
+        "its rounds, and judged is the median of the pairs, by the 95 % interval of their order statistics",
+        "ways with the same stages: their first steps had the same loss, to 1e-5",
         f"limit: {APART}, each with the work of one rank, less 1f1b's bubble with ops of equal length",
         "peak RSS: VmHWM of processes of their own after three steps, less what they held before, with what "
         "they had imported; sum and most over the processes; "
@@ -331,6 +381,13 @@ def measure(repeats: int) -> Found:
         "by simulation: speed over one rank, messages not counted, m = 4 P",
     ]
     return Found("throughput", "Real compute: a training step on two cores", rows, notes, raw)
+
+
+def duel(case: Case, repeats: int) -> Rounds:
+    """Rounds of the ways that the bars compare, in fresh processes."""
+    with Pool(RANKS) as pool:
+        pool.run(prepare, case, schedules(case, DUEL), timeout=180)
+        return in_turn({way: partial(seconds, pool, way) for way in DUEL}, repeats)
 
 
 def held_by(case: Case, built: dict[str, Schedule | None], _: int) -> Numbers:
@@ -381,8 +438,11 @@ def of_limit(case: Case, numbers: Numbers) -> float:
     return numbers[APART] / (1 - bubble) / numbers[DUEL[-1]]
 
 
-def _judged(case: Case, duel: Rounds) -> list[Row]:
-    """Our 1F1B beside torch's and beside the limit: the quartiles, and the medians, which have the bars."""
+def _judged(case: Case, duels: Sequence[Rounds]) -> list[Row]:
+    """Our 1F1B beside torch's and beside the limit.
+
+    Quartiles over all rounds; and over the pairs of processes the median, which has the bars.
+    """
     _, theirs, ours = DUEL
 
     def faster(numbers: Numbers) -> float:
@@ -394,10 +454,14 @@ def _judged(case: Case, duel: Rounds) -> list[Row]:
         (f"{case}: {ours} / limit", partial(of_limit, case), LIMIT, ""),
     ):
         rows += [
-            measured(name, "times as fast: quartiles", duel.of(function)),
             measured(
-                name, "times as fast: the median and its 95 % interval", duel.median_of(function),
-                at_least=bar, rival=rival, quiet=duel.quiet,
+                name, "times as fast: quartiles of all rounds",
+                interval([function(numbers) for each in duels for numbers in each.found]),
+            ),
+            measured(
+                name, "times as fast: the median and its 95 % interval",
+                median_interval([each.of(function).middle for each in duels]),
+                at_least=bar, rival=rival, quiet=all(each.quiet for each in duels),
             ),
         ]  # fmt: skip
     return rows

@@ -346,6 +346,37 @@ MUTANTS = [
         "            pass\n",
         "runtime/device/test_memory.py",
     ),
+    Mutant(
+        "runtime/device/footprints.py",
+        "at(lengths[3]) == values[3] and",
+        "True and",
+        "runtime/device/test_memory.py",
+    ),
+    Mutant(
+        "runtime/device/footprints.py",
+        "not near[0] < length < near[-1]",
+        "False",
+        "runtime/device/test_memory.py",
+    ),
+    Mutant(
+        "runtime/sharded_weights.py",
+        "    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):\n"
+        "        return None\n",
+        "",
+        "runtime/test_sharded_weights.py",
+    ),
+    Mutant(
+        "models/weights/files.py",
+        "if isinstance(shard, DTensor) and not is_converted:",
+        "if isinstance(shard, DTensor):",
+        "parallel/test_first_reads.py",
+    ),
+    Mutant(
+        "models/weights/reading.py",
+        "if not is_held_elsewhere(each)]",
+        "]",
+        "models/weights/test_reading.py",
+    ),
     Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
     # ---- prediction layers
     Mutant(LOSS, "documents == reached", "documents >= 0", "models/test_mtp.py"),

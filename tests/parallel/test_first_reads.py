@@ -5,18 +5,21 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from penstock import Axes
+from penstock.models.weights import files
 from penstock.models.weights.reading import Reader
 from penstock.models.weights.tensor_file import TensorFile
 from penstock.runtime.sharded_weights import local_shard
-from support.mesh import build_whole, error_of, later
+from support.mesh import build_whole, error_of, full, later
 from support.pool import Pool
 
 
@@ -100,18 +103,37 @@ def test_weights_are_the_same_and_one_rank_of_a_stage_reads_them(
             assert broadcast.read < 0.2 * broadcast.stage, (broadcast.read, broadcast.stage)
 
 
+def turned(folder: str, axes: Axes | None) -> dict[str, Tensor]:
+    """The weights of a stage whose square matrices are turned on the way in, as a conversion may do."""
+    turns = WeightConverter("o_proj.weight", "o_proj.weight", operations=[Transpose(0, 1)])
+    with patch.object(files, "get_model_conversion_mapping", lambda stage: [turns]):
+        pipe = build_whole(folder, 1, axes)
+    found = {name: full(p.detach()).clone() for name, p in pipe.named_parameters()}
+    pipe.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_a_tensor_that_is_converted_is_read_whole(pool: Pool, folder: str) -> None:
+    """Its rows are no rows of the file, though it has the parameter's shape."""
+    expected = turned(folder, None)
+    for found in pool.run(2, turned, folder, Axes(dp_shard=2)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
 def failing(folder: str, where: str, rank: int) -> str:
     """The error of a build in which the process of this rank cannot read some tensor, or has other files."""
     import torch.distributed as dist
 
     own, count = TensorFile.read, 0
 
-    def fails(file: TensorFile, name: str, reader: Reader, rows: slice | None = None) -> Tensor:
+    def fails(file: TensorFile, name: str, reader: Reader) -> Tensor:
         nonlocal count
         count += 1
         if dist.get_rank() == rank and count > 3:
             raise OSError(5, "Input/output error")
-        return own(file, name, reader, rows)
+        return own(file, name, reader)
 
     if where == "tensor":
         TensorFile.read = fails  # type: ignore[assignment, method-assign]

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
-from penstock.runtime.device.pages import make_pages
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
@@ -200,8 +199,6 @@ def materialize(module: nn.Module, device: torch.device) -> None:
                     continue
                 if id(value) not in allocated:
                     empty = torch.empty_like(value, device="cpu" if id(value) in offloaded else device)
-                    if empty.device.type == "cpu":
-                        make_pages(local_shard(empty))
                     is_parameter = isinstance(value, nn.Parameter)
                     allocated[id(value)] = nn.Parameter(empty, value.requires_grad) if is_parameter else empty
                 table[name] = allocated[id(value)]  # type: ignore[assignment]

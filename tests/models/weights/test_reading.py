@@ -22,10 +22,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from penstock import AutoPipeline
 from penstock.errors import CheckpointError
 from penstock.models.weights import files as weights
-from penstock.models.weights import reading
+from penstock.models.weights import pages, reading
 from penstock.models.weights.reading import HostReader, PieceReader, reader_for
 from penstock.models.weights.tensor_file import TensorFile
-from penstock.runtime.device import pages
 
 CPU = torch.device("cpu")
 
@@ -210,6 +209,8 @@ def test_some_rows_of_a_tensor_are_read(tmp_path: Path) -> None:
                 assert read.shape == values[name].shape
                 assert torch.equal(read[rows], values[name][rows])
             assert torch.equal(file.read("none", reader, slice(0, 0)), values["none"])
+        half = file.read("large", HostReader(), slice(5, 600), torch.bfloat16)
+        assert torch.equal(half[5:600], values["large"][5:600].bfloat16())
 
 
 def test_a_tensor_without_room_is_the_error_of_any_other_object(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ apply on the way in and out.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections import defaultdict
@@ -26,6 +27,7 @@ from transformers.core_model_loading import (
     WeightRenaming,
     WeightTransform,
     convert_and_load_state_dict_in_model,
+    dot_natural_key,
     rename_source_key,
 )
 from transformers.modeling_utils import LoadStateDictConfig
@@ -197,7 +199,7 @@ def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
 class Unread:
     """A tensor in its file. transformers reads it with `[...]` when it needs it.
 
-    read: reads it; where `like` is given, only the rows of its keyword `rows`, if it is called with them
+    read: reads it; where `like` is given, it takes `rows` and `dtype` as TensorFile.read does
     like: returns a tensor of its shape
     """
 
@@ -208,11 +210,11 @@ class Unread:
         return self._read()
 
     def for_shard(self, shard: DTensor) -> Unread:
-        """One that reads of a tensor of the shard's full shape only the rows that the shard has."""
+        """One that reads only the shard's rows, in its dtype, if the tensor has the shard's full shape."""
         own = own_part(shard)
-        if self._like is None or own is None or self._like().shape != shard.shape:
+        if self._like is None or not own or self._like().shape != shard.shape:
             return self
-        return Unread(partial(self._read, rows=own[0]))
+        return Unread(partial(self._read, rows=own[0], dtype=shard.dtype))
 
 
 def _check_agreed(file: TensorFile, processes: Processes) -> None:
@@ -336,13 +338,16 @@ def _renamed(
 ) -> list[tuple[str, str, bool]]:
     """For each key the name that transformers gives it, and whether it converts the tensor.
 
+    In the order in which it goes through them: some renamings depend on the keys before.
+
     tied: names that the stage may lack
     """
+    mapping = copy.deepcopy(mapping)  # as they remember what they have seen
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = dict.fromkeys((*stage.state_dict(), *tied), True)
     found = []
-    for key in unread:
+    for key in sorted(unread, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
         found.append((key, name, pattern is not None))
     return found

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.models.weights.pages import make_pages
 from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
 from penstock.runtime.device.footprints import is_held_elsewhere
-from penstock.runtime.device.pages import make_pages
 from penstock.runtime.device.stream import Moment, reach
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -68,28 +68,31 @@ class TensorFile:
         shape, dtype = self._kind(name)
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def read(self, name: str, reader: Reader, rows: slice | None = None) -> Tensor:
+    def read(
+        self, name: str, reader: Reader, rows: slice | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """One tensor, in the memory of the reader's device.
 
-        rows: along the first dimension, those to be read; the values of others are any. None: all
+        Args:
+            rows: along the first dimension, those to be read; the values of others are any. None: all
+            dtype: what a tensor of floating point is cast to, if it is one, too; None: that of the file
 
         Raises CheckpointError where it cannot be read, or has a dtype that `DTYPES` lacks.
         """
-        shape, dtype = self._kind(name)
-        first, last = self._header[name]["data_offsets"]
-        begin, end = 0, last - first
-        if rows is not None:
-            row = math.prod(shape[1:]) * dtype.itemsize
-            begin, end = rows.start * row, rows.stop * row
-        made = reader.empty(shape, dtype, slice(begin, end))
+        shape, stored = self._kind(name)
+        begin, end = _flat(shape, rows)
+        made = reader.empty(shape, stored, slice(begin * stored.itemsize, end * stored.itemsize))
+        place = self._begin + self._header[name]["data_offsets"][0] + begin * stored.itemsize
         try:
-            reader.read(
-                self._file, self._begin + first + begin, made.reshape(-1).view(torch.uint8)[begin:end]
-            )
+            reader.read(self._file, place, made.reshape(-1)[begin:end])
         except OSError as error:
             rule = f"it cannot be read ({error.strerror or error})"
             raise CheckpointError(f"{name} in {self.path}", rule, "Copy the folder again") from error
-        return made
+        if dtype is None or dtype == stored or not (stored.is_floating_point and dtype.is_floating_point):
+            return made
+        cast = reader.empty(shape, dtype, slice(begin * dtype.itemsize, end * dtype.itemsize))
+        cast.reshape(-1)[begin:end] = made.reshape(-1)[begin:end]
+        return cast
 
     def _kind(self, name: str) -> tuple[list[int], torch.dtype]:
         entry = self._header[name]
@@ -105,6 +108,14 @@ class TensorFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
+
+
+def _flat(shape: Sequence[int], rows: slice | None) -> tuple[int, int]:
+    """The range of a contiguous tensor's entries that are in some of its rows."""
+    if rows is None:
+        return 0, math.prod(shape)
+    row = math.prod(shape[1:])
+    return rows.start * row, rows.stop * row
 
 
 def check_complete(file: Path) -> None:
