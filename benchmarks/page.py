@@ -54,8 +54,7 @@ ABOUT = {
     "loading": "Each rank reads only the tensors of its stages. This benchmark measures time and peak host "
     "memory. transformers maps the files: it copies no byte until an optimizer writes, and the benchmark "
     "touches one value in each page of its weights. penstock copies all bytes, so the two do not do the same "
-    "work; the plain loop does. With `dp_shard=4` each of four ranks reads the whole model and keeps a "
-    "quarter.",
+    "work; the plain loop does. With `dp_shard=4` each of four ranks reads a quarter of each tensor.",
     "startup": "Time to build a pipeline of many layers and to run its first step, beside the whole model of "
     "transformers, which is not split: there all four ranks run one after the other in one process. And with "
     "a process for each rank, beside torch.distributed.pipelining with stages that are written by hand.",

@@ -354,6 +354,18 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/device/footprints.py",
+        "if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):",
+        "if False:",
+        "runtime/device/test_memory.py",
+    ),
+    Mutant(
+        "runtime/device/footprints.py",
+        "if not provisional and (parts",
+        "if (parts",
+        "runtime/device/test_memory.py",
+    ),
+    Mutant(
+        "runtime/device/footprints.py",
         "not near[0] < length < near[-1]",
         "False",
         "runtime/device/test_memory.py",

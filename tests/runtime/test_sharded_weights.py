@@ -35,6 +35,8 @@ def compared() -> list[str]:
             wrong.append(f"{shape} {placements}: {own}")
         if own is not None and not torch.equal(value[own], expected.to_local()):
             wrong.append(f"{shape} {placements}: {own}")
+        if shard_like(expected, torch.empty_like(expected)) is not expected:
+            wrong.append(f"{shape} {placements}: a shard is not returned as it is")
     return wrong
 
 

@@ -160,9 +160,10 @@ def meta_like(tensor: Tensor) -> Tensor:
 def shard_like(value: Tensor, like: Tensor) -> Tensor:
     """This rank's shard of `value`, which every rank has in full, if `like` is sharded and of its shape.
 
-    Where value and shard are on one device it may be a view of `value`.
+    A value that is sharded itself is returned as it is. Where value and shard are on one device the result
+    may be a view of the value.
     """
-    if not isinstance(like, DTensor) or value.shape != like.shape:
+    if not isinstance(like, DTensor) or isinstance(value, DTensor) or value.shape != like.shape:
         return value
     mesh, placements = like.device_mesh, like.placements
     if (own := own_part(like)) is None:
@@ -170,7 +171,7 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
         return distribute_tensor(placed, mesh, placements, src_data_rank=None)
     shard = value[own].to(mesh.device_type)
     return DTensor.from_local(
-        shard, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
+        shard, mesh, placements, run_check=False, shape=like.shape, stride=value.stride()
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -17,10 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import AutoPipeline, Pipeline
+from penstock.batch.shapes import microbatch_key, without_length
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.runtime import ops
-from penstock.runtime.device import memory
-from penstock.runtime.device.footprints import Footprint, between, footprint, is_held_elsewhere
+from penstock.runtime.device import footprints, memory
+from penstock.runtime.device.footprints import (
+    Footprint,
+    Footprints,
+    ForwardKey,
+    between,
+    footprint,
+    is_held_elsewhere,
+)
 from penstock.runtime.device.memory import Measured
 from penstock.schedule import simulate
 from support.families import tiny_model
@@ -285,7 +294,13 @@ def test_a_length_is_measured_where_those_about_it_do_not_agree() -> None:
         """A module that pads to a multiple of 8."""
         return Footprint(100 + 8 * -(-length // 8), length)
 
-    assert between({n: held(n) for n in (8, 16, 24, 32)}, 20) == Footprint(120, 20)
+    assert between({n: held(n) for n in (8, 16, 24, 40)}, 32) == held(32)
+    assert between({n: held(n) for n in (8, 16, 24, 40)}, 20) is None, "it pads to 24"
+    assert between({n: held(n) for n in (5, 13, 21, 37)}, 29) == held(29)
+    assert between({n: held(n) for n in (5, 13, 21, 37)}, 24) is None
+    for lengths in itertools.combinations(range(1, 40, 3), 4):
+        for length in range(1, 40):
+            assert between({n: held(n) for n in lengths}, length) in (None, held(length))
     assert between({n: held(n) for n in (7, 16, 26, 32)}, 20) is None
     assert between({n: Footprint(3 * n * n + n, 5) for n in (1, 4, 9, 10)}, 7) == Footprint(154, 5)
     assert between({n: Footprint(n**3, 5) for n in (1, 4, 9, 10)}, 7) is None
@@ -293,6 +308,40 @@ def test_a_length_is_measured_where_those_about_it_do_not_agree() -> None:
     drawn = {n: Footprint(n, 5, draws=n == 4) for n in (1, 4, 9, 10)}
     assert between(drawn, 7) is None
     assert between({n: Footprint(n, 5) for n in (1, 4, 9, 10)}, 11) is None
-    kink = {n: Footprint(min(n, 20), 5) for n in (1, 4, 9, 10, 30, 40, 50, 60)}
+    kink = {n: Footprint(min(n, 20), 5) for n in (1, 4, 9, 10, 30, 41, 50, 60)}
     assert between(kink, 45) == Footprint(20, 5)
     assert between(kink, 15) is None
+
+
+def forward_key(rows: int, length: int) -> ForwardKey:
+    batch = {"input_ids": torch.zeros(rows, length), "labels": torch.zeros(rows, length)}
+    return ForwardKey(microbatch_key(batch), split=False, recompute=False, training=True, autocast=False)
+
+
+def test_what_is_forgotten_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprints, "_REMEMBERED", 4)
+    known = Footprints()
+    for length in (1, 4, 9, 10):
+        known.add(forward_key(2, length), Footprint(length, 5), provisional=False)
+    found = known.find(forward_key(2, 7))
+    assert found is not None
+    assert found.footprint == Footprint(7, 5)
+    assert known.find(forward_key(2, 1)) is None, "it made room for the new one"
+    assert known.find(forward_key(2, 8)) is None, "three are left"
+
+
+def test_a_provisional_footprint_tells_nothing() -> None:
+    known = Footprints()
+    for length in (1, 4, 9, 10):
+        known.add(forward_key(2, length), Footprint(length, 5), provisional=length == 9)
+    assert known.find(forward_key(2, 7)) is None
+    known.add(forward_key(2, 9), Footprint(9, 5), provisional=False)
+    assert known.find(forward_key(2, 7)) is not None
+
+
+def test_as_many_rows_as_tokens_are_rows() -> None:
+    square, other = (without_length(microbatch_key({"input_ids": torch.zeros(n, n)})) for n in (16, 32))
+    assert square is not None
+    assert other is not None
+    assert square[0] != other[0]
+    assert without_length(microbatch_key({"x": torch.zeros(4, 4)})) is None

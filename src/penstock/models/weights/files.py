@@ -138,7 +138,8 @@ def load(
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
     Tensor by tensor: peak memory is the stage plus one tensor in the files' dtype, or plus the tensors that
-    transformers puts together to one. Of a tensor whose shard a rank holds, it reads its own rows alone.
+    transformers puts together to one. Where `stage` is a `write_through` twin of a sharded one, a process
+    reads the rows of its shards, as far as these are rows of a file; with `reads`, whole tensors.
 
     Args:
         device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
@@ -209,10 +210,13 @@ class Unread:
     def __getitem__(self, index: object) -> Tensor:
         return self._read()
 
+    @property
+    def reads_rows(self) -> bool:
+        return self._like is not None
+
     def for_shard(self, shard: DTensor) -> Unread:
         """One that reads only the shard's rows, in its dtype, if the tensor has the shard's full shape."""
-        own = own_part(shard)
-        if self._like is None or not own or self._like().shape != shard.shape:
+        if self._like is None or self._like().shape != shard.shape or not (own := own_part(shard)):
             return self
         return Unread(partial(self._read, rows=own[0], dtype=shard.dtype))
 
@@ -323,11 +327,12 @@ def _read_own_rows(
     unread: dict[str, Any], stage: PreTrainedModel, mapping: Sequence[WeightTransform]
 ) -> None:
     """Of a tensor that becomes a sharded parameter as it is, a process reads no row of another's shard."""
-    live = destinations(stage)
-    for key, name, is_converted in _renamed(unread, stage, mapping) if live else ():
-        shard = live.get(name)
-        if isinstance(shard, DTensor) and not is_converted:
-            unread[key] = unread[key].for_shard(shard)
+    shards = {name: live for name, live in destinations(stage).items() if isinstance(live, DTensor)}
+    if not shards or not all(each.reads_rows for each in unread.values()):
+        return
+    for key, name, is_converted in _renamed(unread, stage, mapping):
+        if name in shards and not is_converted:
+            unread[key] = unread[key].for_shard(shards[name])
 
 
 def _renamed(

@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -43,19 +43,26 @@ class Reader(Protocol):
         """Fill `into`, which is contiguous, from byte `start` of `file` on. Raises OSError."""
 
 
+class Scratch(NamedTuple):
+    """A map for a part of one tensor after the other. before: its bytes in front of the part"""
+
+    memory: Tensor
+    before: int
+
+
 class HostReader:
     """Reads into tensors in host memory: each byte is copied once, from the kernel's cache to its place.
 
     A large tensor has a map of its own, which the kernel takes back with it. malloc would put those that are
     dropped, once others were made of them, between those that stay, and keep the gaps: a process would hold
     more than its tensors and the one that is read. The kernel makes the pages of a map at once: one by one,
-    a read writes to them, they take half as long again as the read.
+    as a read writes to them, they take half as long again as the read.
 
     A tensor of which a part is used has pages for that part, in a scratch that serves others after it.
     """
 
     def __init__(self) -> None:
-        self._scratches: list[Tensor] = []
+        self._scratches: list[Scratch] = []
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, part: slice | None = None) -> Tensor:
         """See `Reader.empty`. Raises MemoryError."""
@@ -70,21 +77,21 @@ class HostReader:
         return made.view(dtype).reshape(shape)
 
     def _in_scratch(self, count: int, part: slice) -> Tensor:
-        """`count` bytes whose `part` begins in the middle of a scratch, wherever it is in the tensor."""
-        scratch = self._free_scratch(2 * -(-count // mmap.PAGESIZE) * mmap.PAGESIZE)
-        middle = len(scratch) // 2
-        make_pages(scratch[middle:][: part.stop - part.start])
-        return scratch[middle - part.start :][:count]
+        """`count` bytes, of which `part` lies where it did for other tensors: there the scratch has pages."""
+        scratch = self._free_scratch(part.start, count - part.start)
+        make_pages(scratch.memory[scratch.before :][: part.stop - part.start])
+        return scratch.memory[scratch.before - part.start :][:count]
 
-    def _free_scratch(self, count: int) -> Tensor:
-        """A scratch of `count` bytes or more that nobody holds; smaller ones are dropped."""
-        free = [each for each in self._scratches if not is_held_elsewhere(each)]
-        if (found := next((each for each in free if len(each) >= count), None)) is None:
-            self._scratches = [each for each in self._scratches if all(each is not other for other in free)]
-            del free
-            found = _mapped(count)
-            self._scratches.append(found)
-        return found
+    def _free_scratch(self, before: int, after: int) -> Scratch:
+        """One that nobody holds, with room on both sides. Others that nobody holds are dropped."""
+        free = [each for each in self._scratches if not is_held_elsewhere(each.memory)]
+        for each in free:
+            if each.before >= before and len(each.memory) - each.before >= after:
+                return each
+        self._scratches = [each for each in self._scratches if all(each is not other for other in free)]
+        aligned = -(-before // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._scratches.append(Scratch(_mapped(aligned + after), aligned))
+        return self._scratches[-1]
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """See `Reader.read`."""

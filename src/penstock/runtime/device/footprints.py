@@ -3,9 +3,10 @@
 A forward is measured where nothing tells its footprint yet, which on CPUs takes twice as long as the forward.
 Where rows have many lengths, a few of them tell the others:
 
-    bytes = a + b length + c length ** 2        exactly, unless a module does something else for some lengths
+    bytes = a + b length + c length ** 2        on CPUs, where modules do the same for all lengths
 
-So the four measured lengths about a new one tell its footprint, if they agree on a, b and c.
+So the four measured lengths about a new one tell its footprint, if they agree on a, b and c. A module that
+pads to a multiple of n does the same for all multiples of n: they tell the footprints of others.
 """
 
 from __future__ import annotations
@@ -95,11 +96,17 @@ class Footprints:
 
 
 def between(measured: Mapping[int, Footprint], length: int) -> Footprint | None:
-    """The footprint at `length`, from four lengths about it; None where they are missing or do not agree."""
+    """The footprint at `length`, from four lengths about it; None where they are missing or do not agree.
+
+    None, too, where they agree and all are multiples of a number, or all lie so far above multiples, and
+    `length` does not.
+    """
     lengths = sorted(measured)
     first = max(0, min(bisect(lengths, length) - 2, len(lengths) - 4))
     near = lengths[first : first + 4]
     if len(near) < 4 or not near[0] < length < near[-1]:
+        return None
+    if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):
         return None
     found = [measured[each] for each in near]
     if len({each.draws for each in found}) > 1:
@@ -117,7 +124,7 @@ def _on_quadratic(lengths: Sequence[int], values: Sequence[int], length: int) ->
     def at(place: int) -> Fraction:
         """By Lagrange, through the first three."""
         total = Fraction(0)
-        for own, value in zip(lengths[:3], values, strict=False):
+        for own, value in zip(lengths[:3], values[:3], strict=True):
             factors = [Fraction(place - other, own - other) for other in lengths[:3] if other != own]
             total += value * math.prod(factors)
         return total
