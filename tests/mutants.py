@@ -379,13 +379,13 @@ MUTANTS = [
     ),
     Mutant(
         "models/weights/files.py",
-        "if isinstance(shard, DTensor) and not is_converted:",
-        "if isinstance(shard, DTensor):",
+        "if name in shards and not is_converted:",
+        "if name in shards:",
         "parallel/test_first_reads.py",
     ),
     Mutant(
         "models/weights/reading.py",
-        "if not is_held_elsewhere(each)]",
+        "if not is_held_elsewhere(each.memory)]",
         "]",
         "models/weights/test_reading.py",
     ),
