@@ -17,13 +17,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from transformers.models.llama import modeling_llama as llama
 
 from benchmarks.pool import Pool, Rank
+from benchmarks.rivals import DecoderStage
 from benchmarks.rounds import Numbers
 from benchmarks.startup import RANKS, batch, config, penstock
 
 WHO = ("penstock", "torch")
 
 
-class Part(nn.Module):
+class Part(DecoderStage):
     """One of `RANKS` stages of a Llama."""
 
     def __init__(self, layers: int, stage: int) -> None:
@@ -36,15 +37,6 @@ class Part(nn.Module):
         self.rotary = llama.LlamaRotaryEmbedding(settings)
         self.norm = llama.LlamaRMSNorm(width) if last else None
         self.head = nn.Linear(width, words, bias=False) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = x if self.embedding is None else self.embedding(x)
-        rotary = self.rotary(hidden, torch.arange(hidden.shape[1])[None])
-        for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotary)
-        if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden))
-        return hidden
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:

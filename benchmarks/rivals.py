@@ -54,6 +54,28 @@ class Work(NamedTuple):
     microbatches: int
 
 
+class DecoderStage(nn.Module):
+    """A stage of a decoder as a user of torch.distributed.pipelining writes it.
+
+    Some of its layers; on the first stage the embedding, on the last one norm and head.
+    """
+
+    embedding: nn.Module | None
+    layers: nn.ModuleList
+    rotary: nn.Module
+    norm: nn.Module | None
+    head: nn.Module | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = x if self.embedding is None else self.embedding(x)
+        rotary = self.rotary(hidden, torch.arange(hidden.shape[1], device=x.device)[None])
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotary)
+        if self.norm is not None and self.head is not None:
+            hidden = self.head(self.norm(hidden))
+        return hidden
+
+
 class Mean:
     """The mean over the microbatches of what the work's loss gives for each, as torch makes it."""
 

@@ -46,7 +46,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from benchmarks.memory import peak_rss, rss
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
-from benchmarks.rivals import TORCH, Mean, placement
+from benchmarks.rivals import TORCH, DecoderStage, Mean, placement
 from benchmarks.rounds import Numbers, Rounds, in_turn, interval, median_interval, rounds_of, summary
 from penstock import Pipeline
 from penstock.schedule import Costs, Schedule, build, simulate
@@ -106,7 +106,7 @@ PEAKS = 2  # measurements of each peak
 SIMULATED = (2, 4, 8, 16, 32)  # ranks
 
 
-class Part(nn.Module):
+class Part(DecoderStage):
     """Stage `stage` of `stages` of the decoder."""
 
     def __init__(self, case: Case, stage: int, stages: int) -> None:
@@ -125,16 +125,6 @@ class Part(nn.Module):
         last = stage == stages - 1
         self.norm = Qwen3RMSNorm(case.hidden) if last else None
         self.head = nn.Linear(case.hidden, VOCABULARY, bias=False) if last else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = x if self.embedding is None else self.embedding(x)
-        positions = torch.arange(SEQUENCE, device=x.device)[None]
-        rotary = self.rotary(hidden, positions)
-        for layer in self.layers:
-            hidden = layer(hidden, position_embeddings=rotary)
-        if self.norm is not None and self.head is not None:
-            hidden = self.head(self.norm(hidden))
-        return hidden
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:

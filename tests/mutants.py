@@ -360,8 +360,8 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/device/footprints.py",
-        "if not provisional and (parts",
-        "if (parts",
+        "if not provisional and (split",
+        "if (split",
         "runtime/device/test_memory.py",
     ),
     Mutant(

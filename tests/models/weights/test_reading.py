@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 from penstock import AutoPipeline
 from penstock.errors import CheckpointError
 from penstock.models.weights import files as weights
-from penstock.models.weights import pages, reading
+from penstock.models.weights import reading
 from penstock.models.weights.reading import HostReader, PieceReader, reader_for
 from penstock.models.weights.tensor_file import TensorFile
 
@@ -153,7 +153,7 @@ def test_the_pages_of_a_large_tensor_are_there_before_it_is_written(
     """0.5.0: the kernel made them one by one while a tensor was read, a third of the time of the read."""
     if tuple(map(int, platform.release().split(".")[:2])) < (5, 14):
         pytest.skip("this kernel makes no pages ahead")
-    monkeypatch.setattr(pages, "_PIECE", 100 * mmap.PAGESIZE)
+    monkeypatch.setattr(reading, "_PIECE", 100 * mmap.PAGESIZE)
     count = 4096
     made = HostReader().empty([count * mmap.PAGESIZE - 1], torch.uint8)
     resident = (ctypes.c_ubyte * count)()
@@ -166,7 +166,7 @@ def test_a_kernel_that_makes_no_pages_ahead_makes_them_as_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     refused = Mock(return_value=-1)
-    monkeypatch.setattr(pages, "_libc", Mock(madvise=refused))
+    monkeypatch.setattr(reading, "_libc", Mock(madvise=refused))
     made = HostReader().empty([1 << 20], torch.uint8)
     refused.assert_called_once()
     assert bool((made.fill_(1) == 1).all())

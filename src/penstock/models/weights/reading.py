@@ -8,9 +8,11 @@ Of a GPU's tensor no more than the two pieces, which are pinned, is in host memo
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +21,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.models.weights.pages import make_pages
 from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
 from penstock.runtime.device.footprints import is_held_elsewhere
@@ -29,6 +30,8 @@ aten = torch.ops.aten
 
 _PIECE = 1 << 26  # bytes
 _MAPPED = 1 << 17  # bytes from which a tensor in host memory has a map of its own
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and newer
+_libc = ctypes.CDLL(None)
 _JOINS = {aten.stack.default: aten.stack.out, aten.cat.default: aten.cat.out}
 _COPIES = {aten._to_copy.default, aten.clone.default}
 
@@ -71,7 +74,7 @@ class HostReader:
             return torch.empty(shape, dtype=dtype)
         if part is None or part == slice(0, count):
             made = _mapped(count)
-            make_pages(made)
+            _make_pages(made)
         else:
             made = self._in_scratch(count, part)
         return made.view(dtype).reshape(shape)
@@ -79,7 +82,7 @@ class HostReader:
     def _in_scratch(self, count: int, part: slice) -> Tensor:
         """`count` bytes, of which `part` lies where it did for other tensors: there the scratch has pages."""
         scratch = self._free_scratch(part.start, count - part.start)
-        make_pages(scratch.memory[scratch.before :][: part.stop - part.start])
+        _make_pages(scratch.memory[scratch.before :][: part.stop - part.start])
         return scratch.memory[scratch.before - part.start :][:count]
 
     def _free_scratch(self, before: int, after: int) -> Scratch:
@@ -167,6 +170,22 @@ def _mapped(count: int) -> Tensor:
         return torch.frombuffer(mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
     except OSError as error:
         raise MemoryError(f"no room for a tensor of {size(count)}") from error
+
+
+def _make_pages(tensor: Tensor) -> None:
+    """Ask the kernel for the pages of a contiguous tensor's memory at once; its values stay as they are.
+
+    One by one, as they are written to, they take longer. A kernel that does not know how makes them so.
+    Not MAP_POPULATE, for which Python's mmap holds its lock: the thread that hashes the files waited for it.
+    In pieces, as the process can map nothing else meanwhile.
+    """
+    if sys.platform != "linux":
+        return
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    begin -= begin % mmap.PAGESIZE
+    for start in range(begin, end, _PIECE):
+        count = ctypes.c_size_t(min(_PIECE, end - start))
+        _libc.madvise(ctypes.c_void_p(start), count, _POPULATE_WRITE)
 
 
 def _read(file: int, start: int, into: memoryview) -> None:

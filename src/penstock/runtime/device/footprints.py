@@ -66,8 +66,8 @@ class Footprints:
     def find(self, key: ForwardKey) -> KnownFootprint | None:
         """As measured, or as the lengths measured about this one tell; None: measure it."""
         known = self._known.get(key)
-        if known is None and (parts := _parts(key)) is not None:
-            rest, length = parts
+        if known is None and (split := _without_length(key)) is not None:
+            rest, length = split
             if (found := between(self._measured.get(rest, {}), length)) is not None:
                 known = KnownFootprint(found, provisional=False)
                 self._keep(key, known)
@@ -76,8 +76,8 @@ class Footprints:
     def add(self, key: ForwardKey, found: Footprint, provisional: bool) -> None:
         """Keep what was measured, in place of what was kept before."""
         self._keep(key, KnownFootprint(found, provisional))
-        if not provisional and (parts := _parts(key)) is not None:
-            rest, length = parts
+        if not provisional and (split := _without_length(key)) is not None:
+            rest, length = split
             self._measured.setdefault(rest, {})[length] = found
 
     def _keep(self, key: ForwardKey, known: KnownFootprint) -> None:
@@ -87,8 +87,8 @@ class Footprints:
 
     def _forget(self, key: ForwardKey) -> None:
         del self._known[key]
-        if (parts := _parts(key)) is not None:
-            rest, length = parts
+        if (split := _without_length(key)) is not None:
+            rest, length = split
             lengths = self._measured.get(rest, {})
             lengths.pop(length, None)
             if not lengths:
@@ -133,11 +133,11 @@ def _on_quadratic(lengths: Sequence[int], values: Sequence[int], length: int) ->
     return int(value) if at(lengths[3]) == values[3] and value.denominator == 1 else None
 
 
-def _parts(key: ForwardKey) -> tuple[ForwardKey, int] | None:
+def _without_length(key: ForwardKey) -> tuple[ForwardKey, int] | None:
     """The key without the length of its rows, and that length; None for inputs that have none."""
-    if (parts := without_length(key.microbatch)) is None:
+    if (split := without_length(key.microbatch)) is None:
         return None
-    rest, length = parts
+    rest, length = split
     return key._replace(microbatch=rest), length
 
 

@@ -1,8 +1,8 @@
 """The bytes that a rank holds during a step: activations, buffers, and what waits for W.
 
 A forward is measured where nothing tells its footprint, and counted from then on, so that a step pays a few
-additions.
-Weights, their casts under autocast, gradients, and what an op needs only while it runs, are not counted.
+additions. Weights, their casts under autocast, gradients, and what an op needs only while it runs, are not
+counted.
 """
 
 from __future__ import annotations
