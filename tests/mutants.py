@@ -45,6 +45,7 @@ VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulation/simulate.py"
 ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
+PLACEMENT, OF_PLACEMENT = "batch/placement.py", "batch/test_placement.py"
 CASTS, OF_AUTOCAST = "runtime/split_backward/casts.py", "pipeline/test_autocast.py"
 REDUCTIONS = "parallel/reductions.py"
 OPTIMIZER_STEP, OF_OPTIMIZER_STEP = (
@@ -415,6 +416,9 @@ MUTANTS = [
     Mutant(
         LOSS, "logits[:, :-1], labels[:, 1:]", "logits[:, 1:], labels[:, 1:]", f"batch/test_loss.py {EVERY}"
     ),
+    Mutant(PLACEMENT, "or version != tensor._version ", "", OF_PLACEMENT),
+    Mutant(PLACEMENT, "tensor.stride(), tensor.storage_offset())", "tensor.stride(), 0)", OF_PLACEMENT),
+    Mutant(PLACEMENT, " and _fills_its_memory(leaf)]", "]", OF_PLACEMENT),
     Mutant(LOSS, 'reduction="sum"', 'reduction="mean"', f"batch/test_loss.py {EVERY}"),
     Mutant(
         LOSS,

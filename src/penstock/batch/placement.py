@@ -2,19 +2,23 @@
 
 A host that looks at a value on a GPU waits until the GPU has run all that is queued. So a batch is checked,
 split, padded and counted on the host. A GPU then gets copies of the microbatches, each of which knows what it
-is a copy of.
+is a copy of. Tensors that were sent ahead are there already, while the step before runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.batch.shapes import Microbatch
+
+# what was sent ahead: the copy of all of a host's memory, and its version then; as long as that memory lives
+_sent: WeakKeyDictionary[UntypedStorage, tuple[Tensor, int]] = WeakKeyDictionary()
 
 
 class OnDevice(dict[str, Any]):
@@ -33,7 +37,8 @@ def placed(microbatches: Sequence[Microbatch], device: torch.device) -> Sequence
 
     def moved(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = to_device(tensor, device)
+            sent = sent_ahead(tensor, device)
+            copies[id(tensor)] = to_device(tensor, device) if sent is None else sent
         return copies[id(tensor)]
 
     def copy(value: Any) -> Any:
@@ -46,6 +51,37 @@ def placed(microbatches: Sequence[Microbatch], device: torch.device) -> Sequence
 def host_values(microbatch: Microbatch) -> Microbatch:
     """The microbatch whose values can be read without waiting: what `microbatch` is a copy of, or itself."""
     return microbatch.host if isinstance(microbatch, OnDevice) else microbatch
+
+
+Up = Callable[[Sequence[Tensor]], tuple[Sequence[Tensor], object]]
+
+
+def send_ahead(batch: Any, up: Up) -> None:
+    """Begin to copy the tensors of `batch`, in pinned memory, to a GPU that may run a step meanwhile.
+
+    The copies live as long as the batch. Microbatches that are views of it get views of them.
+
+    Args:
+        up: copies tensors to the GPU on a stream of its own, as CudaCopies.up does
+    """
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and _fills_its_memory(leaf)]
+    made, _ = up(tensors)
+    for host, copy in zip(tensors, made, strict=True):
+        _sent[host.untyped_storage()] = copy, host._version
+
+
+def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """The copy of `tensor` on `device` that was sent ahead; None without one, or once it was written to."""
+    copy, version = _sent.get(tensor.untyped_storage(), (None, 0))
+    if copy is None or copy.dtype != tensor.dtype or version != tensor._version or tensor.requires_grad:
+        return None
+    if copy.device.type != device.type or device.index not in (None, copy.device.index):
+        return None
+    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _fills_its_memory(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -199,7 +199,7 @@ def _stopped_by(run: Run, step: int) -> str:
 
 
 def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: Log) -> Batch:
-    """Train one step, unless its loss or gradients forbid it, and log its row. Returns its batch."""
+    """Train one step, unless its loss or gradients forbid it, and log its row. Returns its batch, empty."""
     section, optimizer_section = run.config.train, run.config.optimizer
     if run.owner is not None:
         run.owner.check()
@@ -237,7 +237,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
     }
     log.step(row)
     skips.check(step, reason, ranks, spike=bool(spiked))
-    return batch
+    return batch.without_content
 
 
 def _gradients(

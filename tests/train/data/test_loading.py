@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.batch.padding import Padding
+from penstock.batch.placement import sent_ahead
 from penstock.errors import DataError
 from penstock.train.config.sections import SourceSection, TrainConfig
-from penstock.train.data import sources
+from penstock.train.data import loading, sources
 from penstock.train.data.loading import Batch, Data, load_data
 from penstock.train.data.packing import PACKINGS, Pieces, one_each
 from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
@@ -146,9 +148,17 @@ def test_a_failed_batch_is_raised_where_it_is_asked_for(monkeypatch: pytest.Monk
         next(batches)
 
 
-def test_a_batch_for_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_for_a_gpu_is_pinned_and_sent_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the thread, on the GPU of the pipeline. torch's own part is emulated."""
     calls: list[object] = []
+
+    class Copies:
+        def __init__(self, device: torch.device) -> None:
+            calls.append(device)
+
+        def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], None]:
+            calls.append(threading.current_thread().name[:12])
+            return tuple(host + 1 for host in hosts), None
 
     def pin(tensor: Tensor) -> Tensor:
         calls.append(tensor.shape)
@@ -156,9 +166,15 @@ def test_a_batch_for_a_gpu_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(loading, "CudaCopies", Copies)
     (batch,) = rows_of(11).batches(range(1, 2), torch.device("cuda", 3))
-    assert calls == [torch.device("cuda", 3), (2, 3), (2, 3)]
-    assert torch.equal(whole(batch)["labels"], whole(rows_of(11).batch(1))["labels"] + 1)
+    device = torch.device("cuda", 3)
+    assert calls == [device, device, (2, 3), (2, 3), "penstock-dat"]
+    labels = whole(batch)["labels"]
+    assert torch.equal(labels, whole(rows_of(11).batch(1))["labels"] + 1)
+    sent = sent_ahead(labels, torch.device("cpu"))
+    assert sent is not None
+    assert torch.equal(sent, labels + 1)
 
 
 def test_a_batch_is_what_transformers_takes() -> None:

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,9 @@ from torch.utils._pytree import tree_map_only
 
 from penstock.batch.loss import IGNORED
 from penstock.batch.padding import Padding
+from penstock.batch.placement import Up, send_ahead
 from penstock.errors import CheckpointError, ConfigError, DataError
+from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes, of_files, of_tokens
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
@@ -73,6 +76,11 @@ class Batch(NamedTuple):
     content: Content
     fill: Fill
     position: Position | None = None
+
+    @property
+    def without_content(self) -> Batch:
+        """What is told of it once its step has run: without its tensors, which may be large, on a GPU too."""
+        return self._replace(content=[])
 
 
 @dataclass(frozen=True)
@@ -202,9 +210,9 @@ class Data:
 
         Args:
             steps: one or more
-            device: where the step runs. Tensors for a GPU are pinned, so that no copy to it waits
+            device: where the step runs. A GPU gets copies of the next batch while it runs a step
         """
-        make = self.batch if device.type == "cpu" else self._pinned_batch
+        make = self.batch if device.type == "cpu" else partial(self._sent_batch, CudaCopies(device).up)
         begin = device, torch.get_num_threads()
         with ThreadPoolExecutor(1, "penstock-data", _begin_thread, begin) as thread:
             ahead = thread.submit(make, steps[0])
@@ -275,9 +283,11 @@ class Data:
         fill = replace(self._fill(layout, rows, chosen), images=layout.image_tokens(rows, chosen))
         return Batch(layout.content(rows, mine), fill)
 
-    def _pinned_batch(self, step: int) -> Batch:
+    def _sent_batch(self, up: Up, step: int) -> Batch:
         batch = self.batch(step)
-        return batch._replace(content=tree_map_only(Tensor, Tensor.pin_memory, batch.content))
+        batch = batch._replace(content=tree_map_only(Tensor, Tensor.pin_memory, batch.content))
+        send_ahead(batch.content, up)
+        return batch
 
     def _fill(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Fill:
         dealt = layout.deal(rows, chosen, self.parts)
