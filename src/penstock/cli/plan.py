@@ -304,7 +304,10 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
     account = planned.auto.account(planned.plan)
-    shares, copied = shares_of(planned.config.optimizer), planned.config.train.step_in_drain
+    shares = shares_of(planned.config.optimizer)
+    processes = planned.plan.schedule.ranks * planned.axes.ranks_per_stage
+    # where gradients are whole only once all ranks have ended, nothing steps early
+    copied = planned.config.train.step_in_drain and processes > 1 and not planned.plan.shares_weights
 
     def kept(name: str, parameter: Tensor, entries: int) -> float:
         states = shares[planned.kinds[name]].kept(parameter, entries)

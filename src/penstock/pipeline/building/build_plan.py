@@ -27,7 +27,7 @@ from penstock.models.split.partition import to_layout
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, is_empty
-from penstock.models.weights.files import Ties
+from penstock.models.weights.files import Ties, tied_names
 from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.parallel.mesh_plan import ParallelOptions
@@ -105,6 +105,12 @@ class BuildPlan:
         """The first stage of a copy of the model that trains anything."""
         frozen = self.frozen
         return next((stage.stage for stage in self.stages if stage.stage not in frozen), 0)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether several stages hold one weight: a tied one, or each where the model has two copies."""
+        ties = tied_names(self.source.model)
+        return self.schedule.placement.replicas > 1 or any(len(_holders(self, names)) > 1 for names in ties)
 
     @property
     def ends(self) -> list[int]:
@@ -198,7 +204,7 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
     shared = []
     tied: set[str] = set()
     for names in ties:
-        holders = [stage for stage in plan.stages if stage.parameter_names.intersection(names)]
+        holders = _holders(plan, names)
         if len(holders) < 2:
             continue
         tied.update(names)
@@ -211,6 +217,11 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
         ranks = tuple(sorted({holder.rank for holder in holders}))
         shared.append(SharedWeights(ranks, (copies,) if copies else ()))
     return [*shared, *shared_by_replicas(plan.schedule.placement, modules, frozenset(tied))]
+
+
+def _holders(plan: BuildPlan, names: Sequence[str]) -> list[StagePlan]:
+    """The stages that hold the tied weight of these names."""
+    return [stage for stage in plan.stages if stage.parameter_names.intersection(names)]
 
 
 # ---- a balanced layout
