@@ -428,7 +428,8 @@ class Pipeline(SplitModel):
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         memory = None if self._last is None else self.memory
         timeline = None if self._last is None else self.timeline
-        return summary(self._training.schedule, self._info, self._weights, memory, timeline)
+        medium = self._world.transport.messages.medium
+        return summary(self._training.schedule, self._info, self._weights, memory, timeline, medium)
 
     __str__ = summary
 

@@ -121,6 +121,7 @@ def summary(
     weights: int,
     memory: Sequence[Held] | None = None,
     timeline: Timeline | None = None,
+    medium: str = "",
 ) -> str:
     """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
 
@@ -128,6 +129,7 @@ def summary(
         once
     memory, timeline: by rank, and of the last step; None before the first. A rank's memory, shown at its
         first stage: weights, gradients and, after a step, the most that the step held.
+    medium: what carries messages between processes; empty where there is one process
     """
     times = _times(timeline, len(info))
     rows = [_HEAD]
@@ -141,7 +143,8 @@ def summary(
         )
     rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
     shared = sum(facts.parameters for facts in info) > weights
-    return "\n".join([_title(schedule, timeline), *_aligned(rows), *_legend(timeline is not None, shared)])
+    legend = _legend(timeline is not None, shared, medium)
+    return "\n".join([_title(schedule, timeline), *_aligned(rows), *legend])
 
 
 def _title(schedule: Schedule, timeline: Timeline | None) -> str:
@@ -152,12 +155,14 @@ def _title(schedule: Schedule, timeline: Timeline | None) -> str:
     return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
 
 
-def _legend(measured: bool, shared: bool) -> list[str]:
+def _legend(measured: bool, shared: bool, medium: str) -> list[str]:
     known = "weights, gradients and the most that the last step held"
     unknown = "weights and gradients; more is known after a step"
     lines = [f"memory: a rank's {known if measured else unknown}"]
     if shared:
         lines.append("all: a weight that several stages hold is counted once")
+    if medium:
+        lines.append(f"messages between ranks: {medium}")
     return lines
 
 

@@ -69,6 +69,7 @@ def messages_of(options: Mapping[str, Any]) -> str:
         assert pipe.step(own_part(whole, *pipe.batch_part)).loss == pytest.approx(loss, rel=1e-10)
         assert worst_gradient(pipe, expected)[0] < 1e-10
     messages = pipe._world.transport.messages
+    assert pipe.summary().endswith(f"\nmessages between ranks: {messages.medium}")
     pipe.close()
     return type(messages).__name__
 

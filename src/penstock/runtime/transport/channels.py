@@ -113,6 +113,9 @@ class Channels(Messages):
         batched: bool = False,
         network: Network | None = None,
     ) -> None:
+        self.medium = groups.backend + (", batched" if batched else "")
+        if network is not None:
+            self.medium += ", slowed down to an emulated network"
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
         self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
         self._limit, self._at = groups.limit, groups.control_device(device)

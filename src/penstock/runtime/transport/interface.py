@@ -19,9 +19,11 @@ class Messages:
     """Moves messages over channels, first in first out.
 
     needless: the actions of a plan that have no effect here
+    medium: what carries messages between processes, in words; empty where there is one process
     """
 
     needless: frozenset[type[Action]] = frozenset()
+    medium: str = ""
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Post a receive. specs: None where the message carries its own"""
