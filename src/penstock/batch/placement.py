@@ -72,6 +72,8 @@ def send_ahead(batch: Any, up: Up) -> None:
 
 def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor | None:
     """The copy of `tensor` on `device` that was sent ahead; None without one, or once it was written to."""
+    if not _sent:  # what users hand in may have no storage to ask for, such as a sparse tensor
+        return None
     copy, version = _sent.get(tensor.untyped_storage(), (None, 0))
     if copy is None or copy.dtype != tensor.dtype or version != tensor._version or tensor.requires_grad:
         return None
