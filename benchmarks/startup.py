@@ -28,6 +28,7 @@ from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import Numbers, Rounds, rounds_of, summary
 
 LAYERS, RANKS = (50, 200), 4
+CUTS = 3  # rounds of half a minute
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
          "vocab_size": 128}  # fmt: skip
 STEPS = ("first step", "second step")
@@ -128,11 +129,21 @@ def measure(repeats: int) -> Found:
                 f"{which} pipeline of a process: build and first step", rounds.ratio(ours, theirs), "s",
                 ours=rounds[ours].middle, torch=rounds[theirs].middle, at_most=1.0, quiet=rounds.quiet,
             ))  # fmt: skip
+    cuts = rounds_of(by_hand.round_of_cuts, CUTS, warm_up=0)
+    raw[f"{by_hand.CUT} layers, cut by torch"] = cuts.found
+    counted.append(cuts)
+    rows.append(measured(
+        f"{by_hand.CUT} layers, P={RANKS}, a process each, all imported",
+        "first pipeline: build and first step; torch's own cut of the whole model alone",
+        cuts.ratio("penstock", "torch"), "s", ours=cuts["penstock"].middle, torch=cuts["torch"].middle,
+    ))  # fmt: skip
     notes = (
         f"Llama of width 32, 8 rows of 16 tokens in {RANKS} microbatches; one thread; {summary(counted)}",
         "other: transformers' from_config, forward and backward of the same microbatches on the whole model",
         "other where each rank has a process: torch.distributed.pipelining, 1F1B, of stages written by hand, "
         "which make no layer but their own",
+        "other where torch cuts the whole model: torch.distributed.pipelining.pipeline, without a step, as "
+        "it refuses this model's backward",
         "cold: each library in a fresh interpreter, imports included; warm: again in the same process",
     )
     return Found("startup", "Start-up of a deep model", rows, notes, raw)
