@@ -1,12 +1,13 @@
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from penstock.errors import ScheduleError
 from penstock.schedule import Op, Pair, Placement, Schedule, Violation, build, loop, verify
-from penstock.schedule.verify import _can_overlap, _pairs
+from penstock.schedule.verify import _pairs, all_violations, ordered
 from support.programs import written
 
 op = Op.parse
@@ -177,12 +178,53 @@ PAIRS = [
 def test_pairs_are_judged_at_once_as_they_are_one_by_one(pairs: tuple[Pair, ...]) -> None:
     """Schedules with pairs took twice as long to verify: the pairs were sorted before any was found wrong."""
     edited = replace(PAIRED, overlaps=frozenset(pairs))
-    assert _can_overlap(edited) == (not any(_pairs(edited)))
+    assert (ordered(edited) is not None) == (not any(_pairs(edited))) == (not all_violations(edited))
 
 
-@pytest.mark.parametrize(("program", "valid"), [("0F1 0B0 0F2 0B1", True), ("0F1 0B0 0F1 0B2", False)])
-def test_an_op_is_in_one_pair(program: str, valid: bool) -> None:
+@pytest.mark.parametrize(
+    ("program", "pairs", "valid"),
+    [
+        ("0F0 0F1 0B0 0F2 0B1 0B2", "0F1 0B0 0F2 0B1", True),
+        ("0F0 0F1 0B0 0F1 0B1 0F2 0B2", "0F1 0B0 0F1 0B1", False),
+        ("0F0 0F1 0B0 0F2 0B1 0B2", "0B0 0F2 0F2 0B1", False),
+    ],
+)
+def test_an_op_is_in_one_pair(program: str, pairs: str, valid: bool) -> None:
     """It has a neighbour of the other kind on each side only where it is in the program twice."""
-    ops = [op(text) for text in program.split()]
+    ops = [op(text) for text in pairs.split()]
     edited = replace(schedule(3, program), overlaps=frozenset({Pair(*ops[:2]), Pair(*ops[2:])}))
-    assert _can_overlap(edited) == (not any(_pairs(edited))) == valid
+    assert (ordered(edited) is not None) == (not all_violations(edited)) == valid
+    assert any(_pairs(edited)) != valid
+
+
+class Longer(NamedTuple):
+    forward: Op
+    backward: Op
+    more: int = 0
+
+
+class OwnOp(Op):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("entry", "valid"),
+    [
+        (Pair(op("0F2"), op("0B1")), True),
+        (Pair(OwnOp(0, "F", 2), op("0B1")), True),
+        (Pair(Op(np.int64(0), "F", True + 1), op("0B1")), True),  # type: ignore[arg-type]  # equal all the same
+        ((op("0F2"), op("0B1")), False),
+        (Longer(op("0F2"), op("0B1")), False),
+        (Pair((0, "F", 2), op("0B1")), False),  # type: ignore[arg-type]
+        (Pair(op("0F2"), None), False),  # type: ignore[arg-type]
+        (Pair(op("0F2"), op("0I1")), False),
+        (Pair(op("0F2"), Op(0, "B", -2)), False),
+        ("0F2 0B1", False),
+        (None, False),
+        (5, False),
+    ],
+    ids=str,
+)
+def test_whatever_stands_among_the_pairs_is_judged_at_once_as_it_is_alone(entry: Any, valid: bool) -> None:
+    edited = replace(PAIRED, overlaps=frozenset({entry}))
+    assert (ordered(edited) is not None) == (not all_violations(edited)) == valid

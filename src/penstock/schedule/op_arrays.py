@@ -91,13 +91,13 @@ class OpArrays:
         import numpy as np
 
         entries = [*chain.from_iterable(schedule.programs)]
-        if not entries or not _all_are(Op, entries) or {*map(len, entries)} != {3}:
+        if not entries or not all_are(Op, entries) or {*map(len, entries)} != {3}:
             return None
         flat: list[Any] = [*chain.from_iterable(entries)]
         stages, kinds, microbatches = flat[::3], flat[1::3], flat[2::3]
         if {*map(type, stages), *map(type, microbatches)} != {int}:
             return None
-        if not _all_are(str, kinds) or not {*kinds} <= {*KINDS}:
+        if not all_are(str, kinds) or not {*kinds} <= {*KINDS}:
             return None
         try:
             stage, microbatch = (np.fromiter(each, np.intp, len(each)) for each in (stages, microbatches))
@@ -162,8 +162,9 @@ class OpArrays:
         first = np.diff(self.rank, prepend=NOTHING) != 0
         return np.where(first, NOTHING, np.arange(len(self.rank)) - 1)
 
+    @cached_property
     def pairs(self) -> list[int]:
-        """The index of the first op of each overlapped pair."""
+        """The index of the first op of each overlapped pair whose ops are next to each other."""
         if not self.schedule.overlaps:
             return []
         return [
@@ -174,7 +175,8 @@ class OpArrays:
         ]
 
 
-def _all_are(wanted: type, entries: Iterable[object]) -> bool:
+def all_are(wanted: type, entries: Iterable[object]) -> bool:
+    """Whether all are instances of the class."""
     return all(issubclass(found, wanted) for found in {*map(type, entries)})
 
 
@@ -183,7 +185,7 @@ def possible_order(arrays: OpArrays) -> list[int] | None:
 
     The ops of an overlapped pair wait together, and stay next to each other.
     """
-    needed, pairs = arrays.needed.tolist(), frozenset(arrays.pairs())
+    needed, pairs = arrays.needed.tolist(), frozenset(arrays.pairs)
     done, awaited = bytearray(len(needed) + 1), bytearray(len(needed))
     done[NOTHING] = 1  # the last place
     reached, stops = arrays.bounds[:-1], arrays.bounds[1:]

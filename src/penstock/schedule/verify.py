@@ -18,14 +18,15 @@ The executor relies on this proof: it checks no order again, and never holds mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
+from typing import cast
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, OpNumbers, possible_order
-from penstock.schedule.ops import Op, Pair, Schedule, Violation
+from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, OpNumbers, all_are, possible_order
+from penstock.schedule.ops import Op, Pair, Schedule, Violation, collector_paused
 from penstock.schedule.order import Walk, buffered_sends, cycles
 
 _LIVE = {"F": 1, "B": -1, "W": -1}
@@ -92,7 +93,8 @@ def ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
         return _ordered(schedule)
     known = vars(schedule)
     if "ordered" not in known:
-        known["ordered"] = _ordered(schedule)
+        with collector_paused():
+            known["ordered"] = _ordered(schedule)
     found: tuple[OpArrays, list[int]] | None = known["ordered"]
     return found
 
@@ -101,10 +103,10 @@ def _ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
     sized = type(schedule.microbatches) is int and schedule.microbatches > 0
     if not sized or len(schedule.programs) != schedule.ranks:
         return None
-    if schedule.overlaps and (any(map(_is_no_pair, schedule.overlaps)) or not _can_overlap(schedule)):
+    if not _are_pairs(schedule.overlaps):
         return None
     arrays = OpArrays.of(schedule)
-    if arrays is None or not _each_once(arrays) or not _in_order(arrays):
+    if arrays is None or not _each_once(arrays) or not _can_overlap(arrays) or not _in_order(arrays):
         return None
     order = possible_order(arrays)
     return None if order is None else (arrays, order)
@@ -145,19 +147,24 @@ def _in_order(arrays: OpArrays) -> bool:
     return not (too_late.any() or (own > ops).any())
 
 
-def _can_overlap(schedule: Schedule) -> bool:
-    """Whether `_pairs` finds nothing wrong."""
-    overlaps = schedule.overlaps
-    neighbours = {two for program in schedule.programs for two in pairwise(program) if two in overlaps}
-    return (
-        len(neighbours) == len(overlaps)
-        and all(
-            forward.kind == "F"
-            and backward.kind in ("B", "I")
-            and (forward.stage != backward.stage or forward.microbatch != backward.microbatch)
-            for forward, backward in overlaps
-        )
-        and len({*chain.from_iterable(overlaps)}) == 2 * len(overlaps)
+def _are_pairs(overlaps: Collection[object]) -> bool:
+    """Whether `_is_no_pair` holds for none of them."""
+    return all_are(Pair, overlaps) and all_are(Op, chain.from_iterable(cast(Collection[Pair], overlaps)))
+
+
+def _can_overlap(arrays: OpArrays) -> bool:
+    """Whether `_pairs` finds nothing wrong. No op is there twice.
+
+    A forward before a backward is in one pair at most, so that no op needs to be looked for in two of them.
+    """
+    import numpy as np
+
+    one = np.array(arrays.pairs, np.intp)
+    two, stage, microbatch = one + 1, arrays.stage, arrays.microbatch
+    return len(one) == len(arrays.schedule.overlaps) and bool(
+        (arrays.slot[one] == 0).all()
+        and (arrays.slot[two] == 1).all()
+        and ((stage[one] != stage[two]) | (microbatch[one] != microbatch[two])).all()
     )
 
 

@@ -135,7 +135,7 @@ class _Run:
 
 def _pairs(arrays: OpArrays, costs: Costs) -> dict[int, float]:
     """By the first op of each pair, how long it takes side by side; empty if none runs so."""
-    schedule, pairs = arrays.schedule, arrays.pairs() if costs.overlaps else []
+    schedule, pairs = arrays.schedule, arrays.pairs if costs.overlaps else []
     if not pairs:
         return {}
     length = costs.side_by_side(schedule.placement, schedule.microbatches)
