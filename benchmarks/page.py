@@ -57,8 +57,7 @@ ABOUT = {
     "work; the plain loop does. With `dp_shard=4` each of four ranks reads a quarter of each tensor.",
     "startup": "Time to build a pipeline of many layers and to run its first step, beside the whole model of "
     "transformers, which is not split: there all four ranks run one after the other in one process. And with "
-    "a process for each rank, beside torch.distributed.pipelining: with stages that are written by hand, and "
-    "where torch cuts the whole model.",
+    "a process for each rank, beside torch.distributed.pipelining with stages that are written by hand.",
     "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
     "stages. This benchmark compares its step with the step of a stage that is written by hand.",
     "paired": "Two ops of a marked pair run at the same time: one computes while the other exchanges. This "
@@ -91,11 +90,6 @@ GLANCE = (
         "startup",
         "200 layers, P=4, a process each, all imported",
         "first pipeline of a process: build and first step",
-    ),
-    (
-        "startup",
-        "50 layers, P=4, a process each, all imported",
-        "first pipeline: build and first step; torch's own cut of the whole model alone",
     ),
     ("loading", "4 ranks, a stage each", "load / the bytes' own time"),
     ("loading", "one process, the whole model", "save"),
