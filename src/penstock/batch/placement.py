@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.batch.shapes import Microbatch
 
-# what was sent ahead: the copy of all of a host's memory, and its version then; as long as that memory lives
+# by the memory of a tensor that was sent ahead, as long as it lives: its copy, and its version then
 _sent: WeakKeyDictionary[UntypedStorage, tuple[Tensor, int]] = WeakKeyDictionary()
 
 
