@@ -28,7 +28,7 @@ from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import Numbers, Rounds, rounds_of, summary
 
 LAYERS, RANKS = (50, 200), 4
-CUTS = 3  # rounds of half a minute
+CUTS = 3  # rounds, of half a minute with the start of eight processes
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4,
          "vocab_size": 128}  # fmt: skip
 STEPS = ("first step", "second step")

@@ -212,7 +212,7 @@ class OwnOp(Op):
     [
         (Pair(op("0F2"), op("0B1")), True),
         (Pair(OwnOp(0, "F", 2), op("0B1")), True),
-        (Pair(Op(np.int64(0), "F", True + 1), op("0B1")), True),  # type: ignore[arg-type]  # equal all the same
+        (Pair(Op(np.int64(0), "F", np.int64(2)), op("0B1")), True),  # type: ignore[arg-type]  # equal all the same
         ((op("0F2"), op("0B1")), False),
         (Longer(op("0F2"), op("0B1")), False),
         (Pair((0, "F", 2), op("0B1")), False),  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.batch.shapes import Microbatch
 
-# by the memory of a tensor that was sent ahead, as long as it lives: its copy, and its version then
+# by the memory of a tensor that was sent ahead, as long as it lives: its copy, and its version then. A batch
+# is split into new tensors, which have nothing but this memory in common with what was sent
 _sent: WeakKeyDictionary[UntypedStorage, tuple[Tensor, int]] = WeakKeyDictionary()
 
 

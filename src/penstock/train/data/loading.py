@@ -79,7 +79,7 @@ class Batch(NamedTuple):
 
     @property
     def without_content(self) -> Batch:
-        """What is told of it once its step has run: without its tensors, which may be large, on a GPU too."""
+        """What is needed of it once its step has run: not its tensors, which may be large, on a GPU too."""
         return self._replace(content=[])
 
 
