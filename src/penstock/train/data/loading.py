@@ -451,10 +451,9 @@ class _Loader:
         store, keys = self.store(section), self.section
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
                  keys.longest_document)  # fmt: skip
-        folder = self.cache.entry(
-            ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least)
+        starts, lengths, *packings = self.cache.entry(
+            ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least), _read_rows
         )
-        starts, lengths, *packings = (_array(folder, name) for name in _ARRAYS)
         pieces = Pieces(starts, lengths)
         trained, held_out = (Packing(*packings[at : at + 2]) for at in (0, 2))
         return SourceRows(store, pieces, trained), SourceRows(store, pieces, held_out)
@@ -462,18 +461,25 @@ class _Loader:
     def store(self, section: SourceSection) -> Store:
         """The tokens of one source, tokenised now unless they are in the cache. Raises DataError."""
         source, encoder = self.open(section)
-        value = f"data.path={section.path}"
-        if source.format == "megatron":
-            key: tuple[object, ...] = ("megatron", *map(str, source.files), self.cache.digest(source))
-            folder = self.cache.entry(key, lambda folder: write_megatron(folder, source))
-        else:
-            key = ("tokens", source.format, self.cache.digest(source), encoder.digest)
-            folder = self.cache.entry(key, lambda folder: self._tokenise(folder, source, encoder))
-        store = open_store(folder)
+        value, digest = f"data.path={section.path}", self.cache.digest(source)
+        is_megatron = source.format == "megatron"
+        binary = source.files[0] if is_megatron else None
+
+        def build(folder: Path) -> None:
+            if is_megatron:
+                write_megatron(folder, source)
+            else:
+                self._tokenise(folder, source, encoder)
+            if self.cache.digest(source) != digest:  # these tokens must not be known by that digest
+                raise DataError(value, "it changed while it was read", "Start again once it is whole")
+
+        of = (*map(str, source.files), digest) if is_megatron else (source.format, digest, encoder.digest)
+        key = ("megatron" if is_megatron else "tokens", *of)
+        store = self.cache.entry(key, build, partial(open_store, binary=binary))
         if store.facts.tokens == 0:
             raise DataError(value, "it holds no text", "Give a file with text in it")
         if store.facts.highest >= self.vocabulary:
-            tokenised = source.format == "megatron" or encoder.kind == "tokens"
+            tokenised = is_megatron or encoder.kind == "tokens"
             raise DataError(
                 f"data file {store.facts.at}"
                 if tokenised
@@ -509,9 +515,9 @@ def _shown(source: Source, blocks: Iterator[tuple[int, Block]]) -> Iterator[Bloc
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
 
 
-def _array(folder: Path, name: str) -> Any:
-    file = folder / f"{name}.npy"
-    return np.load(file, mmap_mode="r" if file.stat().st_size > 1 << 16 else None)
+def _read_rows(folder: Path) -> list[Any]:
+    files = (folder / f"{name}.npy" for name in _ARRAYS)
+    return [np.load(file, mmap_mode="r" if file.stat().st_size > 1 << 16 else None) for file in files]
 
 
 def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:

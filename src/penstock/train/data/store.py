@@ -6,42 +6,55 @@
                   shown         of chats that show images: the chats once more, end to end, in JSON
                   shown_ends    where each of these ends, in bytes
                   facts.json    counts and digests
+                  checksum      of all of these
+    <cache>/<key>.lock          held by who checks, builds and opens
+            <key>.checked       stamps of the files when a machine last hashed them
 
 The key is a digest of everything that the tokens follow from. A folder is complete or absent: it is written
-under another name and renamed. Who builds holds a lock on a file, which ends with the process, so that a
-build that was killed neither blocks the next one nor is taken for whole.
+under another name and renamed. The lock ends with its process, so that a build that was killed neither blocks
+the next one nor is taken for whole. Nothing in a folder is believed: its bytes are hashed before it is
+opened, and a folder that is damaged is made again. So no reader here checks what the files say.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import mmap
 import os
 import shutil
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
-from penstock.reading import check_regular, read_json
+from penstock.reading import check_regular, read_bytes, read_json
 from penstock.train.data.packing import Numbers
 from penstock.train.data.sources import Source
 from penstock.train.encoding.chat import Labels
 from penstock.train.encoding.encode import Block
 from penstock.train.encoding.tokenizer import Ids
 
-FORMAT = 1  # of everything below; another one has other keys
+T = TypeVar("T")
+
+FORMAT = 2  # of everything below; another one has other keys
 _SETTLED = 2.0  # seconds, after which a change of a file changes its time stamp
+_CHECKSUM = "checksum"
+_BLOCK = 4 << 20  # bytes that a thread hashes at once
+_LARGE = 64 << 20  # bytes of an entry: up to them hashing takes no time that one would notice
 
 
 class Facts(NamedTuple):
@@ -124,65 +137,143 @@ def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | No
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of folders, each made once."""
+    """A folder of entries, each a folder of files that is made once and checked when it is opened."""
 
     folder: Path
 
     @classmethod
     def at(cls, folder: str | None) -> Cache:
-        """data.cache, $PENSTOCK_CACHE or ~/.cache/penstock. Raises ConfigError where it cannot be written."""
-        path = Path(folder or os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock").expanduser()
+        """data.cache, $PENSTOCK_CACHE or ~/.cache/penstock. Raises ConfigError where it cannot be made."""
+        path = Path(folder or os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
         try:
+            path = path.expanduser()
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no such user
             raise _unwritable(path, error) from None
         return cls(path)
 
-    def entry(self, parts: object, build: Callable[[Path], None]) -> Path:
-        """The folder that `build` writes for what `parts` say. One process builds, the others wait for it."""
+    def entry(self, parts: object, build: Callable[[Path], None], opened: Callable[[Path], T]) -> T:
+        """What `opened` returns of the folder that `build` writes for what `parts` say.
+
+        One process builds, the others wait for it. An entry whose bytes are not those that were written is
+        built again. Raises ConfigError where that is needed and cannot be written.
+        """
         key = hashlib.blake2b(repr((FORMAT, parts)).encode(), digest_size=16).hexdigest()
         made = self.folder / key
-        if made.is_dir():
-            return made
         with self._lock(key):
-            if not made.is_dir():
-                for left in self.folder.glob(f"{key}.building-*"):  # by builds that were killed
-                    shutil.rmtree(left)
-                building = self.folder / f"{key}.building-{os.getpid()}"
-                try:
-                    building.mkdir()
-                    build(building)
-                    building.rename(made)
-                except OSError as error:
-                    raise _unwritable(self.folder, error) from error
-                finally:
-                    shutil.rmtree(building, ignore_errors=True)
-        return made
+            if not _is_whole(made):
+                self._build(made, build)
+            try:
+                return opened(made)
+            except (OSError, ValueError) as error:
+                rule = f"it changed while it was opened ({error})"
+                raise DataError(f"data.cache, {made}", rule, "Start again: it is then made anew") from error
+
+    def _build(self, made: Path, build: Callable[[Path], None]) -> None:
+        building = made.with_name(f"{made.name}.building-{os.getpid()}")
+        try:
+            for left in (made, *self.folder.glob(f"{made.name}.building-*")):  # damaged, or of a killed build
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink(
+                    missing_ok=True
+                )
+            building.mkdir()
+            build(building)
+            (building / _CHECKSUM).write_text(_checksum(building, made.name))
+            building.rename(made)
+        except OSError as error:
+            raise _unwritable(self.folder, error) from error
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
 
     @contextmanager
     def _lock(self, key: str) -> Iterator[None]:
         try:
-            file = (self.folder / f"{key}.lock").open("w")
+            file = (self.folder / f"{key}.lock").open("a+")
         except OSError as error:
-            raise _unwritable(self.folder, error) from None
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise _unwritable(self.folder, error) from None
+            yield  # others made this cache, and here it is only read
+            return
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield  # the file stays: removed, it would be another one to who waits and to who comes
 
     def digest(self, source: Source) -> str:
-        """Of a source's contents; files whose names, sizes and time stamps are known are not read again."""
+        """Of a source's contents; files whose names and stamps are known are not read again."""
         if source.format == "dummy":
             return source.digest()
-        stamps = [(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
-                  for file in source.contents() for stat in [_stat(file)]]  # fmt: skip
-        newest = max((stamp for *_, stamp in stamps), default=0)
-        if time.time() - newest / 1e9 < _SETTLED:
+        stamps = [(str(file.absolute()), *_stamp(_stat(file))) for file in source.contents()]
+        if not _settled(stamps):
             return source.digest()
 
         def build(folder: Path) -> None:
             (folder / "digest").write_text(source.digest())
 
-        return (self.entry(("contents", stamps), build) / "digest").read_text()
+        return self.entry(("contents", stamps), build, lambda folder: (folder / "digest").read_text())
+
+
+def _is_whole(made: Path) -> bool:
+    """Whether an entry has the very bytes that were written; a line says so where it has others.
+
+    A large one is hashed once on each machine, until it is changed or the machine starts again.
+    """
+    if not os.path.lexists(made):
+        return False
+    checked, known = made.with_name(f"{made.name}.checked"), ""
+    try:
+        stamps = [(file.name, *_stamp(file.lstat())) for file in sorted(made.iterdir())]
+        if sum(size for _, size, *_ in stamps) > _LARGE and _settled(stamps):
+            known = repr((_boot(), stamps))
+            if checked.is_file() and checked.read_bytes() == known.encode():
+                return True
+        whole = read_bytes(made / _CHECKSUM) == _checksum(made, made.name).encode()
+    except OSError:
+        whole = False
+    if not whole:
+        print(f"penstock: {made} is not as it was written, and is made again", file=sys.stderr, flush=True)
+    elif known:
+        with suppress(OSError):  # in a cache that is only read
+            checked.write_text(known)
+    return whole
+
+
+def _checksum(folder: Path, key: str) -> str:
+    """Of the names, sizes and bytes of an entry's files, hashed on all cores. Raises OSError."""
+    files = [(file, file.lstat()) for file in sorted(folder.iterdir())]
+    if not all(stat.S_ISREG(state.st_mode) for _, state in files):
+        return "not of files alone"
+    files = [(file, state) for file, state in files if file.name != _CHECKSUM]
+    whole = hashlib.sha256(repr((key, [(file.name, state.st_size) for file, state in files])).encode())
+    blocks = ((file, at) for file, state in files for at in range(0, state.st_size, _BLOCK))
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for digest in threads.map(_block_digest, blocks):
+            whole.update(digest)
+    return whole.hexdigest()
+
+
+def _block_digest(block: tuple[Path, int]) -> bytes:
+    file, at = block
+    with file.open("rb") as opened:
+        opened.seek(at)
+        return hashlib.sha256(opened.read(_BLOCK)).digest()
+
+
+def _boot() -> str:
+    """Names this start of this machine, where the system tells it."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return ""
+
+
+def _stamp(state: os.stat_result) -> tuple[int, int, int, int]:
+    """Size, inode, and times of change: nobody can set the last one, so that an edit always shows."""
+    return state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
+
+
+def _settled(stamps: Sequence[tuple[str, int, int, int, int]]) -> bool:
+    """Whether a further change would show in the times."""
+    newest = max((max(stamp[3:]) for stamp in stamps), default=0)
+    return time.time() - newest / 1e9 >= _SETTLED
 
 
 def _stat(file: Path) -> os.stat_result:
@@ -195,8 +286,8 @@ def _stat(file: Path) -> os.stat_result:
         ) from None
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
-    rule = f"tokens are kept there, and nothing can be written ({error.strerror or error})"
+def _unwritable(folder: Path, error: Exception) -> ConfigError:
+    rule = f"tokens are kept there, and nothing can be written ({error})"
     return ConfigError(
         f"data.cache={folder}", rule, "Give a folder of yours with free space: data.cache=FOLDER"
     )
@@ -278,19 +369,18 @@ def blocks_of(total: int, size: int = 1 << 22) -> Iterator[tuple[int, int]]:
     return ((at, min(at + size, total)) for at in range(0, total, size))
 
 
-def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike, tokens: str = "tokens") -> None:
-    written = {**facts._asdict(), "dtype": np.dtype(dtype).str, "file": tokens}
+def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike) -> None:
+    written = {**facts._asdict(), "dtype": np.dtype(dtype).str}
     (folder / "facts.json").write_text(json.dumps(written))
 
 
-def open_store(folder: Path) -> Store:
-    """Map the files of a folder that `write_store` or `write_megatron` wrote."""
+def open_store(folder: Path, binary: Path | None = None) -> Store:
+    """Map the files of a folder that `write_store` wrote; or `write_megatron`, with Megatron's `binary`."""
     written = read_json(folder / "facts.json")
-    dtype, file = np.dtype(written.pop("dtype")), folder / written.pop("file")  # of Megatron an absolute path
-    facts = Facts(**written)
+    dtype, facts = np.dtype(written.pop("dtype")), Facts(**written)
     labels = folder / "labels"
     return Store(
-        _mapped(file, dtype, facts.tokens),
+        _mapped(binary or folder / "tokens", dtype, facts.tokens),
         _mapped(labels, np.dtype(np.int32), facts.tokens) if labels.exists() else None,
         _mapped(folder / "lengths", np.dtype(np.int64), facts.documents),
         facts,
@@ -342,7 +432,7 @@ def write_megatron(folder: Path, source: Source) -> None:
         len(lengths), total, total, 0, highest, f"{binary} document {document}",
         int(lengths.max(initial=0)), whole.hexdigest(),
     )  # fmt: skip
-    _write_facts(folder, facts, dtype, str(binary.absolute()))
+    _write_facts(folder, facts, dtype)
 
 
 def read_index(index: Path, binary: Path) -> tuple[npt.DTypeLike, Numbers]:
