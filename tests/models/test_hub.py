@@ -19,6 +19,7 @@ from penstock import AutoPipeline
 from penstock.errors import HubError
 from penstock.models import hub as hubs
 from support.hub import Hub, files_in, serving, use
+from support.mutations import CASES, mutated_bytes, mutated_json, seeded
 from support.pool import Pool, alive, start
 
 NAME = "Makers/Tiny-0.1B"
@@ -310,3 +311,29 @@ def test_a_fetch_leaves_a_readable_note_beside_the_caches_own_locks(hub: Hub, tm
     folder = hubs.fetch(NAME)
     (note,) = (tmp_path / "cache" / ".locks").glob("penstock-*.json")
     assert json.loads(note.read_text()) == {"launch": None, "folder": str(folder)}
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_the_note_of_another_rank_names_no_folder_outside_the_cache(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range
+) -> None:
+    """0.5.0: a note of this launch was believed: it gave any folder, or ended with an AttributeError."""
+    (tmp_path / "elsewhere").mkdir()
+    folder = hubs.fetch(NAME)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(hubs, "_fetched", lambda *_, **__: folder)
+    (note,) = (tmp_path / "cache" / ".locks").glob("penstock-*.json")
+    good = {"launch": hubs._launch(), "folder": str(folder)}
+    odd = [
+        {**good, "folder": str(tmp_path / "elsewhere")},
+        {**good, "folder": str(folder / ".." / ".." / "..")},
+    ]
+    for number in cases:
+        with seeded(number) as choices:
+            if number < len(odd):
+                note.write_text(json.dumps(odd[number]))
+            elif choices.random() < 0.5:
+                note.write_text(json.dumps(mutated_json(choices, good)))
+            else:
+                note.write_bytes(mutated_bytes(choices, json.dumps(good).encode()))
+            assert hubs.fetch(NAME) == folder

@@ -37,10 +37,12 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from penstock.errors import HubError
 from penstock.models.model_folder import OTHERS, TOKENIZER
 from penstock.models.weights.files import INDEX, named_files
+from penstock.reading import parse_json
 
 Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
 _FILES = {
     "config": (_CONFIG,),
@@ -89,7 +91,7 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
     key = hashlib.sha256(repr((constants.ENDPOINT, name, revision, part, trusted)).encode()).hexdigest()
     began = time.time()
     with _lock(key[:16], name) as file:
-        found = _outcome_of_another(file, began)
+        found = _outcome_of_another(file, name, began)
         if found is not None:
             return found
         outcome: dict[str, Any] = {"launch": _launch()}
@@ -148,23 +150,26 @@ def _began(process: int) -> str:
         return ""
 
 
-def _outcome_of_another(file: TextIO | None, began: float) -> Path | None:
+def _outcome_of_another(file: TextIO | None, name: str, began: float) -> Path | None:
     """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
 
     began: when this process came. An older error is not its own: the Hub may answer by now.
     """
-    launch, outcome = _launch(), {}
+    launch = _launch()
     if file is None or launch is None:
         return None
     file.seek(0)
     with suppress(ValueError):
-        outcome = json.loads(file.read())
-    if outcome.get("launch") != launch:
-        return None
-    if "error" in outcome and outcome["at"] >= began:
-        raise HubError(*outcome["error"])
-    folder = outcome.get("folder")
-    return Path(folder) if folder is not None and Path(folder).is_dir() else None
+        match parse_json(file.read()):
+            case {"launch": str(of), "error": [str(value), str(rule), str(remedy)], "at": float(at)}:
+                if of == launch and at >= began:
+                    raise HubError(value, rule, remedy)
+            case {"launch": str(of), "folder": str(text)} if of == launch:
+                folder, models = Path(text), f"models--{name.replace('/', '--')}"
+                known = folder.parent == Path(constants.HF_HUB_CACHE, models, "snapshots")
+                if known and _COMMIT.fullmatch(folder.name) and folder.is_dir():
+                    return folder
+    return None
 
 
 def _write_outcome(file: TextIO | None, outcome: dict[str, Any]) -> None:
