@@ -20,6 +20,7 @@ from typing import Any
 MIB = 1 << 20
 LARGEST_JSON = 32 * MIB  # bytes: the index of a model with 200,000 tensors has 24 MiB
 DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
+_LONGEST_NAME, _LONGEST_PATH = 255, 3000  # of Linux, with room for what is written below a folder
 _MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
 _DEEP = f"its lists and objects nest deeper than {DEEPEST} levels"
 
@@ -30,6 +31,23 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
+
+
+def path_fault(text: str) -> str:
+    """Why no file can have such a path, in words; empty where one can."""
+    if not text.strip():
+        return "an empty path would be the working folder"
+    try:
+        longest = max(len(os.fsencode(part)) for part in text.split("/"))
+    except UnicodeEncodeError:
+        return "it has half a surrogate pair, which no path has"
+    if "\0" in text:
+        return "it has a NUL, which no path has"
+    if longest > _LONGEST_NAME or len(text) > _LONGEST_PATH:
+        return f"a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,} characters"
+    if os.path.expanduser(text).startswith("~"):
+        return "there is no such user, whose home it names"
+    return ""
 
 
 def check_regular(path: str | Path) -> int:

@@ -10,17 +10,22 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.errors import RunError
+from penstock.cli import main, restart
+from penstock.errors import ConfigError, RunError
 from penstock.launch.stop import Stop
 from penstock.pipeline import Account
 from penstock.train import run
+from penstock.train.config.load import load_config
 from support.command import Command
+from support.mutations import CASES, seeded
 from support.pool import alive
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
 
@@ -75,6 +80,100 @@ def test_bad_input_ends_with_code_2_and_one_error(tmp_path: Path, penstock: Comm
     assert message in err
     assert err.count("penstock: error") == 1
     assert not (tmp_path / "out").exists()
+
+
+# ---- What is an override, and what is a checkpoint's path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "checkpoint"),
+    [
+        (["optimizer={learning_rate: 1e-3}"], "newest"),
+        (["adapter="], "newest"),
+        (["model.config.some-key=1"], "newest"),
+        (
+            ["train.steps=3", "runs/lr=1e-3/checkpoints/step-00000002"],
+            "runs/lr=1e-3/checkpoints/step-00000002",
+        ),
+        (["./lr=1", "optimizer={learning_rate: 1e-3}"], "./lr=1"),
+        (["newest"], "./newest"),
+    ],
+)
+def test_a_resume_takes_what_a_first_launch_takes(arguments: list[str], checkpoint: str) -> None:
+    """0.5.0: a whole section after --resume was taken for the checkpoint's path."""
+    overrides = [argument for argument in arguments if argument not in (checkpoint, "newest")]
+    assert main._sort_arguments(arguments, True) == (overrides, checkpoint)
+    assert main._sort_arguments(arguments, False) == (arguments, None)
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_an_override_means_the_same_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range
+) -> None:
+    """A first launch, a resume from a path or from the newest, and a restart have the same config."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(restart, "Launcher", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        restart, "keep_running", lambda _, __, command, *___: commands.append(command(1)) or 0
+    )
+    file, server = config_file(tmp_path), SimpleNamespace(follow=lambda _: None)
+    for number in cases:
+        with seeded(number) as choices:
+            overrides = choices.sample(OVERRIDES, choices.randint(1, 4))
+            try:
+                expected = load_config(file, overrides)
+            except ConfigError:
+                continue
+            path = choices.choice(("runs/a=b/step-00000001", "/a=b", "~/x", "step", None))
+            given = [*overrides]
+            if path is not None:
+                given.insert(choices.randrange(len(given) + 1), path)
+            taken, checkpoint = main._sort_arguments(given, True)
+            assert checkpoint == (path or "newest")
+            assert load_config(file, taken) == expected
+            restart.start_ranks(server, 1, file, taken, checkpoint, tmp_path, 1, 4, 1.0)  # type: ignore[arg-type]
+            _, _, _, _, command, config, *rest = commands.pop()
+            assert (command, config) == ("train", str(file))
+            again, resumed = main._sort_arguments([each for each in rest if each != "--resume"], True)
+            assert (load_config(file, again), resumed) == (expected, checkpoint)
+
+
+OVERRIDES = [
+    "optimizer={learning_rate: 1e-3}", "optimizer={name: muon}", "adapter=", "adapter=null",
+    "train={steps: 7}", "train.steps=7", "train.steps=9", "model.config.a-b=1", "model.config.a b=x=y",
+    "data.path='a=b'", "data.path=a/b=c", "output={folder: a/b=c}",
+    "pipeline.schedule={schedule: 1f1b, stages_per_rank: 1}",
+    "train.clip_norm=null", 'data.tokenizer="bytes"', "data.include=['*=*']", "data.path=--resume",
+    "train.check=off", "train.steps=1:30", "trian.steps=3", "output.folder=~/x",
+    "model.config={model_type: qwen3, vocab_size: 256}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [["check", ""], ["train", "x.yaml", ""], ["merge", "x", "--out", ""]])
+def test_an_empty_argument_is_refused(penstock: Command, arguments: list[str]) -> None:
+    """0.5.0: an empty path was the working folder, as where a shell's variable is not set."""
+    code, out, err = penstock(*arguments)
+    assert (code, out) == (2, "")
+    assert err == (
+        "penstock: error: an empty argument: as a path it would be the working folder. Leave it out\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["check", "{}"], ["merge", "{}", "--out", "x"], ["merge", "x", "--out", "{}"], ["train", "{}"],
+     ["train", "config.yaml", "--resume", "{}"], ["report", "{}"], ["data", "show", "{}"]],
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["a" * 300, "a/" * 2500, "~nobody-of-this-name/x", "a\udcff"])
+def test_paths_that_no_file_has_are_errors_of_the_command(
+    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch, arguments: list[str], path: str
+) -> None:
+    """0.5.0: tracebacks of Python's own OSError and RuntimeError."""
+    monkeypatch.chdir(config_file(tmp_path).parent)
+    code, out, err = penstock(*(path if each == "{}" else each for each in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith("penstock: error: ")
+    assert err.count("penstock: error") == 1
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
@@ -210,9 +309,10 @@ def test_one_command_ends_a_run_that_is_killed_again_and_again(tmp_path: Path) -
 @pytest.mark.sweep
 def test_a_run_that_fails_starts_again_by_itself(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
-    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30})))[0] == 0
+    section = "optimizer={learning_rate: 1e-2, warmup_steps: 2}"  # which a restart once took for a path
+    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30}), section))[0] == 0
     file = config_file(tmp_path, train={"steps": 30, "checkpoint_every": 1})
-    process = start("train", file, "--restarts", "2")
+    process = start("train", file, section, "--restarts", "2")
     for step in (2, 9):
         while not checkpoint(tmp_path, step).exists():
             assert process.poll() is None

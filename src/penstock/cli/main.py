@@ -6,7 +6,6 @@ torch takes seconds to import, so the commands import what does their work when 
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,7 @@ import typer
 
 import penstock
 from penstock.cli import schedule as schedule_commands
-from penstock.cli.shared import Choice, ending_quietly, taking
+from penstock.cli.shared import Choice, ending_quietly, taking, usable
 from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch import start as launch
@@ -40,6 +39,8 @@ def main() -> None:
     """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 75 for a run that a signal
     stopped and that has saved, 130 after Ctrl-C."""
     try:
+        if "" in sys.argv:  # as of a shell's variable that is not set
+            raise ConfigError("an empty argument", "as a path it would be the working folder", "Leave it out")
         app(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
@@ -66,7 +67,8 @@ def train(
     world: Annotated[int | None, typer.Option(
         min=1, help="With --dry-run: the number of processes, which sizes of -1 follow.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
-        "Go on from the checkpoint whose path follows, or else the newest one, if there is any.")] = False,
+        "Go on from the checkpoint whose path follows, or else the newest one, if there is any. An argument "
+        "with = is no path, unless a / stands before the =.")] = False,
     restarts: Annotated[int, typer.Option(
         min=0, help="After a failure start again, from the newest checkpoint: so often without a new one."
     )] = 0,
@@ -146,7 +148,7 @@ class Dtype(Enum):
 @app.command()
 @taking()
 def check(
-    folder: Annotated[str, typer.Argument(metavar="MODEL", help=
+    folder: Annotated[str, typer.Argument(metavar="MODEL", callback=usable, help=
         "A local Hugging Face folder, or a Hub name. With config.json alone, weights are random.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
@@ -215,10 +217,11 @@ def report(
 
 @app.command()
 def merge(
-    folder: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", help=
+    folder: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", callback=usable, help=
         "The output folder of a run, whose newest checkpoint counts, or a folder with adapter_config.json.")],
-    out: Annotated[Path, typer.Option(help="Folder for the merged model.")],
+    out: Annotated[Path, typer.Option(help="Folder for the merged model.", callback=usable)],
     base: Annotated[Path | None, typer.Option(
+        callback=usable,
         help="The base model's folder. Default: the one that adapter_config.json names.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "50GB",
     trust_remote_code: Trust = False,
@@ -262,12 +265,17 @@ def _reported_once() -> Iterator[Stop]:
 
 
 def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str | None]:
-    """The overrides, and the checkpoint to resume from: a path, the word for the newest, or None."""
-    overrides = [argument for argument in arguments if re.match(r"\w+(\.\w+)+=", argument)]
-    others = [argument for argument in arguments if argument not in overrides]
+    """The overrides, and the checkpoint to resume from: a path, the word for the newest, or None.
+
+    Raises ConfigError for a path that no file can have.
+    """
+    from penstock.train.config.load import is_override
+
+    others = [argument for argument in arguments if not is_override(argument)]
     if not resume or len(others) > 1:
         return arguments, None  # load_config refuses the others by name
-    return overrides, others[0] if others else "newest"
+    path = "./newest" if others == ["newest"] else usable(others[0]) if others else "newest"
+    return [argument for argument in arguments if is_override(argument)], path
 
 
 def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Server | None]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.table import Table
@@ -18,11 +18,14 @@ from rich.text import Text
 
 from penstock.errors import ConfigError
 from penstock.launch.failures import exit_code
+from penstock.reading import path_fault
 from penstock.schedule import Costs, Schedule
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.choose import canonical, chosen_schedule, named_twice, options_of
 from penstock.schedule.files import load
 from penstock.schedule.ops import check_numbers
+
+T = TypeVar("T")
 
 _BROKEN_PIPE = 141  # the exit code of a command whose reader is gone
 
@@ -68,6 +71,13 @@ def ending_quietly() -> Iterator[None]:
         # otherwise the interpreter would fail to flush what is left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_BROKEN_PIPE) from error
+
+
+def usable(path: T) -> T:
+    """Pass on what a command got as a path. Raises ConfigError where no file can have it."""
+    if path is not None and (fault := path_fault(str(path))):
+        raise ConfigError(f"path {str(path)[:60]!r}", fault, "Write the path out")
+    return path
 
 
 @dataclass(frozen=True)

@@ -66,12 +66,18 @@ def _read(path: Path) -> dict[str, Any]:
     return tree
 
 
+def is_override(argument: str) -> bool:
+    """Whether an argument of the command is key=value. A slash before the = makes a path of it."""
+    name, equals, _ = argument.partition("=")
+    return bool(equals) and "/" not in name
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
-    value, (name, equals, text) = f"argument {_shown(override)}", override.partition("=")
+    value, (name, _, text) = f"argument {_shown(override)}", override.partition("=")
     keys = name.split(".")
     rule = "what follows the config file is section.key=value"
     remedy = "Write it like train.steps=200, or a whole section like model='{path: models/mine}'"
-    if not equals or len(keys) > DEEPEST or not all(keys):
+    if not is_override(override) or len(keys) > DEEPEST or not all(keys):
         raise ConfigError(value, rule, remedy)
     try:
         parsed = _parse(text)
@@ -210,27 +216,41 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ---- YAML as people mean it: 1e-3 is a number, a day is text, and a key given twice is an error. Few lines
-# may become much once they are read: ten of ten aliases each make ten thousand million values
+# ---- YAML as people mean it. PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Numbers
+# are those of YAML 1.2 here; yes, no, on and off are booleans all the same. A day is text, and a key given
+# twice is an error. Few lines may become much once they are read: ten of ten aliases each make ten thousand
+# million values
 
 _LARGEST = 256 * 1024  # bytes of a file, which PyYAML takes seconds to parse
 _EXPANDED = 1 << 20  # characters and values, with each alias counted as what it stands for
 _DIGITS = 100  # of a number
-_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_TAG = "tag:yaml.org,2002:"
+_NUMBERS = (f"{_TAG}int", f"{_TAG}float")
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+_PLAIN = {f"{_TAG}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_INT = re.compile(r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
 
 
 def _parse(text: str) -> Any:
     """Raises yaml.YAMLError."""
     try:
         return yaml.load(text, _Loader)  # a SafeLoader: plain values only
-    except ValueError as error:  # PyYAML's, of what looks like a number and is none, such as 0x_
-        raise yaml.YAMLError(str(error)) from error
+    except (ValueError, KeyError) as error:  # PyYAML's, of a tag that does not fit, as in !!bool maybe
+        raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
 
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
-        first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+        first: [each for each in resolvers if each[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors = {  # noqa: RUF012 - as in PyYAML; without dates, sets and bytes, which no key takes
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag in _PLAIN
     }
 
     def __init__(self, stream: str) -> None:
@@ -267,7 +287,14 @@ class _Loader(yaml.SafeLoader):
         if node.tag in _NUMBERS and len(node.value) > _DIGITS:
             problem = f"a number of more than {_DIGITS} digits"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        if isinstance(node, yaml.ScalarNode) and _UNWRITABLE.search(node.value):
+            problem = "a text with a NUL or half a surrogate pair, which no file can hold"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         return super().construct_scalar(node)
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node)
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]  # PyYAML refuses the others
@@ -280,7 +307,6 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1, which PyYAML reads, wants a dot in a number with an exponent; YAML 1.2 does not
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
-)
+_Loader.add_implicit_resolver(_NUMBERS[0], _INT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_NUMBERS[1], _FLOAT, list("-+.0123456789"))
+_Loader.add_constructor(_NUMBERS[0], _Loader.construct_integer)

@@ -24,13 +24,17 @@ from penstock.train.config.values import (
     Dtype,
     LayersPerStage,
     Layout,
+    Length,
     Natural,
     NotNegative,
     Offloading,
+    PathText,
     Patterns,
     Positive,
     Ranks,
+    Seconds,
     Section,
+    SmallNatural,
     as_finding,
 )
 from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, Run, check_optimizer
@@ -40,6 +44,15 @@ if TYPE_CHECKING:
     from penstock.parallel.fsdp import Sharded
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what might be a number: PyYAML writes YAML 1.1, in which other texts are numbers."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = "'" if text[:1] in "-+.0123456789" else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 _MOST_TOKENS = 10**12  # a step; beyond it sizes of tensors leave 64 bits
 _MOST_PROCESSES = 10**6
 
@@ -48,7 +61,7 @@ class ModelSection(Section):
     """Which model. Exactly one of `path` and `config`."""
 
     # a local Hugging Face folder: config.json, perhaps with weights; or a name of the Hub, Qwen/Qwen3-8B
-    path: str | None = None
+    path: PathText | None = None
     revision: str | None = None  # of a Hub name: a branch, a tag or a commit; null: the main branch
     # of a Hub name: what the revision stood for when the run began. Its records have it, and a resume takes
     # it from there; leave it out
@@ -89,7 +102,7 @@ class DummySection(Section):
     """Made-up tokens, to measure with: no file is read, and no tokenizer is needed."""
 
     documents: Count = 1000  # how many there are
-    tokens: Annotated[int, Field(ge=2)] | None = None  # of each; null: as long as one may be
+    tokens: Length | None = None  # of each; null: as long as one may be
     value: Natural | None = None  # the id of every token; null: random ids
     vocabulary: Count = 256  # of random ids: from 0 to this, which is left out
     seed: Natural = 0  # of random ids
@@ -141,7 +154,7 @@ class RecordSection(Section):
 class SourceSection(RecordSection):
     """Files. Keys that are left out are those of `data`."""
 
-    path: str  # a local file or folder
+    path: PathText  # a local file or folder
 
 
 class MixtureSection(SourceSection):
@@ -160,21 +173,23 @@ class StreamingSection(Section):
 class DataSection(RecordSection):
     """Which text, chats or tokens, and how they become rows. One of `path` and `mixture`."""
 
-    path: str | None = None  # a local file or folder
+    path: PathText | None = None  # a local file or folder
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
-    tokenizer: str | None = None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
-    chat_template: str | None = None  # a Jinja file; null: the tokenizer's own
+    tokenizer: PathText | None = (
+        None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
+    )
+    chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own
     # Chats show images: the folder that their paths are relative to. A processor takes the tokenizer's place
-    images: str | None = None
+    images: PathText | None = None
     # Which tokens of a chat the loss counts. assistant: those of its turns, or of the completion; last: of
     # the last turn; all: every one
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
-    sequence_length: Annotated[int, Field(ge=2)] = 128  # tokens a row; the first one predicts nothing
+    sequence_length: Length = 128  # tokens a row; the first one predicts nothing
     # tokens of a document, at most, where rows hold several and may be longer than the model's positions:
     # each document begins at position 0; null: sequence_length
-    document_length: Annotated[int, Field(ge=2)] | None = None
+    document_length: Length | None = None
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
     # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
@@ -187,8 +202,8 @@ class DataSection(RecordSection):
     # Of a resumed run, where the data is not that of its checkpoint. refuse: it does not start; accept: its
     # steps take the rows that they have in the data as it is now: some may come twice, and some never
     changed: Literal["refuse", "accept"] = "refuse"
-    cache: str | None = None  # a folder for tokens; null: $PENSTOCK_CACHE, or ~/.cache/penstock
-    workers: Natural | None = None  # processes that tokenise; null: one a core where the files are large
+    cache: PathText | None = None  # a folder for tokens; null: $PENSTOCK_CACHE, or ~/.cache/penstock
+    workers: SmallNatural | None = None  # processes that tokenise; null: one a core where the files are large
 
     @model_validator(mode="before")
     @classmethod
@@ -340,8 +355,8 @@ class PipelineSection(Section):
     microbatches: Count = 4  # of a step, or of each part of its batch (section parallel)
     # Which layers go to which stage: so that the slowest rank is as fast as can be, by multiply-adds; or by
     # one of the next keys, or by both weights, or by both first and last:
-    embedding_weight: Natural | None = None  # evenly, where the embedding counts as so many layers
-    head_weight: Natural | None = None  # evenly, where the head counts as so many layers
+    embedding_weight: SmallNatural | None = None  # evenly, where the embedding counts as so many layers
+    head_weight: SmallNatural | None = None  # evenly, where the head counts as so many layers
     # such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage; see penstock.schedule.layout
     layout: Layout = None
     # a list, one for each stage; or the most for any, which also chooses how many stages a rank has
@@ -350,7 +365,7 @@ class PipelineSection(Section):
     last_stage_layers: Natural | None = None  # 0: the head alone
     modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
     balance: Literal["measured"] | None = None  # by the time that each layer takes in a few steps here
-    timeout_seconds: Positive = 300  # how long a rank waits for a silent peer
+    timeout_seconds: Seconds = 300  # how long a rank waits for a silent peer
     # How a rank learns the shapes that it receives. inferred: from its own copy of the batch; exchanged: from
     # the sender; padded: as inferred, with all microbatches of a step padded to one length
     shapes: Literal["inferred", "exchanged", "padded"] = "inferred"
@@ -465,7 +480,7 @@ class PhaseSection(Section):
     until: Count  # the last step of the phase
     batch_size: Count | None = None  # in as many fewer microbatches; null: train.batch_size
     # tokens after which a row is cut; the rest of it is not trained on; null: data.sequence_length
-    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    sequence_length: Length | None = None
 
 
 class EarlyStopSection(Section):
@@ -526,7 +541,7 @@ class TrainSection(Section):
     memory_checkpoint_every: Count | None = None
     # seconds from SIGTERM, SIGUSR1 or Ctrl-C until a checkpoint is written and the run has ended; a second
     # signal ends it at once
-    stop_seconds: Positive = 60.0
+    stop_seconds: Seconds = 60.0
     log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
     # true or full: keep only each layer's input and run it again in the backward; selective: also keep what
     # costs most to compute; or a mapping
@@ -604,7 +619,7 @@ class KeepSection(Section):
 class OutputSection(Section):
     """Where the run is written, and what of it stays."""
 
-    folder: str = "runs/train"  # of checkpoints, metrics.jsonl, run.json and timeline.svg
+    folder: PathText = "runs/train"  # of checkpoints, metrics.jsonl, run.json and timeline.svg
     keep: KeepSection = KeepSection()
     # Where else the numbers of metrics.jsonl go; a tracker that fails is dropped with a warning
     trackers: Annotated[tuple[TrackerSection, ...], Field(strict=False)] = ()
@@ -734,7 +749,7 @@ class TrainConfig(Section):
 
     def to_yaml(self) -> str:
         """The whole config as YAML, with every default."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)
 
 
 def check_rows(rows: int, microbatches: int, parts: int, calls: int = 1) -> None:

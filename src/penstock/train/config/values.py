@@ -19,13 +19,17 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.reading import path_fault
 from penstock.schedule.layout import read_layout
 
 
 class Section(BaseModel):
     """Unknown keys are errors, and so is a value of another type: nothing is guessed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # of a model's config, which may hold an infinity
+    )  # fmt: skip
 
 
 @contextmanager
@@ -43,12 +47,34 @@ def _ranks(number: int) -> int:
     return number
 
 
+def _path(text: str) -> str:
+    if fault := path_fault(text):
+        shown = repr(text if len(text) < 60 else f"{text[:57]}...")
+        raise ValueError(f"{shown}: {fault}; write it out, or . for the working folder")
+    return text
+
+
+def _at_most(most: float) -> AfterValidator:
+    """Refuse what no run has, and clocks, seeds and loops choke on. No limit that a page needs to show."""
+
+    def check(value: float) -> float:
+        if value > most:
+            raise ValueError(f"{value:.4g} is more than any run has; give {most:,} or less")
+        return value
+
+    return AfterValidator(check)
+
+
+PathText = Annotated[str, AfterValidator(_path)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1), _at_most(10**12)]
+Length = Annotated[int, Field(ge=2), _at_most(10**12)]  # tokens: the first one of a row predicts nothing
+Natural = Annotated[int, Field(ge=0), _at_most(2**63 - 1)]
+Seconds = Annotated[float, Field(gt=0), _at_most(10**8)]
+SmallNatural = Annotated[int, Field(ge=0), _at_most(10**4)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
 Ranks = Annotated[int, AfterValidator(_ranks)]
 Dtype = Literal["float32", "bfloat16", "float16"]

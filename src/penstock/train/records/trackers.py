@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from penstock.errors import ConfigError
-from penstock.train.config.values import Section
+from penstock.train.config.values import PathText, Section
 
 PATIENCE = 60  # seconds, after which a tracker that does not finish is ended
 _AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker goes on to finish without it
@@ -37,7 +37,7 @@ class TensorBoardSection(Section):
     """Event files for TensorBoard."""
 
     name: Literal["tensorboard"] = "tensorboard"  # the word alone stands for all defaults
-    folder: str | None = None  # of several runs, for --logdir; null: tensorboard in output.folder
+    folder: PathText | None = None  # of several runs, for --logdir; null: tensorboard in output.folder
     run: str | None = None  # the run's folder in it; null: the id that the run gives itself
 
 
