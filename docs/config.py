@@ -137,7 +137,8 @@ A YAML file of sections of keys. This is a whole one, as every other key has a d
 {EXAMPLE}```
 
 `penstock train config.yaml train.steps=200 pipeline.schedule=zb_v` puts keys over those of the file; the
-values are YAML. `model='{{path: models/mine}}'` replaces a whole section, and `adapter=null` leaves it out.
+values are YAML. Numbers are those of YAML 1.2: `017` is 17, and `1:30` is text. `yes`, `no`, `on` and `off`
+are booleans. `model='{{path: models/mine}}'` replaces a whole section, and `adapter=null` leaves it out.
 An unknown key, a value of another type and numbers that do not fit together are refused before any weight is
 loaded. `penstock train config.yaml --dry-run` shows every key with its value.
 """

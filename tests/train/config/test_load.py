@@ -521,13 +521,14 @@ def put(tree: dict[str, Any], key: str, value: Any) -> bool:
     *sections, last = key.split(".")
     if not all((*sections, last)) or (not sections and not (value is None or isinstance(value, dict))):
         return False
+    inner: Any = tree
     for section in sections:
-        if tree.get(section) is None:
-            tree[section] = {}
-        tree = tree[section]
-        if not isinstance(tree, dict):
+        if inner.get(section) is None:
+            inner[section] = {}
+        inner = inner[section]
+        if not isinstance(inner, dict):
             return False
-    tree[last] = value
+    inner[last] = value
     return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -244,8 +245,11 @@ def test_an_entry_is_known_by_its_key(tmp_path: Path) -> None:
     """0.5.0: a folder under another's name gave that one's tokens."""
     cache = Cache(tmp_path)
 
-    def build(text: str) -> Callable[[Path], object]:
-        return lambda folder: (folder / "made").write_text(text)
+    def build(text: str) -> Callable[[Path], None]:
+        def write(folder: Path) -> None:
+            (folder / "made").write_text(text)
+
+        return write
 
     one, other = (cache.entry(text, build(text), lambda folder: folder) for text in ("one", "two"))
     one.rename(tmp_path / "moved")
@@ -261,7 +265,12 @@ def test_a_large_entry_is_hashed_again_where_it_has_changed(
     monkeypatch.setattr(store, "_BLOCK", 4)
     cache, hashed = Cache(tmp_path), list[str]()
     checksum = store._checksum
-    monkeypatch.setattr(store, "_checksum", lambda folder, key: hashed.append(key) or checksum(folder, key))
+
+    def counted(folder: Path, key: str) -> str:
+        hashed.append(key)
+        return checksum(folder, key)
+
+    monkeypatch.setattr(store, "_checksum", counted)
 
     def opened() -> Path:
         hashed.clear()
@@ -285,6 +294,26 @@ def test_a_large_entry_is_hashed_again_where_it_has_changed(
     monkeypatch.setattr(store, "_boot", lambda: "another machine")
     opened()
     assert len(hashed) == 1
+
+
+def test_a_cache_that_is_only_read_is_used_where_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = Cache(tmp_path)
+    folder = cache.entry("key", build_chats, lambda folder: folder)
+    (tmp_path / f"{folder.name}.lock").unlink()
+    opened = Path.open
+
+    def read_only(path: Path, mode: str = "r", *more: Any, **options: Any) -> Any:
+        if mode.strip("b") != "r":
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        return opened(path, mode, *more, **options)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    monkeypatch.setattr(Path, "mkdir", lambda path: read_only(path, "w"))
+    assert cache.entry("key", build_chats, lambda folder: folder) == folder
+    with pytest.raises(ConfigError, match="Read-only file system"):
+        cache.entry("other", build_chats, open_store)
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(

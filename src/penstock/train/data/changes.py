@@ -2,8 +2,8 @@
 
 Of data that is tokenised before training that is a digest of each source's tokens, labels and lengths, and
 their counts: what the batches follow from. Of a stream, which tokenises while it trains, it is a digest of
-its files, their number and their bytes: whether a change lies behind the reader's place is not known. A file
-whose size and time stamp are those of before counts as unchanged (penstock.train.data.store).
+its files, their number and their bytes: whether a change lies behind the reader's place is not known. Both
+are of bytes on the disk: penstock.train.data.store compares them with what was written.
 """
 
 from __future__ import annotations
