@@ -63,7 +63,8 @@ def merge_folder(
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
     check_base(folder, source.base_fingerprint(0))
     merger = _Merger(source, folder)
-    write_folder(out, lambda target: merger.write(target, limit), OneProcess())
+    with source.with_room():
+        write_folder(out, lambda target: merger.write(target, limit), OneProcess())
     return folder
 
 

@@ -107,6 +107,10 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     if len(active) > 1:
         raise _refused(f"active adapters {', '.join(active)}", "one is trained and saved at a time",
                        "Activate one: model.set_adapter(name)")  # fmt: skip
+    if len(configs) > 1 and any(parameter.is_meta for parameter in model.parameters()):
+        names, rule = ", ".join(configs), "one alone gets initial values"
+        remedy = "Keep one (model.delete_adapter(name)), or give the model with its values"
+        raise _refused(f"adapters {names} on the meta device", rule, remedy)
     name = active[0] if active else next(iter(configs))
     config = configs[name]
     if config.peft_type.value != "LORA":
