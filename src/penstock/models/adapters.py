@@ -124,6 +124,11 @@ def adapter_of(model: nn.Module) -> Adapter | None:
         if getattr(module, "merged_adapters", None):
             raise _refused("a merged adapter", "its weights are frozen inside of the base model's",
                            "Call model.unmerge_adapter()")  # fmt: skip
+        copies = getattr(module, "modules_to_save", {})
+        if other := next((key for key in copies if any(map(is_wrapper, copies[key].modules()))), None):
+            raise _refused(f"updates inside of adapter {other}'s modules_to_save",
+                           "they would be of a copy that another adapter trains, and in no file",
+                           f"Call model.delete_adapter({other!r}), or leave that module out of the targets")  # fmt: skip
         variant = getattr(module, "lora_variant", {}).get(name)
         if variant is not None and not type(variant).__name__.startswith("Dora"):
             raise _refused(
