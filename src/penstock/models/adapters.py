@@ -126,9 +126,9 @@ def adapter_of(model: nn.Module) -> Adapter | None:
                            "Call model.unmerge_adapter()")  # fmt: skip
         copies = getattr(module, "modules_to_save", {})
         if other := next((key for key in copies if any(map(is_wrapper, copies[key].modules()))), None):
-            raise _refused(f"updates inside of adapter {other}'s modules_to_save",
-                           "they would be of a copy that another adapter trains, and in no file",
-                           f"Call model.delete_adapter({other!r}), or leave that module out of the targets")  # fmt: skip
+            remedy = f"Call model.delete_adapter({other!r}), or leave that module out of the targets"
+            rule = "they would be of a copy that another adapter trains, and in no file"
+            raise _refused(f"updates inside of adapter {other}'s modules_to_save", rule, remedy)
         variant = getattr(module, "lora_variant", {}).get(name)
         if variant is not None and not type(variant).__name__.startswith("Dora"):
             raise _refused(
