@@ -32,6 +32,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.device import stream
+from support import zoo
 from support.families import tiny_model
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
@@ -358,6 +359,19 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
     other = auto.build(tiny_model("qwen3"))
     with pytest.raises(CheckpointError, match="model_type=llama: the model has qwen3"):
         load_checkpoint(tmp_path / "checkpoint", other, AdamW(other.parameters()))
+
+
+def test_a_config_with_infinity_comes_back(tmp_path: Path) -> None:
+    """0.5.0: a checkpoint of Mamba-2 could not be resumed: its config was read as plain JSON."""
+    batch, model = zoo.tiny_batch("mamba2"), zoo.tiny_model("mamba2")
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    save_checkpoint(tmp_path / "one", pipe, AdamW(pipe.parameters()))
+    wider = AutoPipeline(ranks=4, microbatches=2).build(tmp_path / "one")
+    load_checkpoint(tmp_path / "one", wider, AdamW(wider.parameters()))
+    wider.verify_against(model, batch)
+    other = AutoPipeline(ranks=2, microbatches=2).build(zoo.tiny_model("mamba2", time_step_limit=(0.0, 1.0)))
+    with pytest.raises(CheckpointError, match="model config time_step_limit="):
+        load_checkpoint(tmp_path / "one", other, AdamW(other.parameters()))
 
 
 def test_parameters_that_the_model_lacks_are_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
 from penstock.errors import ConfigError, ModelError
@@ -262,6 +263,40 @@ def test_lora_on_both_ends_of_a_tied_weight_is_refused() -> None:
         peft = get_peft_model(model, lora(target_modules=["embed_tokens"], ensure_weight_tying=True))
     with pytest.raises(ModelError, match=r"ensure_weight_tying of LoRA on tied embeddings: both ends"):
         pipeline(peft)
+
+
+def test_several_adapters_without_values_are_refused() -> None:
+    """0.5.0: a KeyError: of two adapters with modules_to_save on the meta device one got its values."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(zoo.tiny_config("llama"))
+        peft = get_peft_model(model, lora(modules_to_save=["lm_head"]), "first")
+        peft.add_adapter("second", lora(modules_to_save=["norm"]))
+    with pytest.raises(ModelError, match="adapters first, second on the meta device: one alone gets"):
+        AutoPipeline(ranks=2, microbatches=2).build(peft)
+
+
+def two_adapters(**second: Any) -> Any:
+    peft = get_peft_model(zoo.tiny_model("llama"), lora(modules_to_save=["lm_head"]), "first")
+    peft.add_adapter("second", lora(**second))
+    return peft
+
+
+@pytest.mark.parametrize("active", ["first", "second"])
+def test_an_adapter_within_another_s_whole_modules_is_refused(active: str) -> None:
+    """0.5.0: a KeyError: PEFT put the second adapter's update of the head into the first one's copy of it."""
+    peft = two_adapters(modules_to_save=["norm"])
+    peft.set_adapter(active)
+    with pytest.raises(
+        ModelError, match=r"updates inside of adapter first's modules_to_save.*delete_adapter"
+    ):
+        AutoPipeline(ranks=2, microbatches=2).build(peft)
+
+
+@pytest.mark.parametrize("modules", [["lm_head"], ["norm"], None])
+def test_one_of_two_adapters_with_whole_modules_is_trained(modules: list[str] | None) -> None:
+    peft = two_adapters(modules_to_save=modules, target_modules=["q_proj"])
+    peft.set_adapter("second")
+    assert_exact(AutoPipeline(ranks=2, microbatches=2).build(peft), peft, zoo.tiny_batch("llama"))
 
 
 def test_a_merged_adapter_is_refused() -> None:

@@ -14,11 +14,12 @@ from transformers import PretrainedConfig
 
 from penstock import AutoPipeline
 from penstock.errors import DataError, InputError, ModelError
-from penstock.models.model_folder import check_folder, config_of, other_files
+from penstock.models.model_folder import check_folder, config_from, config_of, other_files
 from penstock.models.source import open_source
 from penstock.models.weights.files import weight_files
 from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
 from support.tiny import QWEN3
+from support.zoo import tiny_config
 
 CODE = """
 from pathlib import Path
@@ -112,6 +113,45 @@ def test_numbers_of_layers_that_no_model_has_are_refused(
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **keys}))
     with pytest.raises(ModelError, match=message):
         config_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"attention_dropout": 2.0}, r"config\.json: attention_dropout=2\.0: it is a share, from 0 to 1"),
+        ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob=nan: it is a share"),
+        ({"text_config": {"attn_pdrop": -1}}, r"text_config\.attn_pdrop=-1: it is a share"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0: a row has one token or more"),
+    ],
+)
+def test_numbers_that_only_a_step_would_have_stumbled_over_are_refused(
+    tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    """0.5.0: a traceback of torch's dropout, and "Give 0 or less" for a row: nobody looked at the numbers."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **keys}))
+    with pytest.raises(ModelError, match=message):
+        config_of(tmp_path)
+
+
+def test_infinity_is_read_as_transformers_writes_it() -> None:
+    """0.5.0: a config of Mamba-2 was not read back: transformers writes its infinity in a way of its own."""
+    config = tiny_config("mamba2")
+    assert config.time_step_limit[1] == float("inf")
+    again = config_from(type(config), config.to_json_string())
+    assert again.to_dict() == config_from(type(config), again.to_json_string(use_diff=False)).to_dict()
+    assert list(again.time_step_limit) == list(config.time_step_limit)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+def test_json_without_keys_is_refused(tmp_path: Path, name: str) -> None:
+    """0.5.0: a traceback for `[]`: its keys were asked for at once."""
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / name).write_text("[]")
+    with pytest.raises(ModelError, match=f"{name}: it is not JSON of a model: it holds no keys"):
+        open_source(tmp_path, None, None)
+    with pytest.raises(DataError, match=f"{name}: .*it holds no keys"):
+        open_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "vocab.txt"])

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from penstock.checkpoint.contents import gpu_of, set_random_state
 from penstock.checkpoint.optimizer_state import OPTIONAL_PARTS, Group, Number, plain_parts, with_blocks
-from penstock.checkpoint.save_load import comparable
+from penstock.checkpoint.save_load import facts_of
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.saved_adapter import SavedAdapter
 from penstock.models.weights.tensor_file import is_finite
@@ -112,9 +112,8 @@ class Holdings:
     def identity(self, world: int) -> Identity:
         """What the state fits: it goes back where all of it is the same. world: processes of the job"""
         saved, mesh = self._pipe._saved_model, self._pipe._world.mesh
-        kind, text = type(saved.config), saved.config.to_json_string()
         facts: dict[str, Any] = {
-            "the model's config": comparable(kind.from_dict(json.loads(text)).to_dict()),
+            "the model's config": facts_of(type(saved.config), saved.config.to_json_string()),
             "the layout of ranks": [world, None if mesh is None else [mesh.mesh_dim_names, list(mesh.shape)]],
             "what this rank holds": [
                 [stage.index, name, *_shape(value)] for stage, name, value in _held(self._pipe)

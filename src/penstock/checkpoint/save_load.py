@@ -27,6 +27,7 @@ from penstock.checkpoint.background import BackgroundWrite, Then, follow
 from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
 from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
 from penstock.errors import AlteredError, CheckpointError, RunError
+from penstock.models.model_folder import config_from
 from penstock.models.weights.folder import FAILING_DISK, check_lengths, readable, together
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
@@ -151,25 +152,29 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
             content = read_json(path / BASE)["config"]
         else:
             content = read_json(path / "config.json")
-        theirs = comparable(type(config).from_dict(content).to_dict())
-        kind = content.get("model_type")
+        theirs, kind = facts_of(type(config), json.dumps(content)), content.get("model_type")
     except Exception as error:  # whatever a model's own code says to a damaged config
         raise CheckpointError(
             f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
         ) from error
     if kind != config.model_type:
         raise unfit(path, f"model config model_type={kind}", f"the model has {config.model_type}")
-    ours = comparable(type(config).from_dict(json.loads(config.to_json_string())).to_dict())
+    ours = facts_of(type(config), config.to_json_string())
     for key in sorted(ours.keys() | theirs.keys()):
         if theirs.get(key) != ours.get(key):
             raise unfit(path, f"model config {key}={theirs.get(key)}", f"the model has {ours.get(key)}")
 
 
-def comparable(config: Any) -> Any:
+def facts_of(kind: type[PretrainedConfig], text: str) -> Any:
+    """What the text of a config.json says of a model, as transformers reads it, without incidental keys."""
+    return _comparable(json.loads(config_from(kind, text).to_json_string(use_diff=False)))
+
+
+def _comparable(config: Any) -> Any:
     """Without incidental keys, in nested configs too."""
-    if not isinstance(config, Mapping):
-        return list(config) if isinstance(config, tuple) else config
-    return {key: comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
+    if not isinstance(config, dict):
+        return config
+    return {key: _comparable(value) for key, value in config.items() if key not in _INCIDENTAL}
 
 
 class CheckpointWriter:

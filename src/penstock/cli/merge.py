@@ -23,10 +23,11 @@ from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
 from penstock.models.weights.saved_adapter import (
     ADAPTER_CONFIG,
+    adapter_file,
+    check_adapter,
     check_base,
     load_adapter,
     read_object,
-    safe_open_adapter,
 )
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train.checkpoints import newest_checkpoint
@@ -63,7 +64,8 @@ def merge_folder(
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
     check_base(folder, source.base_fingerprint(0))
     merger = _Merger(source, folder)
-    write_folder(out, lambda target: merger.write(target, limit), OneProcess())
+    with source.with_room():
+        write_folder(out, lambda target: merger.write(target, limit), OneProcess())
     return folder
 
 
@@ -94,8 +96,8 @@ def _prediction_factor(adapter: Path, config: PretrainedConfig) -> float | None:
     if not getattr(text, "num_mtp_layers", None):
         return None
     first = f".layers.{text.num_hidden_layers}."
-    with safe_open_adapter(adapter) as file:
-        if not any(first in name for name in file.keys()):  # noqa: SIM118 - a handle of safetensors, no dict
+    with adapter_file(adapter) as file:
+        if not any(first in name for name in file.names()):
             return None
     factor = getattr(config, "mtp_loss_scaling_factor", None)
     return FACTOR if factor is None else float(factor)
@@ -111,6 +113,8 @@ class _Merger:
         self._names, self._ties = names_in_file(source.model, source.adapter), tied_names(source.model)
         with without_adapters(source.model):
             plain = tied_names(source.model)
+        with adapter_file(folder) as file:
+            check_adapter(file, source.model, self._names, self._ties)
         self._merged_ties: Ties = tuple(tuple(names) for names in merged_ties(source.model, plain))
         self._untied = len(self._merged_ties) < len(plain)
 

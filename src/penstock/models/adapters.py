@@ -107,6 +107,10 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     if len(active) > 1:
         raise _refused(f"active adapters {', '.join(active)}", "one is trained and saved at a time",
                        "Activate one: model.set_adapter(name)")  # fmt: skip
+    if len(configs) > 1 and any(parameter.is_meta for parameter in model.parameters()):
+        names, rule = ", ".join(configs), "one alone gets initial values"
+        remedy = "Keep one (model.delete_adapter(name)), or give the model with its values"
+        raise _refused(f"adapters {names} on the meta device", rule, remedy)
     name = active[0] if active else next(iter(configs))
     config = configs[name]
     if config.peft_type.value != "LORA":
@@ -120,6 +124,11 @@ def adapter_of(model: nn.Module) -> Adapter | None:
         if getattr(module, "merged_adapters", None):
             raise _refused("a merged adapter", "its weights are frozen inside of the base model's",
                            "Call model.unmerge_adapter()")  # fmt: skip
+        copies = getattr(module, "modules_to_save", {})
+        if other := next((key for key in copies if any(map(is_wrapper, copies[key].modules()))), None):
+            remedy = f"Call model.delete_adapter({other!r}), or leave that module out of the targets"
+            rule = "they would be of a copy that another adapter trains, and in no file"
+            raise _refused(f"updates inside of adapter {other}'s modules_to_save", rule, remedy)
         variant = getattr(module, "lora_variant", {}).get(name)
         if variant is not None and not type(variant).__name__.startswith("Dora"):
             raise _refused(

@@ -6,8 +6,8 @@
 The lock ends with the process that holds it, so that the next one goes on with a fetch that was killed. Ranks
 of one launch take the same commit, also those that come once the fetch is over.
 
-Only what a run needs is fetched: config, tokenizer, and the weights that the index of the safetensors files
-names; no second copy of them in another format.
+Only what a run needs is fetched: config, tokenizer, and the weights in safetensors, the single file or those
+that the index names; no second copy of them in another format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from penstock.errors import HubError
 from penstock.models.model_folder import OTHERS, TOKENIZER
-from penstock.models.weights.files import INDEX, named_files
+from penstock.models.weights.files import INDEX, SINGLE, named_files
 from penstock.reading import parse_json
 
 Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
@@ -47,7 +47,7 @@ _CONFIG = "config.json"
 _FILES = {
     "config": (_CONFIG,),
     "tokenizer": (_CONFIG, *TOKENIZER, *OTHERS),
-    "weights": (_CONFIG, *TOKENIZER, *OTHERS, INDEX),
+    "weights": (_CONFIG, *TOKENIZER, *OTHERS, SINGLE, INDEX),  # the shards of an index are fetched after it
 }
 
 

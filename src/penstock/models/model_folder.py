@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from transformers import AutoConfig, PretrainedConfig
 
@@ -32,6 +33,8 @@ _LARGEST = 64 * MIB  # of a tokenizer's file: those of 260,000 tokens have 33
 _UNPARSED = MIB  # JSON from this size on is a vocabulary, which takes transformers long enough to read once
 _MOST_LAYERS = 10_000  # the deepest models have some 1,000
 _LAYERS = re.compile(r"(.*_)?(n_layer|layers|depth)")
+_DROPOUT = re.compile(r"(.*_)?(dropout|pdrop|drop)(_(p|prob|rate))?")
+_POSITIONS = re.compile(r"max_position_embeddings|max_sequence_length|n_positions|n_ctx")
 _AT_LEAST_ONE = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
@@ -66,8 +69,9 @@ def check_folder(folder: Path, kind: type[InputError] = ModelError) -> None:
             found = check_regular(file)
             if found > most:
                 raise OSError(errno.EFBIG, f"it has {found:,} bytes, and {size(most)} are read at most")
-            if name == _CONFIG or (file.suffix == ".json" and found < _UNPARSED):
-                read_json(file)
+            parsed = name == _CONFIG or (file.suffix == ".json" and found < _UNPARSED)
+            if parsed and not isinstance(read_json(file), dict) and "vocab" not in name:
+                raise ValueError("it holds no keys")
         except OSError as error:
             rule = f"transformers would read it: {error.strerror}"
             raise kind(str(file), rule, "Replace it, or remove it") from error
@@ -89,7 +93,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
             "it holds no config.json" if folder.is_dir() else "there is no such folder",
             remedy,
         )
-    if wrong := wrong_layers(read_json(folder / _CONFIG)):
+    if wrong := wrong_number(read_json(folder / _CONFIG)):
         key, number, rule = wrong
         raise ModelError(f"{folder / _CONFIG}: {key}={number}", rule, "Fix that number")
     try:
@@ -105,17 +109,38 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
     return config
 
 
-def wrong_layers(keys: object, prefix: str = "") -> tuple[str, str, str] | None:
-    """The first number of layers in a config's keys that no model has: its key, the number, and the rule."""
+def config_from(kind: type[PretrainedConfig], text: str) -> PretrainedConfig:
+    """A config of this class from the text of its config.json, by transformers' own reader.
+
+    It writes what JSON lacks, such as infinity, in a way of its own. Raises what the class says to the text.
+    """
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / _CONFIG
+        file.write_text(text, encoding="utf-8")
+        return kind.from_json_file(file)
+
+
+def wrong_number(keys: object, prefix: str = "") -> tuple[str, str, str] | None:
+    """The first number in a config's keys that no model has: its key, the number, and the rule."""
     for key, value in keys.items() if isinstance(keys, Mapping) else ():
-        name, number = f"{prefix}{key}", type(value) is int
-        if number and _LAYERS.fullmatch(str(key)) and value > _MOST_LAYERS:
-            return name, str(value), f"a model has at most {_MOST_LAYERS:,} layers"
-        if number and key in _AT_LEAST_ONE and value < 1:
-            return name, str(value), "a model has one layer or more"
-        if wrong := wrong_layers(value, f"{name}."):
+        rule = _rule_broken(str(key), value) if type(value) in (int, float) else ""
+        if rule:
+            return f"{prefix}{key}", str(value), rule
+        if wrong := wrong_number(value, f"{prefix}{key}."):
             return wrong
     return None
+
+
+def _rule_broken(key: str, number: float) -> str:
+    if _LAYERS.fullmatch(key) and number > _MOST_LAYERS:
+        return f"a model has at most {_MOST_LAYERS:,} layers"
+    if key in _AT_LEAST_ONE and number < 1:
+        return "a model has one layer or more"
+    if _POSITIONS.fullmatch(key) and not number >= 1:
+        return "a row has one token or more"
+    if _DROPOUT.fullmatch(key) and not 0 <= number <= 1:
+        return "it is a share, from 0 to 1"
+    return ""
 
 
 # ---- Code of a folder

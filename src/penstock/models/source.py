@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -24,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
 
-from penstock.errors import CheckpointError, ModelError
+from penstock.errors import CheckpointError, ConfigError, ModelError
 from penstock.models import hub
 from penstock.models.adapters import (
     Adapter,
@@ -38,12 +41,15 @@ from penstock.models.adapters import (
 from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
 from penstock.models.mtp import check_factor, with_mtp
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
-from penstock.models.tracing.meta import is_empty
+from penstock.models.tracing.meta import bare, is_empty
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
 from penstock.models.weights.folder import MANIFEST, check_lengths
+from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved import FileLayout
+
+_log = logging.getLogger(__name__)
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
@@ -59,6 +65,7 @@ class Source:
     adapter: what of `model` PEFT added, and which is not in `files`; None for a model without adapters
     quantize: what the matrices under the adapter are put in, once they have their values
     commit: of the Hub name that was given; None for anything else
+    new: names of the model's tensors that no file gives, and that get initial values as the user asked
     """
 
     model: PreTrainedModel
@@ -68,6 +75,7 @@ class Source:
     adapter: Adapter | None = None
     quantize: Quantize | None = None
     commit: str | None = None
+    new: tuple[str, ...] = ()
 
     def fill(
         self,
@@ -86,7 +94,7 @@ class Source:
         with self._frozen_stays_frozen(model), without_adapters(model, self.model):
             ties = weights.tied_names(self.model)
             if self.files:
-                weights.load(model, self.files, ties, device or torch.device("cpu"), reads)
+                weights.load(model, self.files, ties, device or torch.device("cpu"), reads, self.new)
             elif has_values:
                 weights.copy_values(model, self.model)
             initial.initialise(model, self.model, ties, seed)
@@ -107,13 +115,36 @@ class Source:
             if self.adapter is not None:
                 parameter.requires_grad_(trained[name])
 
-    def check(self, model: PreTrainedModel, *, whole: bool = False) -> None:
-        """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values.
-
-        whole: `model` is the whole one: a tensor that it has no place for is an error, too
-        """
+    def check(self, model: PreTrainedModel) -> None:
+        """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values."""
         with self._frozen_stays_frozen(model), without_adapters(model, self.model):
-            weights.check(model, self.files, weights.tied_names(self.model), whole=whole)
+            weights.check(model, self.files, weights.tied_names(self.model), new=self.new)
+
+    def checked(self, new: Sequence[str]) -> Source:
+        """The same once the files' headers fit the whole model, with what `new` leaves to initial values.
+
+        new: patterns of names. Raises CheckpointError; ConfigError for one that is not needed.
+        """
+        if self.quantize is not None:
+            check_quantized(self.model, self.adapter, self.quantize)
+        allowed: list[str] = []
+        if self.files:
+            whole = bare(self.model)
+            with without_adapters(whole, self.model):
+                names = whole.state_dict().keys()
+                ties = weights.tied_names(self.model)
+                allowed = weights.check(whole, self.files, ties, whole=names, new=new)
+        for pattern in new:
+            if not any(fnmatchcase(name, pattern) for name in allowed):
+                rule = "it is for weights that the model's files lack, and they lack none of that name"
+                raise ConfigError(f"new_weights={pattern!r}", rule, "Leave it out, or fix the name")
+        if allowed and self.adapter is not None:
+            rule = "files of an adapter would not hold them"
+            remedy = "Save the model with its new weights first, and train the adapter on that"
+            raise ConfigError(f"new_weights={', '.join(new)} under an adapter", rule, remedy)
+        if allowed:
+            _say_new(self.files[0].parent, tuple(allowed))
+        return replace(self, new=tuple(allowed))
 
     def base_fingerprint(self, seed: int) -> Callable[[], str]:
         """What makes a digest of an adapter's base model. Of files it reads a few KB of each weight.
@@ -128,6 +159,21 @@ class Source:
                 copies = {name for names in weights.tied_names(self.model) for name in names[1:]}
                 found = fingerprint_of_tensors(FileLayout.of(self.model, copies).tensors())
         return lambda: found
+
+    @contextmanager
+    def with_room(self) -> Iterator[None]:
+        """Raise ModelError where the block, which makes the model's tensors, runs out of memory."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as cause:
+            if not ran_out_of_memory(cause):
+                raise
+            total = sum(parameter.nbytes for parameter in self.model.parameters())
+            raise ModelError(
+                f"{type(self.model).__name__} with {total / 1e9:,.1f} GB of weights",
+                f"there is no room for a stage of it: {str(cause).splitlines()[0]}",
+                "Split it over more ranks, take a smaller dtype, or fix the sizes in its config",
+            ) from cause
 
     def read_other_files(self) -> dict[str, bytes]:
         """Read them now: the folder may be gone when the model is saved. Raises CheckpointError."""
@@ -151,8 +197,11 @@ def open_source(
     *,
     revision: str | None = None,
     trusted: bool = False,
+    new_weights: Sequence[str] = (),
 ) -> Source:
-    """Find the model without reading any weight. Of a folder that penstock wrote it checks the lengths.
+    """Find the model without reading any weight, but for the headers of its files: these have to fit.
+
+    Of a folder that penstock wrote it checks the lengths.
 
     model: a transformers model, which already has this dtype and attention, or a PeftModel of one; a config,
         a local folder, or a Hub name, whose files are fetched
@@ -162,6 +211,7 @@ def open_source(
     revision: of a Hub name
     mtp_factor: what the loss of the prediction layers counts for; None leaves them out. Not for an object
     trusted: whether Python code of the folder may run
+    new_weights: patterns of names that no file needs to give: they get initial values
     Raises ConfigError, ModelError, CheckpointError, HubError.
     """
     model = unwrap(model)
@@ -182,7 +232,7 @@ def open_source(
         if adapter is not None:
             rule = "a model object is taken as it is"
             raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
-        return _checked(Source(model, adapter=adapter_of(model), quantize=quantize))
+        return Source(model, adapter=adapter_of(model), quantize=quantize).checked(new_weights)
     config, found = model, _NO_FOLDER
     if isinstance(model, str | Path):
         config, found = config_of(Path(model), trusted), _folder(Path(model).absolute(), trusted=trusted)
@@ -200,7 +250,7 @@ def open_source(
     if adapter is not None:
         base = str(name if commit is not None else Path(model).absolute()) if found.weights else None
         add_adapter(built, adapter, base, commit)
-    return _checked(Source(built, *found, adapter_of(built), quantize, commit))
+    return Source(built, *found, adapter_of(built), quantize, commit).checked(new_weights)
 
 
 class _Folder(NamedTuple):
@@ -292,10 +342,11 @@ def _check_gradient_hooks(built: PreTrainedModel) -> None:
         )
 
 
-def _checked(source: Source) -> Source:
-    if source.quantize is not None:
-        check_quantized(source.model, source.adapter, source.quantize)
-    return source
+@functools.cache
+def _say_new(folder: Path, names: tuple[str, ...]) -> None:
+    """Log, once, what the files lack."""
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning("%s: initialised, as its files lack them: %s", folder, ", ".join(names))
 
 
 def _check_causal(model: PreTrainedModel) -> None:
@@ -323,19 +374,21 @@ def open_without_flash(
     mtp_factor: float | None = None,
     *,
     trusted: bool = False,
+    new_weights: Sequence[str] = (),
 ) -> tuple[Source, str | None]:
     """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
 
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
     """
+    options = adapter, quantize, mtp_factor
     try:
-        return open_source(model, dtype, attention, adapter, quantize, mtp_factor, trusted=trusted), None
+        return open_source(model, dtype, attention, *options, trusted=trusted, new_weights=new_weights), None
     except ModelError as error:
         config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)), trusted)
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa", adapter, quantize, mtp_factor, trusted=trusted)
+    source = open_source(model, dtype, "sdpa", *options, trusted=trusted, new_weights=new_weights)
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash

@@ -117,6 +117,9 @@ class AutoPipeline(Options):
         load: who reads the weights of a folder. "each": every rank those of its stages. "broadcast": one rank
             reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
             them: for a file system that is slower than the network.
+        new_weights: patterns of names, such as "score.*", of weights that a folder's files lack: they get
+            initial values from the seed. Without it a weight that no file gives is an error, as is a pattern
+            that is not needed.
     """
 
     embedding_weight: int | None = None
@@ -141,6 +144,7 @@ class AutoPipeline(Options):
     trust_remote_code: bool = False
     revision: str | None = None
     load: Literal["each", "broadcast"] = "each"
+    new_weights: Sequence[str] = ()
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
@@ -164,6 +168,7 @@ class AutoPipeline(Options):
             self.mtp_loss_scaling_factor,
             revision=self.revision,
             trusted=self.trust_remote_code,
+            new_weights=self.new_weights,
         )
         if self.experts is not None:
             choose_experts(source.model, self.experts, given=isinstance(unwrap(model), PreTrainedModel))
@@ -287,7 +292,7 @@ class AutoPipeline(Options):
         plan = self.build_plan(model)
         has_values = plan.source.model.device != torch.device("meta")
         without = "a folder's" if plan.source.files else f"seed {self.seed}"
-        values = "the model's own" if has_values else without
+        values = "the model's own" if has_values else "; ".join((without, *plan.source.new))
         facts = {**plan.facts, "values": values, "load": self.load}
         facts["replay_routing"] = str(self.replay_routing)
         options = replace(self.world_options(), exchange=exchange_of(self, plan))
@@ -407,7 +412,7 @@ class _Build:
         self._compare_values(everyone)
         # an altered file must not load silently
         hashed = nullcontext() if source.written is None else hashed_meanwhile(source.written, everyone)
-        with hashed, shared_errors(everyone):  # of one stage, which only its ranks make
+        with hashed, shared_errors(everyone), source.with_room():  # of one stage, which only its ranks make
             return self._built()
 
     @collector_paused()
@@ -458,7 +463,8 @@ class _Build:
         model, adapter = source.model, source.adapter
         generation = getattr(model, "generation_config", None)
         if adapter is None:
-            return SavedModel(model.config, generation, self._ties, other_files, type(model))
+            whole = frozenset(model.state_dict())
+            return SavedModel(model.config, generation, self._ties, other_files, type(model), whole)
         return SavedAdapter(
             model.config,
             generation,

@@ -28,7 +28,6 @@ from penstock.launch.stop import Stop
 from penstock.models import hub
 from penstock.models.source import ModelLike, open_without_flash
 from penstock.models.split.balanced_split import LayerCosts
-from penstock.models.tracing.meta import bare
 from penstock.models.weights.files import weight_files
 from penstock.models.weights.saved_adapter import check_base
 from penstock.parallel.axes import Axes
@@ -192,11 +191,14 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
         auto.quantize,
         auto.mtp_loss_scaling_factor,
         trusted=auto.trust_remote_code,
+        new_weights=() if has_hub_weights(config.model) else auto.new_weights,
     )
     if auto.experts is not None:
         choose_experts(source.model, auto.experts, given=False)
     # of the model itself, which is opened by now
-    opened = replace(auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None)
+    opened = replace(
+        auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None, new_weights=()
+    )
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
     return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
@@ -233,9 +235,7 @@ def _planned(
         raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
     model = plan.source.model
     source = plan.source
-    if source.files:
-        source.check(bare(model), whole=True)
-    elif config.adapter is not None and not has_hub_weights(config.model):
+    if not source.files and config.adapter is not None and not has_hub_weights(config.model):
         rule = "it is for a model with weights, and here they are random"
         raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
     if config.data.packing in ("sequential", "best_fit"):
@@ -246,7 +246,8 @@ def _planned(
     start = find_start(config, model, resume, kinds)
     if start.checkpoint is not None and source.adapter is not None:
         check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
-    notes = *_deprecated(config), *_of_the_hub(config), *start.notes
+    new = [f"model.new_weights: {', '.join(source.new)}: initialised"] if source.new else []
+    notes = *_deprecated(config), *_of_the_hub(config), *new, *start.notes
     return Planned(config, auto, named, plan, kinds, start, notes)
 
 

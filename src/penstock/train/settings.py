@@ -173,6 +173,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         experts=model.experts,
         revision=model.commit if has_hub_weights(model) else None,
         load=model.load,
+        new_weights=model.new_weights,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
         quantize=None if config.adapter is None else config.adapter.quantize,
         mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,

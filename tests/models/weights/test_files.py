@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline
-from penstock.errors import CheckpointError, ModelError
+from penstock.errors import CheckpointError, ConfigError, ModelError
+from penstock.models.source import open_source
 from penstock.models.weights import files as weights
 from penstock.models.weights.tensor_file import TensorFile
+from support import zoo
 from support.covering import every
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
 
@@ -179,7 +185,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thin" / "config.json").write_text(
         tiny_config("llama", intermediate_size=40).to_json_string()
     )
-    with pytest.raises(CheckpointError, match=r"6 of another shape .*down_proj.weight is \[32, 48\], not"):
+    with pytest.raises(CheckpointError, match=r"12 of another shape .*down_proj.weight is \[32, 48\], not"):
         AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "thin")
 
 
@@ -195,3 +201,180 @@ def test_a_parameter_without_an_initialisation_is_refused() -> None:
         model = Extra(tiny_config("llama"))
     with pytest.raises(ModelError, match=r"norm\.extra: the model's _init_weights gives it no value"):
         AutoPipeline(ranks=2, microbatches=2).build(model)
+
+
+# ---- What the files hold, and what the model has
+
+
+def changed(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]], **config: Any) -> Path:
+    """The folder of a llama whose single file or config was changed."""
+    tiny_model("llama").save_pretrained(folder)
+    file, keys = folder / weights.SINGLE, json.loads((folder / "config.json").read_text())
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**keys, **config}))
+    return folder
+
+
+def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {name: value for name, value in tensors.items() if name not in names}
+
+
+def same(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors
+
+
+@pytest.mark.parametrize("shards", ["there", "gone"])
+def test_a_single_file_goes_before_an_index(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shards: str
+) -> None:
+    """0.5.0: an index left beside a newer file was read, other weights than transformers', and nothing said.
+
+    With its shards gone the folder was refused. The reader asked for the index first.
+    """
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    newer = tiny_model("llama", seed=1)
+    newer.save_pretrained(tmp_path / "newer")
+    (tmp_path / "newer" / weights.SINGLE).rename(tmp_path / weights.SINGLE)
+    for shard in tmp_path.glob("model-*") if shards == "gone" else ():
+        shard.unlink()
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    auto = AutoPipeline(ranks=2, microbatches=2)
+    for pipe in (auto.build(tmp_path), auto.build(tmp_path)):
+        for name, parameter in pipe.named_parameters():
+            assert torch.equal(parameter, theirs.get_parameter(name)), name
+    said = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    assert len(said) == 1, "said once"
+    assert f"{weights.SINGLE} is read, as transformers does, and {weights.INDEX} is ignored" in said[0]
+
+
+def test_an_index_of_no_file_is_refused(tmp_path: Path) -> None:
+    """0.5.0: the model was trained from random values, as a folder without files is."""
+    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / weights.INDEX).write_text('{"metadata": {}, "weight_map": {}}')
+    with pytest.raises(CheckpointError, match="its weight_map names no file"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000 + ".safetensors", "a\0.safetensors", "\ud800.safetensors"])
+def test_a_name_that_no_file_has_is_refused(tmp_path: Path, name: str) -> None:
+    """0.5.0: a traceback of OSError: the file system was asked for a name of 5,000 characters."""
+    (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
+    with pytest.raises(CheckpointError, match=r"no (safetensors file of this folder|index of weight files)"):
+        weights.weight_files(tmp_path)
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
+    "two layers of four": (
+        same, {"num_hidden_layers": 2},
+        r"18 that the model has no place for: model\.layers\.2.*json has 2 layers and the files have 4",
+    ),
+    "four layers of six": (
+        same, {"num_hidden_layers": 6},
+        r"it lacks 18 of the model's weights: model\.layers\.4.*has 6 layers and the files have 4",
+    ),
+    "an unknown tensor": (
+        lambda tensors: {**tensors, "model.gate.weight": torch.ones(2)}, {},
+        r"1 that the model has no place for: model\.gate\.weight\. Take",
+    ),
+    "a missing tensor": (
+        without("model.norm.weight"), {},
+        r"it lacks 1 of the model's weights: model\.norm\.weight.*new_weights=\(\"model\.norm\.weight\",\)",
+    ),
+    "scales of float8": (
+        lambda tensors: {
+            **{n: t.to(torch.float8_e4m3fn) if "_proj" in n else t for n, t in tensors.items()},
+            **{f"{n}_scale_inv": torch.ones(1, 1) for n in tensors if "_proj" in n},
+        }, {},
+        r"28 that the model has no place for.*The weights are quantized.*quantization_config",
+    ),
+    "torch.compile": (
+        lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()}, {},
+        r"have _orig_mod\.lm_head\.weight for lm_head\.weight: save the model without torch\.compile",
+    ),
+    "PEFT": (
+        lambda tensors: {name.replace("q_proj.", "q_proj.base_layer."): t for name, t in tensors.items()}, {},
+        r"q_proj\.base_layer\.weight for model\.layers\.0\.self_attn\.q_proj\.weight: .* without PEFT",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_files_that_do_not_fit_the_whole_model_are_refused(tmp_path: Path, case: str) -> None:
+    """0.5.0: `build` and `check` passed over tensors that the model has no place for; `train` alone looked.
+
+    So four layers were built as two, and float8 weights were read without their scales.
+    """
+    change, config, message = REFUSED[case]
+    folder = changed(tmp_path / "model", change, **config)
+    with pytest.raises(CheckpointError, match=message):
+        open_source(folder, None, None)
+    with pytest.raises(CheckpointError, match=message):
+        AutoPipeline(ranks=2, microbatches=2).build(folder)
+
+
+def test_what_transformers_ignores_is_ignored(tmp_path: Path) -> None:
+    """Old checkpoints have inv_freq in each layer; prediction layers (MTP) are left out unless asked for."""
+    frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(4)}
+    folder = changed(tmp_path / "old", lambda tensors: {**tensors, **frequencies})
+    AutoPipeline(ranks=2, microbatches=2).build(folder)
+    config = zoo.tiny_config("deepseek_v3", num_nextn_predict_layers=1)
+    pipe = AutoPipeline(ranks=2, microbatches=2, mtp_loss_scaling_factor=0.1).build(config)
+    pipe.save_pretrained(tmp_path / "mtp")
+    assert any("layers.4.eh_proj" in name for name in stored(tmp_path / "mtp"))
+    plain = AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "mtp")
+    assert not any("layers.4" in name for name, _ in plain.named_parameters())
+
+
+def test_new_weights_are_those_that_the_files_lack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """0.5.0: a weight that no file gives could not be asked for. The same ones as transformers reports."""
+    lacking = "lm_head.weight", "model.layers.3.mlp.up_proj.weight"
+    folder = changed(tmp_path / "model", without(*lacking))
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert report["missing_keys"] == set(lacking)
+    auto = AutoPipeline(microbatches=2, seed=5, new_weights=("lm_head.*", "*.3.mlp.up_proj.*"))
+    made = [dict(replace(auto, ranks=ranks).build(folder).named_parameters()) for ranks in (1, 2, 4)]
+    assert f"its files lack them: {', '.join(lacking)}" in caplog.text
+    whole, fresh = tiny_model("llama"), values(2, tiny_config("llama"), seed=5)
+    for found in made:
+        for name, value in found.items():
+            assert torch.equal(value, fresh[name] if name in lacking else whole.get_parameter(name)), name
+    assert AutoPipeline(ranks=2, microbatches=2, new_weights=("*",)).build_plan(folder).source.new == lacking
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        (("lm_head.*", "score.*"), "new_weights='score"),
+        (("model.norm.*", "lm_head.*"), "new_weights='model.norm"),
+    ],
+)
+def test_a_pattern_that_is_not_needed_is_refused(
+    tmp_path: Path, patterns: tuple[str, ...], message: str
+) -> None:
+    folder = changed(tmp_path / "model", without("lm_head.weight"))
+    with pytest.raises(ConfigError, match=message):
+        AutoPipeline(ranks=2, microbatches=2, new_weights=patterns).build_plan(folder)
+    with pytest.raises(CheckpointError, match="it lacks 1"):
+        AutoPipeline(ranks=2, microbatches=2, new_weights=("model.norm.*",)).build_plan(folder)
+    with pytest.raises(ConfigError, match="under an adapter"):
+        AutoPipeline(
+            ranks=2, microbatches=2, new_weights=("lm_head.*",), adapter=LoraConfig(target_modules=["q_proj"])
+        ).build_plan(folder)
+    with pytest.raises(ConfigError, match="they lack none"):  # a config has no files
+        AutoPipeline(ranks=2, microbatches=2, new_weights=("lm_head.*",)).build_plan(tiny_config("llama"))
+
+
+def test_weights_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    """0.5.0: a traceback of the allocator, for sizes that nobody has room for."""
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM with 256,000.0 GB of weights: there is no room"):
+        AutoPipeline(ranks=2, microbatches=2).build(tiny_config("llama", vocab_size=10**12))
+
+
+def test_weights_that_are_read_back_have_a_place(tmp_path: Path) -> None:
+    """0.5.0: `load_weights` passed over what the model has no place for. A stage knows the whole's names."""
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
+    folder = changed(tmp_path / "model", lambda tensors: {**tensors, "model.gate.weight": torch.ones(2)})
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    with pytest.raises(CheckpointError, match=r"1 that the model has no place for: model\.gate\.weight"):
+        pipe.load_weights(folder)
+    assert all(torch.equal(was, now) for was, now in zip(before, pipe.parameters(), strict=True))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import AdamW
 
@@ -144,7 +145,8 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     [
         ({"lora_alpha": 7}, r"adapter with lora_alpha=6: the model has 7"),
         ({"r": 2}, r"adapter with r=4: the model has 2"),
-        ({"target_modules": ["q_proj", "lm_head"]}, r"adapter_model.safetensors: it lacks base_model.model"),
+        ({"target_modules": r".*(_proj|lm_head)"}, r"adapter_model.safetensors: it lacks base_model.model"),
+        ({"target_modules": ["q_proj"]}, r"adapter_model.safetensors: it holds base_model.*mlp\.down_proj"),
     ],
 )
 def test_another_adapter_is_refused(options: dict[str, Any], refusal: str, tmp_path: Path) -> None:
@@ -171,12 +173,25 @@ def test_a_folder_of_pefts_own_is_loaded(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in pipe.named_parameters())
 
 
+def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    """0.5.0: it was passed over, as an embedding that PEFT saves along and loads is."""
+    _, pipe = made("lora")
+    pipe.save_pretrained(tmp_path / "saved")
+    file = tmp_path / "saved" / "adapter_model.safetensors"
+    more = {"base_model.model.model.embed_tokens.weight": torch.ones(64, 32)}
+    save_file({**load_file(file), **more}, file)
+    with pytest.raises(CheckpointError, match=r"it holds .*embed_tokens\.weight: the model's adapter has no"):
+        pipe.load_weights(tmp_path / "saved")
+
+
 def test_a_torn_file_is_refused(tmp_path: Path) -> None:
     _, pipe = made("lora")
     pipe.save_pretrained(tmp_path / "saved")
     file = tmp_path / "saved" / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors: it cannot be read"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter_model\.safetensors of .* it is no complete safetensors"
+    ):
         pipe.load_weights(tmp_path / "saved")
     shutil.rmtree(tmp_path / "saved")
     with pytest.raises(CheckpointError, match=r"adapter_config\.json: it cannot be read"):

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -45,7 +48,21 @@ from penstock.runtime.transport.groups import Processes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMED = 5  # tensors of each kind that an error names
+_LONGEST_NAME = 255  # bytes, of file systems
+_LAYER = re.compile(r"(.*?\.)??(?:layers|h|blocks|block|layer)\.(\d+)\.")
+
+# what stands in the names of a wrapped model's tensors, and what put it there
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "base_model.model.": "PEFT, by merge_and_unload()",
+    "base_layer.": "PEFT, by merge_and_unload()",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "module.": "DistributedDataParallel",
+}
+_SCALE = re.compile(r"(_scale(_inv)?|\.(scales|qweight|qzeros|g_idx|absmax|quant_map|SCB))$|\.quant_state\.")
 _HOST = torch.device("cpu")
+_log = logging.getLogger(__name__)
 
 # the names under which each tied weight appears, the one that it is saved by first
 Ties = tuple[tuple[str, ...], ...]
@@ -64,14 +81,12 @@ def tied_names(model: nn.Module) -> Ties:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a Hugging Face folder; none where it holds no weights.
+    """The safetensors files that transformers reads in a folder; none where it holds no weights.
 
-    Raises CheckpointError where a file that the index names is missing, cut short or altered in length. Only
-    headers are read.
+    Raises CheckpointError where one is missing, cut short or altered in length. Only headers are read.
     """
-    files = [folder / name for name in named_files(folder)]
-    if not (folder / INDEX).is_file() and not (folder / SINGLE).is_file():
-        files = []
+    single, index = folder / SINGLE, folder / INDEX
+    if not single.is_file() and not index.is_file():
         others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
         if others:  # random weights in their stead would be a silent loss
             raise CheckpointError(
@@ -79,35 +94,57 @@ def weight_files(folder: Path) -> list[Path]:
                 f"weights are read from {SINGLE}, or from shards that {INDEX} lists, and neither is here",
                 "Complete the folder or save it as safetensors; give its config alone for random weights",
             )
+        return []
+    if single.is_file() and index.is_file():
+        _say_ignored(folder)
+    files = [folder / name for name in named_files(folder)]
     for file in files:
         if not file.is_file():
-            raise CheckpointError(str(file), "the index names it and it is missing", "Copy the folder again")
+            remedy = f"Copy the folder again, or remove {INDEX} and save the weights anew"
+            raise CheckpointError(str(file), "the index names it and it is missing", remedy)
         check_complete(file)
     return files
 
 
+@cache
+def _say_ignored(folder: Path) -> None:
+    """Log, once, that a folder has two sets of weights."""
+    if os.environ.get("RANK", "0") == "0":
+        _log.warning("%s: %s is read, as transformers does, and %s is ignored", folder, SINGLE, INDEX)
+
+
 def named_files(folder: Path) -> list[str]:
-    """The names of a folder's weight files, which need not be there: those in its index, or the only one.
+    """The names of a folder's weight files, which need not be there: the single one, else those in its index.
 
     Raises CheckpointError for an index that cannot be read, or that names a file outside of the folder.
     """
-    if not (folder / INDEX).is_file():
+    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return [SINGLE]
     try:
-        return sorted({_inside(name) for name in read_json(folder / INDEX)["weight_map"].values()})
+        names = sorted({_inside(name) for name in read_json(folder / INDEX)["weight_map"].values()})
+        if not names:
+            raise ValueError("its weight_map names no file")
     except UNREADABLE as cause:
         raise CheckpointError(
             str(folder / INDEX),
             f"it is no index of weight files ({_why(cause)})",
             "Copy the folder again",
         ) from cause
+    return names
 
 
 def _inside(name: str) -> str:
     """The name of a file of the folder; an index from elsewhere may name any file of this machine."""
     parts = PurePosixPath(name).parts
-    if not parts or ".." in parts or parts[0] == "/":
-        raise ValueError(f"{name!r} is no file of this folder")
+    if (
+        not parts
+        or ".." in parts
+        or parts[0] == "/"
+        or "\0" in name
+        or max(map(len, map(os.fsencode, parts))) > _LONGEST_NAME
+        or not name.endswith(".safetensors")
+    ):
+        raise ValueError(f"{name[:80]!r} is no safetensors file of this folder")
     return name
 
 
@@ -134,6 +171,7 @@ def load(
     ties: Ties,
     device: torch.device = _HOST,
     reads: Reads | None = None,
+    new: Collection[str] = (),
 ) -> None:
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
@@ -145,6 +183,7 @@ def load(
         device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
         reads: how this process gets tensors that others need too; None reads each. The call is then
             collective over those processes.
+        new: names that stay without values where no file gives them
 
     Raises CheckpointError where a parameter is in no file or has another shape; HandshakeError where the
     processes of `reads` have other files.
@@ -165,23 +204,34 @@ def load(
             return {name: Unread(read, partial(file.like, name)) for name, read in own.items()}
 
         with maps_for_results(device):
-            _fill(stage, files, ties, unread, str(device))
+            _fill(stage, files, ties, unread, str(device), new=new)
 
 
-def check(stage: PreTrainedModel, files: Sequence[Path], ties: Ties, *, whole: bool = False) -> None:
+def check(
+    stage: PreTrainedModel,
+    files: Sequence[Path],
+    ties: Ties,
+    *,
+    whole: Collection[str] | None = None,
+    new: Collection[str] = (),
+) -> list[str]:
     """Raise the errors of `load` from the files' headers: no tensor is read, `stage` stays without values.
 
     Its parameters then have the dtypes that `load` gives them.
 
     Args:
-        whole: `stage` is the whole model: a tensor that it has no place for is an error, too
+        whole: the names of the whole model's tensors. One of the files that it has no place for is an error,
+            but for what transformers ignores; None ignores all of them
+        new: patterns of names that no file needs to give
+
+    Returns the names without values that `new` allows.
     """
 
     def shapes(path: Path) -> dict[str, Unread]:
         with TensorFile(path) as file:
             return {name: Unread(partial(file.like, name)) for name in file.names()}
 
-    _fill(stage, files, ties, shapes, "meta", whole=whole)
+    return _fill(stage, files, ties, shapes, "meta", whole=whole, new=new)
 
 
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -235,17 +285,20 @@ def _fill(
     tensors: Callable[[Path], Mapping[str, Unread]],
     device: str,
     *,
-    whole: bool = False,
-) -> None:
+    whole: Collection[str] | None = None,
+    new: Collection[str] = (),
+) -> list[str]:
     if next(stage.parameters(), None) is None:  # a stage that only passes on its input
-        return
+        return []
     unread: dict[str, Any] = {}
     for file in files:
         unread |= tensors(file)
+    stored = list(unread)
     mapping = get_model_conversion_mapping(stage)
     for entry in mapping:  # where one asks for the CPU, it would move what has no values
         if device == "meta" and isinstance(entry, WeightConverter):
             entry.force_cpu = False
+    renamed = {} if whole is None else {key: name for key, name, _ in _renamed(stored, stage, mapping, whole)}
     _add_names_of_ties(unread, stage, ties, mapping)
     _read_own_rows(unread, stage, mapping)
     config = LoadStateDictConfig(
@@ -257,29 +310,64 @@ def _fill(
     with _one_tensor_at_a_time():
         info, _ = convert_and_load_state_dict_in_model(stage, unread, config)
     tie_within(stage, ties)
-    read_by_another_name = {n for names in ties if not info.missing_keys.issuperset(names) for n in names}
-    lacking = info.missing_keys - read_by_another_name
-    mismatched = {
-        name: f"{name} is {list(found)}, not {list(wanted)}" for name, found, wanted in info.mismatched_keys
-    }
-    missing = [
-        name
-        for name, parameter in stage.named_parameters()
-        if name not in mismatched and (name in lacking if device == "meta" else parameter.is_meta)
-    ]
+    info.missing_keys -= {n for names in ties if not info.missing_keys.issuperset(names) for n in names}
+    info.unexpected_keys = _without_prediction_layers(stage, set(renamed.values()).difference(whole or ()))
     stage._adjust_missing_and_unexpected_keys(info)  # without what its family leaves out on purpose
-    unexpected = info.unexpected_keys if whole else ()
-    wrong = {
-        "{} of another shape than the model's": mismatched.values(),
-        "it lacks {} of the model's weights": missing,
-        "{} that the model has no place for": unexpected,
+    fresh = {name for name in info.missing_keys if any(fnmatchcase(name, pattern) for pattern in new)}
+    info.missing_keys -= fresh
+    foreign = [key for key, name in renamed.items() if name in info.unexpected_keys]
+    if problems := _problems(info, foreign):
+        value = f"the weights in {files[0].parent}"
+        raise CheckpointError(value, "; ".join(problems), _remedy(stage, info.missing_keys, stored, foreign))
+    return sorted(fresh)
+
+
+def _without_prediction_layers(stage: PreTrainedModel, names: set[str]) -> set[str]:
+    """`names` but for those of prediction layers (MTP): files number them after the model's own layers."""
+    text = stage.config.get_text_config()
+    count = getattr(text, "num_mtp_layers", None) or 0
+    layers = {str(text.num_hidden_layers + index) for index in range(count)}
+    return {name for name in names if not ((layer := _LAYER.match(name)) and layer[2] in layers)}
+
+
+def _problems(info: Any, foreign: Collection[str]) -> list[str]:
+    """What is wrong with the files, in words. foreign: their names that the model has no place for"""
+    wrong: dict[str, Collection[str]] = {
+        "{} of another shape than the model's": [
+            f"{name} is {list(stored)}, not {list(wanted)}" for name, stored, wanted in info.mismatched_keys
+        ],
+        "{} that transformers cannot convert": [
+            f"{name} ({' '.join(text.split())})" for name, text in info.conversion_errors.items()
+        ],
+        "it lacks {} of the model's weights": info.missing_keys - info.conversion_errors.keys(),
+        "{} that the model has no place for": foreign,
     }
-    if found := [f"{text.format(len(names))}: {_first(names)}" for text, names in wrong.items() if names]:
-        raise CheckpointError(
-            f"the weights in {files[0].parent}",
-            "; ".join(found),
-            "Take the weights and the config.json of one model, or train from its config alone",
+    return [f"{text.format(len(names))}: {_first(names)}" for text, names in wrong.items() if names]
+
+
+def _remedy(
+    stage: PreTrainedModel, missing: Collection[str], stored: Sequence[str], foreign: Collection[str]
+) -> str:
+    """What to do where the files give `stored`, and the model lacks `missing`."""
+    for wrapper, writer in _WRAPPERS.items():
+        plain = {key.replace(wrapper, ""): key for key in stored if wrapper in key}
+        if near := sorted(plain.keys() & set(missing)):
+            return f"The files have {plain[near[0]]} for {near[0]}: save the model without {writer}"
+    if any(_SCALE.search(key) for key in foreign):
+        return (
+            "The weights are quantized, and its config.json does not say how (quantization_config): take the "
+            "model in bfloat16, or dequantize it with transformers and save that"
         )
+    layers = stage.config.get_text_config().num_hidden_layers
+    numbers = [int(layer[2]) for key in stored if (layer := _LAYER.match(key))]
+    depth = 1 + max(numbers, default=-1)
+    if numbers and depth != layers and any(map(_LAYER.match, (*missing, *foreign))):
+        return f"The config.json has {layers} layers and the files have {depth}: take those of one model"
+    remedy = "Take the weights and the config.json of one model"
+    if not missing:
+        return f"{remedy}, or save the model anew with transformers" if foreign else remedy
+    example = f'new_weights=("{min(missing)}",)'
+    return f"{remedy}, or name what is to get new values: {example}, or model.new_weights in a config"
 
 
 def _first(names: Collection[str]) -> str:
@@ -336,24 +424,26 @@ def _read_own_rows(
 
 
 def _renamed(
-    unread: Mapping[str, Any],
+    unread: Collection[str],
     stage: PreTrainedModel,
     mapping: Sequence[WeightTransform],
-    tied: Collection[str] = (),
+    others: Collection[str] = (),
 ) -> list[tuple[str, str, bool]]:
     """For each key the name that transformers gives it, and whether it converts the tensor.
 
     In the order in which it goes through them: some renamings depend on the keys before.
 
-    tied: names that the stage may lack
+    others: names that the stage may lack
     """
     mapping = copy.deepcopy(mapping)  # as they remember what they have seen
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    known = dict.fromkeys((*stage.state_dict(), *tied), True)
+    known = dict.fromkeys((*stage.state_dict(), *others), True)
     found = []
     for key in sorted(unread, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
+        if name not in known and key in known:  # as the loader does
+            name, pattern = rename_source_key(key, [], [], stage.base_model_prefix, known)
         found.append((key, name, pattern is not None))
     return found
 

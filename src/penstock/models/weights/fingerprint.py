@@ -8,16 +8,13 @@ not count.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.models.weights.tensor_file import DTYPES
-from penstock.reading import LARGEST_JSON, parse_json
+from penstock.models.weights.tensor_file import DTYPES, TensorFile
 
 _END = 2048  # bytes of each end of a weight
 
@@ -26,15 +23,8 @@ def fingerprint_of_files(files: Sequence[Path]) -> str:
     """Of the weights in safetensors files."""
     found: dict[str, bytes] = {}
     for path in files:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header: dict[str, Any] = parse_json(file.read(min(length, LARGEST_JSON)))
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    begin, end = (8 + length + offset for offset in entry["data_offsets"])
-                    first, last = (begin, min(end, begin + _END)), (max(begin, end - _END), end)
-                    ends = [_read(file, *first), _read(file, *last)]
-                    found[name] = _described(entry["dtype"], entry["shape"], ends)
+        with TensorFile(path) as file:
+            found |= {name: _described(*file.described(name, _END)) for name in file.names()}
     return _digest(found)
 
 
@@ -47,12 +37,6 @@ def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
         ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
         found[name] = _described(names.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)
     return _digest(found)
-
-
-def _read(file: Any, begin: int, end: int) -> bytes:
-    file.seek(begin)
-    content: bytes = file.read(end - begin)
-    return content
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -164,6 +164,12 @@ class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no room for a tensor. The host's allocator has no exception type."""
+    kinds = MemoryError, torch.OutOfMemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator: " in str(error)
+
+
 def _mapped(count: int) -> Tensor:
     """A map of bytes, without pages. Raises MemoryError."""
     try:

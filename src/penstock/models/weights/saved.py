@@ -41,6 +41,7 @@ class SavedModel:
     """Everything but the weights that stages need to write and read the whole model's files.
 
     kind: the model's class
+    whole: the names of the whole model's tensors
     other_files: contents of further files of the folder that the model came from, such as its tokenizer's
         (Source.other_files); written as they are, whatever has become of that folder
     """
@@ -50,6 +51,7 @@ class SavedModel:
     ties: Ties
     other_files: Mapping[str, bytes] | None = None
     kind: type[PreTrainedModel] | None = None
+    whole: Collection[str] | None = None
 
     def written(self, module: nn.Module) -> list[str]:
         """The names in the state of a stage's `module` that files hold."""
@@ -141,7 +143,7 @@ class SavedModel:
         """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
         files = _weight_files(Path(folder))
         for stage in stages.values():
-            weights.check(write_through(stage.module), files, self.ties)
+            weights.check(write_through(stage.module), files, self.ties, whole=self.whole)
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError, UnfitError
@@ -27,8 +25,9 @@ from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import Hashed, together
+from penstock.models.weights.reading import HostReader
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
-from penstock.models.weights.tensor_file import DTYPES, check_header, widest_first, write_tensors
+from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 from penstock.reading import read_json
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
@@ -123,15 +122,9 @@ class SavedAdapter(SavedModel):
         folder = Path(folder)
         self._check_config(folder)
         check_base(folder, self.base)
-        with safe_open_adapter(folder) as file:
-            there = set(file.keys())
+        with adapter_file(folder) as file:
             for stage in stages.values():
-                for key, value in _wanted(stage.module, self.names, self.ties, there).items():
-                    if key not in there:
-                        raise _unfit(folder, f"{ADAPTER}: it lacks {key}")
-                    shape = file.get_slice(key).get_shape()
-                    if shape != list(value.shape):
-                        raise _unfit(folder, f"{key} is {shape}, not {list(value.shape)}")
+                check_adapter(file, stage.module, self.names, self.ties)
 
     def _check_config(self, folder: Path) -> None:
         content = read_object(folder / ADAPTER_CONFIG)
@@ -153,15 +146,29 @@ def read_object(file: Path) -> dict[str, Any]:
         raise CheckpointError(str(file), rule, "Give a folder that holds an adapter") from cause
 
 
-def safe_open_adapter(folder: Path) -> Any:
-    """Open the adapter's file, whose header has to fit its length. Raises CheckpointError."""
-    check_header(folder / ADAPTER)
-    try:
-        return safe_open(folder / ADAPTER, framework="pt", backend="pread")
-    except Exception as cause:  # missing, or safetensors' own
-        raise CheckpointError(
-            f"{folder / ADAPTER}", f"it cannot be read: {cause}", "Give a folder that holds an adapter"
-        ) from cause
+def adapter_file(folder: Path) -> TensorFile:
+    """The file of the adapter in a folder. Raises CheckpointError."""
+    if not (folder / ADAPTER).is_file():
+        rule = "it cannot be read: there is no such file"
+        raise CheckpointError(str(folder / ADAPTER), rule, "Give a folder that holds an adapter")
+    return TensorFile(folder / ADAPTER)
+
+
+def check_adapter(file: TensorFile, module: nn.Module, names: Mapping[str, str], ties: Ties) -> None:
+    """Raise CheckpointError unless the adapter's file fits `module`, the whole model or a stage of it.
+
+    names: those in the file, of the whole model's parameters
+    """
+    there, folder = set(file.names()), file.path.parent
+    state = module.state_dict()
+    for name, key in _keys(module, names, ties, there).items():
+        if key not in there:
+            raise _unfit(folder, f"{ADAPTER}: it lacks {key}")
+        stored, wanted = list(file.like(key).shape), list(meta_like(state[name]).shape)
+        if stored != wanted:
+            raise _unfit(folder, f"{key} is {stored}, not {wanted}")
+    if foreign := sorted(there.difference(names.values())):
+        raise _unfit(folder, f"{ADAPTER}: it holds {foreign[0]}", "the model's adapter has no such tensor")
 
 
 def load_adapter(twin: nn.Module, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
@@ -169,13 +176,13 @@ def load_adapter(twin: nn.Module, folder: Path, names: Mapping[str, str], ties: 
 
     names: those in the file, of the whole model's parameters
     """
-    with safe_open_adapter(folder) as file:
-        keys = _keys(twin, names, ties, set(file.keys()))
+    with adapter_file(folder) as file:
+        keys, reader = _keys(twin, names, ties, set(file.names())), HostReader()
         for prefix, owner in twin.named_modules():
             for table in (owner._parameters, owner._buffers):
                 for name in table:
                     if key := keys.get(f"{prefix}.{name}".lstrip(".")):
-                        table[name] = file.get_tensor(key)
+                        table[name] = file.read(key, reader)
 
 
 def check_base(folder: Path, base: Callable[[], str]) -> None:
@@ -206,28 +213,18 @@ def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[st
     return found
 
 
-def _wanted(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[str]) -> dict[str, Tensor]:
-    state = module.state_dict()
-    return {key: meta_like(state[name]) for name, key in _keys(module, names, ties, there).items()}
-
-
 def _join(folder: Path, parts: list[str]) -> Any:
     """Write one file with the tensors of all parts, one tensor after the other, and remove the parts."""
     with ExitStack() as opened:
         layout: dict[str, Tensor] = {}
-        where: dict[str, Any] = {}
+        where: dict[str, TensorFile] = {}
         for part in parts:
-            file = opened.enter_context(safe_open(folder / part, framework="pt", backend="pread"))
-            for key in file.keys():  # noqa: SIM118
-                held = file.get_slice(key)
-                layout[key] = torch.empty(held.get_shape(), dtype=DTYPES[held.get_dtype()], device="meta")
-                where[key] = file
-        layout = widest_first(layout)
-
-        def values() -> Iterator[tuple[str, Tensor]]:
-            return ((key, where[key].get_tensor(key)) for key in layout)
-
-        entry = write_tensors(folder / ADAPTER, layout, values())
+            file = opened.enter_context(TensorFile(folder / part))
+            layout |= {key: file.like(key) for key in file.names()}
+            where |= dict.fromkeys(file.names(), file)
+        layout, reader = widest_first(layout), HostReader()
+        values = ((key, where[key].read(key, reader)) for key in layout)
+        entry = write_tensors(folder / ADAPTER, layout, values)
     for part in parts:
         (folder / part).unlink()
     return entry

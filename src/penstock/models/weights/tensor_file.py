@@ -94,6 +94,14 @@ class TensorFile:
         cast.reshape(-1)[begin:end] = made.reshape(-1)[begin:end]
         return cast
 
+    def described(self, name: str, most: int) -> tuple[str, list[int], list[bytes]]:
+        """Of one tensor its dtype's name, its shape, and the first and last `most` bytes, or fewer."""
+        entry = self._header[name]
+        begin, end = (self._begin + offset for offset in entry["data_offsets"])
+        count = min(most, end - begin)
+        ends = [os.pread(self._file, count, at) for at in (begin, end - count)]
+        return entry["dtype"], entry["shape"], ends
+
     def _kind(self, name: str) -> tuple[list[int], torch.dtype]:
         entry = self._header[name]
         if entry["dtype"] not in DTYPES:

@@ -36,6 +36,7 @@ from penstock.models.adapters import names_in_file
 from penstock.models.source import Source
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import tied_names
+from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved_adapter import load_adapter
 from penstock.parallel.axes import Axes
 from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
@@ -237,10 +238,8 @@ def compare_with_reference(
     found = None
     try:
         found = _run_reference(reference, device, microbatches)
-    except (torch.OutOfMemoryError, MemoryError):
-        pass
-    except RuntimeError as error:  # the host's allocator has no exception type
-        if "DefaultCPUAllocator" not in str(error):
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out_of_memory(error):
             raise
     if device.type == "cuda":
         torch.cuda.empty_cache()  # only here nothing refers to the model any more

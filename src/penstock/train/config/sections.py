@@ -78,6 +78,9 @@ class ModelSection(Section):
     # its config says, or grouped_mm
     experts: str | None = None
     seed: Natural = 0  # of random weights
+    # Weights that the files of `path` lack, by patterns such as score.*: they are initialised from the seed.
+    # Without it a missing weight is an error
+    new_weights: Patterns = ()
     # A number trains the prediction layers (MTP) that the config has as num_nextn_predict_layers: the mean of
     # their losses counts so much, 0.1 in Megatron. null: built without them
     mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
