@@ -219,7 +219,7 @@ class AutoPipeline(Options):
         does not take.
         """
         loss = self.loss()
-        if not isinstance(loss, OwnLoss):
+        if type(loss) is not NextToken:
             return loss
         try:
             found = own_loss(model, find_chain(model))
@@ -228,7 +228,7 @@ class AutoPipeline(Options):
                 raise
             return loss
         if isinstance(found, NextToken):
-            return loss if loss.penalties != found.penalties else loss.as_own()
+            return loss.as_own() if found.of_model and loss.penalties == found.penalties else loss
         if self.loss_fn is not None:
             return loss
         self._check_own(model, found)
@@ -490,7 +490,7 @@ class _Build:
             loss,
             auto.batch_splitter(
                 completer,
-                BatchCheck(source.model, loss if isinstance(loss, OwnLoss) else None),
+                BatchCheck(source.model, loss if auto.own_loss and isinstance(loss, OwnLoss) else None),
                 counts_tokens=asks_for_balance(source.model),
             ),
             auto.schedules(schedule, plan.frozen),

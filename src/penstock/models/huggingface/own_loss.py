@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any, NoReturn, get_args
 
 import torch
@@ -37,10 +38,15 @@ _CLOSE = 1e-4  # relative; some models compute their loss in half precision's lo
 def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     """The loss of `model` itself, marked as such. Raises ModelError where it is none that penstock computes.
 
+    A language model whose forward takes no labels has none: it gets that of next tokens, which is not marked.
     Cached for models that are built the same way.
     """
     if isinstance(model, PredictionModel):  # penstock's own forward, which adds the prediction layers' losses
         return NextToken().as_own()
+    takes = signature(model.forward).parameters
+    reads = "labels" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
+    if not reads and model.get_output_embeddings() is not None:
+        return NextToken()
     return remembered(_found, model, chain.layers, lambda: _find(model, chain))
 
 
