@@ -31,8 +31,8 @@ later ones (per-layer inputs, the embeddings); what a layer *hands* to the next 
 layers *share* (keys and values). A mixture of experts whose config sets `output_router_logits` has its
 auxiliary loss counted too: the routers' logits then cross the edges, with their gradients.
 
-Where the model's own loss is not that of each next token, the last column says so: the gradients are those of
-the next-token loss, or of the `loss_fn` that you give.
+Without a `loss_fn` the loss is the model's own, `model(**batch).loss`. The last column says where this
+compares each token with its own label and not with the next token's.
 
 The prediction layers (MTP) of deepseek_v3 and glm4_moe [train too](guides/prediction.md).
 
@@ -89,9 +89,9 @@ def _row(model_type: str, verdict: census.Verdict) -> str:
         return f"| {model_type} | | not tried: {verdict.refusal} | | |\n"
     if verdict.chain is None:
         return f"| {model_type} | {verdict.kind} | refused: {_short(verdict.refusal)} | | |\n"
-    other = abs(verdict.loss - verdict.own_loss) > 1e-4
+    other = model_type in zoo.UNSHIFTED
     crosses = _crosses(verdict.chain)
-    return f"| {model_type} | {verdict.kind} | exact | {crosses} | {'another' if other else ''} |\n"
+    return f"| {model_type} | {verdict.kind} | exact | {crosses} | {'of each token' if other else ''} |\n"
 
 
 def _crosses(chain: Chain) -> str:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from penstock import AutoPipeline
+from penstock.batch.loss import NextToken
 from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch, refuse_too_large
 from penstock.pipeline import auto_pipeline
@@ -59,11 +60,11 @@ def test_an_encoder_is_refused(tmp_path: Path, penstock: Command) -> None:
     """0.5.0: a BERT folder passed: transformers makes a causal LM of it, whose tokens see those after."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
              "num_attention_heads": 2}  # fmt: skip
-    config = AutoConfig.for_model("bert", architectures=["BertForMaskedLM"], **sizes)
+    config = AutoConfig.for_model("bert", architectures=["BertLMHeadModel"], **sizes)
     config.save_pretrained(tmp_path)
     code, _, err = penstock("check", tmp_path, "--ranks", "2")
     assert code == 2
-    assert "model_type='bert' (BertForMaskedLM) with is_decoder=False: it is an encoder" in err
+    assert "model_type='bert' (BertLMHeadModel) with is_decoder=False: it is an encoder" in err
 
 
 def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock: Command) -> None:
@@ -184,7 +185,7 @@ def test_the_batch_is_always_the_same_uneven_and_partly_labelled() -> None:
     model = tiny_model("llama")
     shape = batch_shape(model, 4)
     assert shape == (5, 32)
-    first, second = random_batch(model, shape), random_batch(model, shape)
+    first, second = (random_batch(model, shape, NextToken()) for _ in range(2))
     assert torch.equal(first["input_ids"], second["input_ids"])
     counts = (first["labels"] != -100).sum(1).tolist()
     assert 0 < counts[0] < min(counts[1:])

@@ -127,3 +127,17 @@ def test_differences_are_worst_by_their_tolerance() -> None:
 def test_free_memory_is_a_sensible_number() -> None:
     free = free_memory()
     assert free is None or 2**20 < free < 2**50
+
+
+def test_a_comparison_counts_the_auxiliary_loss_of_each_microbatch() -> None:
+    """It is each microbatch's own, on both sides: no false difference, and a true one is seen."""
+    model = tiny_model("mixtral", torch.float64, output_router_logits=True)
+    losses = []
+    for count in (1, 4):
+        pipe = pipeline(model, microbatches=count)
+        report = pipe.verify_against(model, ragged_batch())
+        assert report.losses is not None
+        losses.append(report.losses[1])
+    assert abs(losses[0] - losses[1]) > 1e-7
+    other = tiny_model("mixtral", torch.float64, output_router_logits=True, router_aux_loss_coef=0.002)
+    assert not pipe.compare(other, ragged_batch()).passed

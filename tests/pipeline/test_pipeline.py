@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -351,3 +352,21 @@ def trained() -> dict[str, torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach() for name, parameter in pipe.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("max_norm", [1.0, math.inf])
+def test_a_norm_that_is_not_finite_clips_as_torch_does(odd: float, max_norm: float) -> None:
+    """0.5.0: with a norm of NaN no gradient changed, as NaN is not below 1: torch makes all of them NaN."""
+    model = tiny_model("llama")
+    pipe = pipeline(model)
+    pipe.step(ragged_batch())
+    for name, gradient in gradients_of(pipe).items():
+        model.get_parameter(name).grad = gradient
+    for named in (dict(pipe.named_parameters()), dict(model.named_parameters())):
+        gradient = named["model.norm.weight"].grad
+        assert gradient is not None
+        gradient[0] = odd
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    torch.testing.assert_close(pipe.clip_grad_norm_(max_norm), float(norm), equal_nan=True)
+    torch.testing.assert_close(gradients_of(pipe), gradients_of(model), rtol=0, atol=0, equal_nan=True)

@@ -95,3 +95,10 @@ def measured() -> Any:
     costs = pipe.layer_costs(x_batch())
     assert all(p.grad is grad for p, grad in zip(pipe.parameters(), before, strict=True))
     return costs.layers, costs.embedding, costs.head
+
+
+def test_the_summary_says_that_the_auxiliary_loss_depends_on_the_microbatches() -> None:
+    """0.5.0: the loss changed with their number, and nothing said so."""
+    said = "auxiliary loss is each microbatch's own, so it changes with their number"
+    assert said in str(pipeline(tiny_model("mixtral", output_router_logits=True)))
+    assert said not in str(pipeline(tiny_model("mixtral")))

@@ -61,7 +61,9 @@ def judge(
         assert all(held.intersection(names) for names in names_of(model)), "a stage lacks a weight"
         assert found.keys() == held & gradients.keys(), "a gradient is missing, or one too many"
         assert_gradients(found, gradients, TOLERANCE[dtype])
-    return Verdict(kind, chain, "", loss, own_loss(model, batch))
+    own = own_loss(model, batch)
+    assert abs(own - loss) <= 1e-4 * max(1.0, abs(own)), "the loss is not the model's own"
+    return Verdict(kind, chain, "", loss, own)
 
 
 def names_of(model: PreTrainedModel) -> list[set[str]]:
@@ -79,13 +81,18 @@ def microbatches(batch: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def plain(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[float, Gradients]:
     """Microbatch by microbatch: an auxiliary loss is a mean over each."""
-    return plain_steps(model, microbatches(batch))
+    return plain_steps(model, microbatches(batch), shifted=is_shifted(model))
+
+
+def is_shifted(model: PreTrainedModel) -> bool:
+    return model.config.model_type not in zoo.UNSHIFTED
 
 
 @torch.no_grad()
 def own_loss(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> float:
     """The mean of the losses that the model itself makes of the labels, by valid tokens."""
     split = microbatches(batch)
-    valid = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in split]
+    first = int(is_shifted(model))
+    valid = [int((microbatch["labels"][:, first:] != -100).sum()) for microbatch in split]
     losses = [float(model(**microbatch, use_cache=False).loss) for microbatch in split]
     return sum(loss * count for loss, count in zip(losses, valid, strict=True)) / sum(valid)

@@ -32,19 +32,22 @@ def plain_step(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> tuple[flo
 
 
 def plain_steps(
-    model: PreTrainedModel, microbatches: Sequence[Mapping[str, Tensor]]
+    model: PreTrainedModel, microbatches: Sequence[Mapping[str, Tensor]], *, shifted: bool = True
 ) -> tuple[float, Gradients]:
     """Loss and gradients of the mean over all valid tokens of all microbatches, one forward each.
 
     Where the config asks for it, the routers' auxiliary loss counts too: a mean over each microbatch.
+    shifted: whether a label is that of the token before it
     """
     model.zero_grad()
-    valid = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
+    first = int(shifted)
+    valid = [int((microbatch["labels"][:, first:] != -100).sum()) for microbatch in microbatches]
     loss = 0.0
     for microbatch, count in zip(microbatches, valid, strict=True):
         inputs = {name: value for name, value in microbatch.items() if name != "labels"}
         output = model(**inputs, use_cache=False)
-        logits, labels = output.logits[:, :-1].flatten(0, 1), microbatch["labels"][:, 1:].flatten()
+        length = output.logits.shape[1] - first
+        logits, labels = output.logits[:, :length].flatten(0, 1), microbatch["labels"][:, first:].flatten()
         total = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
         if getattr(output, "aux_loss", None) is not None:
             total = total + _auxiliary_coefficient(model) * output.aux_loss * count

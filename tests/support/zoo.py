@@ -160,6 +160,12 @@ PLAIN_VISION = SiglipVisionConfig(
 # the part of the whole that the causal language model is made of, where `from_config` does not find it
 PART_OF_WHOLE = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 
+# whose own loss compares each token with its own label
+UNSHIFTED = frozenset({
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "marian", "mbart", "mvp",
+    "pegasus", "plbart", "trocr", "whisper", "xlnet",
+})  # fmt: skip
+
 ASSISTANT = "its forward takes another model's embeddings, keys and values instead of ids, and no labels"
 
 # families that cannot be run whole with `input_ids` on this machine, and why

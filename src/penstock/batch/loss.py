@@ -8,9 +8,9 @@ differentiated. The gradients need no second pass, also if microbatches differ i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, signature
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +44,139 @@ class Loss(Protocol):
         """
 
 
-class NextToken:
+class OwnLoss:
+    """A loss that transformers' own models compute of the labels of a batch.
+
+    of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
+    """
+
+    of_model = False
+
+    def as_own(self) -> Self:
+        """The same loss as that of a model."""
+        other = copy.copy(self)
+        other.of_model = True
+        return other
+
+    def check(self, batch: Microbatch, head: int | None) -> None:
+        """Raise BatchError for labels that it does not take. head: how many tokens the model's head has"""
+        if "shift_labels" in batch:
+            rule = "the model's own loss is not that of next tokens, and reads 'labels'"
+            raise BatchError("shift_labels in a batch", rule, "Take them out")
+
+    def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
+        """Random labels for random tokens (rows, sequence)."""
+        raise NotImplementedError
+
+
+class TokenLabels(OwnLoss):
+    """Cross-entropy of each token's label, -100 ignored: token classification, masked language modelling.
+
+    Args:
+        classes: the number of labels; None takes that of the model's head.
+    """
+
+    reads = "the label of each token"
+    penalties = Penalties(0.0, 0.0)
+
+    def __init__(self, classes: int | None = None) -> None:
+        self._classes = classes
+        self._of_whole_logits: Callable[[Tensor, Tensor, Penalties], Tensor] = _of_whole_logits
+
+    def compiled(self, **options: Any) -> Self:
+        """The same loss, with that of whole logits compiled. options: of torch.compile"""
+        other = copy.copy(self)
+        other._of_whole_logits = torch.compile(_of_whole_logits, **options)
+        return other
+
+    def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
+        """Random labels of random tokens (rows, sequence); a fifth, and half of the first row's, ignored."""
+        ignored = torch.rand(ids.shape, generator=generator) < 0.2
+        ignored[0, : ids.shape[1] // 2] = True
+        ignored[:, -1] = False  # or a short row might have none
+        labels = ids if self._classes is None else ids % self._classes
+        return labels.masked_fill(ignored, IGNORED)
+
+    def check(self, batch: Microbatch, head: int | None) -> None:
+        super().check(batch, head)
+        if "labels" in batch:
+            self._check("labels", batch["labels"], self._classes or head)
+
+    def _check(self, name: str, labels: Any, count: int | None) -> None:
+        check_labels(name, labels)
+        if count is not None:
+            check_tokens(name, labels, count, "the model's head has")
+
+    def weight(self, microbatch: Microbatch) -> int:
+        name = self._name(microbatch)
+        labels = _labels(microbatch, name, self.reads)
+        check_labels(name, labels)
+        ids = microbatch.get("input_ids")
+        most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
+        # some models take fewer (git reads images first), or several for each token (musicgen)
+        if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
+            raise BatchError(
+                f"{name} of shape {list(labels.shape)}",
+                f"{self.reads} is read from one for each token: {list(most) if most else 'rows'}",
+                "Give as many as input_ids, with -100 where no loss is wanted, or give a loss_fn",
+            )
+        return int((self._counted(labels, name) != IGNORED).sum())
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """The cross-entropy summed over the valid tokens. Half precision is summed in float32.
+
+        Args:
+            output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
+                "auxiliary_loss", a mean that counts for as many items as the microbatch has.
+            microbatch: with context shards it has the entry VALID_ITEMS: the number of items that the
+                auxiliary loss, or this shard's part of it, counts for.
+        """
+        outputs = output if isinstance(output, Mapping) else {"logits": output}
+        logits, name = outputs["logits"], self._name(microbatch)
+        labels = microbatch[name]
+        if logits.shape[:2] != labels.shape[:2]:
+            raise ModelError(
+                f"logits of (rows, sequence) {list(logits.shape[:2])}",
+                f"the loss compares each with its label, and those are {list(labels.shape)}",
+                "Give a loss_fn that knows which belongs to which",
+            )
+        labels = labels.to(logits.device, torch.int64)
+        seen = self._counted(host_values(microbatch)[name], name)
+        if type(seen) is Tensor and seen.is_cpu and seen.numel():  # a GPU would be waited for
+            check_tokens("labels", seen, logits.shape[-1], "the model gives a logit for each of")
+        total = self._compared(logits, labels, outputs, microbatch)
+        if "auxiliary_loss" in outputs:
+            counted = microbatch.get(VALID_ITEMS)
+            items = self.weight(host_values(microbatch)) if counted is None else counted
+            total = total + outputs["auxiliary_loss"].to(total.device) * items
+        return total
+
+    def _name(self, microbatch: Microbatch) -> str:
+        """The entry that has the labels."""
+        return "labels"
+
+    def _counted(self, labels: Tensor, name: str) -> Tensor:
+        """The labels that a logit is compared with."""
+        return labels
+
+    def _compared(
+        self, logits: Tensor, labels: Tensor, outputs: Mapping[str, Any], microbatch: Microbatch
+    ) -> Tensor:
+        return self._summed(logits, labels)
+
+    def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """labels: of the same rows and sequence"""
+        if isinstance(logits, HeadLogits):
+            return cross_entropy(logits, labels, IGNORED, self.penalties)
+        return self._of_whole_logits(logits, labels, self.penalties)
+
+
+class NextToken(TokenLabels):
     """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored.
 
-    As there, `shift_labels` goes before `labels`: the next token of each token.
+    As there, `shift_labels` goes before `labels`: the next token of each token. An output may also have
+    "mtp_logits", a tuple of the prediction layers' logits, with "mtp_loss_scaling_factor", which the mean of
+    their losses is multiplied by.
 
     Args:
         label_smoothing: share of the target, 0 to 1, that all tokens of the vocabulary have in equal parts,
@@ -58,86 +187,146 @@ class NextToken:
     Raises ConfigError.
     """
 
+    reads = "the next token"
+
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+        super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise ConfigError(f"label_smoothing={label_smoothing}", "it is from 0 to 1", "Give 0.1, say")
         if not z_loss >= 0:
             raise ConfigError(f"z_loss={z_loss}", "it is 0 or more", "Give 1e-4, say")
         self.penalties = Penalties(label_smoothing, z_loss)
-        self._of_whole_logits: Callable[[Tensor, Tensor, Penalties], Tensor] = _of_whole_logits
 
-    def compiled(self, **options: Any) -> Self:
-        """The same loss, with that of whole logits compiled. options: of torch.compile"""
-        other = copy.copy(self)
-        other._of_whole_logits = torch.compile(_of_whole_logits, **options)
-        return other
+    def check(self, batch: Microbatch, head: int | None) -> None:
+        for name in ("labels", "shift_labels"):
+            if name in batch:
+                self._check(name, batch[name], head)
 
-    def weight(self, microbatch: Microbatch) -> int:
-        name = "shift_labels" if "shift_labels" in microbatch else "labels"
-        labels = microbatch.get(name)
-        if labels is None:
-            raise BatchError(
-                f"a batch of {sorted(microbatch)}",
-                "the next-token loss reads 'labels'",
-                "Add labels (input_ids again, with -100 where no loss is wanted), or give a loss_fn",
-            )
-        check_labels(name, labels)
-        ids = microbatch.get("input_ids")
-        most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
-        # some models take fewer (git reads images first), or several for each token (musicgen)
-        if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
-            raise BatchError(
-                f"{name} of shape {list(labels.shape)}",
-                f"the next-token loss reads one for each token: {list(most) if most else 'rows'}",
-                "Give input_ids again, with -100 where no loss is wanted, or give a loss_fn",
-            )
-        return int(((labels if name == "shift_labels" else labels[:, 1:]) != IGNORED).sum())
+    def _name(self, microbatch: Microbatch) -> str:
+        return "shift_labels" if "shift_labels" in microbatch else "labels"
 
-    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """The cross-entropy summed over the valid tokens. Half precision is summed in float32.
+    def _counted(self, labels: Tensor, name: str) -> Tensor:
+        return labels if name == "shift_labels" else labels[:, 1:]
 
-        Args:
-            output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps
-                "auxiliary_loss", a mean that counts for as many items as the microbatch has; and
-                "mtp_logits", a tuple of the prediction layers' logits, with "mtp_loss_scaling_factor", which
-                the mean of their losses is multiplied by.
-            microbatch: with context shards it has `shift_labels`, as the next token may lie on another
-                shard, and the entry VALID_ITEMS: the number of items that the auxiliary loss, or this
-                shard's part of it, counts for.
-        """
-        outputs = output if isinstance(output, Mapping) else {"logits": output}
-        logits, shifted = outputs["logits"], "shift_labels" in microbatch
-        labels = microbatch["shift_labels" if shifted else "labels"]
-        if logits.shape[:2] != labels.shape[:2]:
-            raise ModelError(
-                f"logits of (rows, sequence) {list(logits.shape[:2])}",
-                f"the next-token loss compares each with its label, and those are {list(labels.shape)}",
-                "Give a loss_fn that knows which belongs to which",
-            )
-        labels = labels.to(logits.device, torch.int64)
+    def _compared(
+        self, logits: Tensor, labels: Tensor, outputs: Mapping[str, Any], microbatch: Microbatch
+    ) -> Tensor:
+        shifted = "shift_labels" in microbatch
         following = labels if shifted else ahead(labels, 1, IGNORED)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        seen = host_values(microbatch)["shift_labels" if shifted else "labels"]
-        seen = seen if shifted else seen[:, 1:]
-        if type(seen) is Tensor and seen.is_cpu and seen.numel():  # a GPU would be waited for
-            check_tokens("labels", seen, logits.shape[-1], "the model gives a logit for each of")
         total = self._summed(logits, labels)
         predicted = outputs.get("mtp_logits", ())
         for depth, more in enumerate(predicted, 1):
             labels = prediction_labels(following, depth, microbatch.get("position_ids"))
             total = total + outputs["mtp_loss_scaling_factor"] / len(predicted) * self._summed(more, labels)
-        if "auxiliary_loss" in outputs:
-            counted = microbatch.get(VALID_ITEMS)
-            items = self.weight(host_values(microbatch)) if counted is None else counted
-            total = total + outputs["auxiliary_loss"].to(total.device) * items
         return total
 
-    def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """labels: of the same rows and sequence"""
-        if isinstance(logits, HeadLogits):
-            return cross_entropy(logits, labels, IGNORED, self.penalties)
-        return self._of_whole_logits(logits, labels, self.penalties)
+
+Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
+
+
+class RowLabels(OwnLoss):
+    """The loss of labels for whole rows: sequence classification and regression, as transformers has them.
+
+    A mean over rows: cross-entropy of one class (-100 ignored), or over rows and classes: squared
+    differences (regression) and binary cross-entropy of several labels.
+
+    Args:
+        classes: entries of a row's logits.
+        problem: `problem_type` of the model's config; None chooses as transformers does, by the number of
+            classes and the dtype of the labels.
+        proven: the problems in which this is the model's own loss; others are refused.
+        one_row: why the model takes no batch of several rows; empty where it does.
+    """
+
+    def __init__(
+        self, classes: int, problem: Problem | None, proven: Collection[Problem], one_row: str = ""
+    ) -> None:
+        self._classes, self._problem, self._proven, self._one_row = classes, problem, proven, one_row
+
+    def check(self, batch: Microbatch, head: int | None) -> None:
+        super().check(batch, head)
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        rows = len(ids) if isinstance(ids, Tensor) and ids.dim() else None
+        if self._one_row and rows is not None and rows > 1:
+            remedy = "Set pad_token_id in the model's config, or give a list of microbatches of one row"
+            raise BatchError(f"a batch of {rows} rows", self._one_row.rstrip("."), remedy)
+        if labels is None:
+            return
+        if not isinstance(labels, Tensor) or not labels.dim():
+            raise BatchError(f"labels given as {type(labels).__name__}", "rows have them", "Give a tensor")
+        self._check(labels, len(labels) if rows is None else rows)
+
+    def _check(self, labels: Tensor, rows: int) -> None:
+        problem = self._problem_of(labels)
+        if problem not in self._proven:
+            rule = f"they ask for {problem}, which the model's own loss does not compute"
+            raise BatchError(f"labels of {labels.dtype}", rule, f"Give those of {' or '.join(self._proven)}")
+        single = problem == "single_label_classification"
+        wanted = (rows,) if single or self._classes == 1 else (rows, self._classes)
+        column = labels.shape == (*wanted, 1) and len(wanted) == 1
+        if labels.is_floating_point() == single or not (column or labels.shape == wanted):
+            raise BatchError(
+                f"labels of {labels.dtype} and shape {list(labels.shape)}",
+                f"{problem} reads {'int64' if single else 'floats'} of shape {list(wanted)}",
+                "Give such labels, or set problem_type in the model's config",
+            )
+        if single:
+            check_labels("labels", labels)
+            if labels.numel() and int(labels.max()) >= self._classes:
+                rule = f"the model's head has {self._classes} classes, from 0 on"
+                raise BatchError(
+                    f"labels with {int(labels.max())}", rule, "Set num_labels in the model's config"
+                )
+
+    def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
+        """Random labels of the rows of `ids`."""
+        problem, rows = next(iter(self._proven)), len(ids)
+        if problem == "single_label_classification":
+            return torch.randint(0, self._classes, (rows,), generator=generator)
+        labels = torch.rand((rows, self._classes), generator=generator)
+        return labels if problem == "regression" else labels.round()
+
+    def _problem_of(self, labels: Tensor) -> Problem:
+        if self._problem is not None:
+            return self._problem
+        if self._classes == 1:
+            return "regression"
+        whole = labels.dtype in (torch.int64, torch.int32)
+        return "single_label_classification" if whole else "multi_label_classification"
+
+    def weight(self, microbatch: Microbatch) -> int:
+        labels = _labels(microbatch, "labels", "the label of each row")
+        if self._problem_of(labels) == "single_label_classification":
+            return int((labels != IGNORED).sum())
+        return labels.numel()
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """output: logits (rows, classes), or a mapping with them"""
+        logits = output["logits"] if isinstance(output, Mapping) else output
+        if logits.dtype in (torch.float16, torch.bfloat16):
+            logits = logits.float()
+        labels = microbatch["labels"].to(logits.device)
+        problem = self._problem_of(labels)
+        if problem == "single_label_classification":
+            labels = labels.reshape(-1).to(torch.int64)
+            return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        labels = labels.to(logits.dtype).reshape(logits.shape)
+        if problem == "regression":
+            return F.mse_loss(logits, labels, reduction="sum")
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+
+
+def _labels(microbatch: Microbatch, name: str, reads: str) -> Tensor:
+    labels = microbatch.get(name)
+    if labels is None:
+        raise BatchError(
+            f"a batch of {sorted(microbatch)}",
+            f"the loss reads 'labels': {reads}",
+            "Add labels (of tokens with -100 where no loss is wanted), or give a loss_fn",
+        )
+    return labels  # type: ignore[no-any-return]
 
 
 def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = None) -> Tensor:

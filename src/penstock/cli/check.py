@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 
-from penstock.batch.loss import IGNORED
+from penstock.batch.loss import OwnLoss
 from penstock.batch.microbatches import PIXELS
 from penstock.cli.shared import table
 from penstock.errors import ConfigError, ModelError
@@ -73,7 +73,9 @@ def check(
     refuse_too_large(auto, plan, shape, free_memory())
     pipe = auto.build(folder)
     summary = pipe.summary()  # before the step: the time of a first step says nothing
-    whole, batch = whole_model(folder, auto, plan), random_batch(model, shape)
+    loss = auto.loss_of(model)
+    assert isinstance(loss, OwnLoss)
+    whole, batch = whole_model(folder, auto, plan), random_batch(model, shape, loss)
     _refuse_what_fails_whole(whole, batch, dtype)
     report = pipe.compare(whole, batch, tolerance)
 
@@ -85,6 +87,8 @@ def check(
     print(f"batch: {shape[0]} rows of {shape[1]} random tokens{_window_note(model, shape[1])}")
     if report.losses is not None:
         print(f"loss: {report.losses[0]:.8g} split, {report.losses[1]:.8g} whole")
+    if report.note:
+        print(f"note: {report.note}")
     if report.passed:
         _show_passed(report)
     else:
@@ -95,7 +99,7 @@ def check(
 def whole_model(folder: Path, auto: AutoPipeline, plan: BuildPlan) -> PreTrainedModel:
     """The folder's model as transformers loads it; with the stages' initial values if it has no weights."""
     if not plan.source.files:
-        return Reference(plan.source, auto.seed, auto.loss()).build(torch.device("cpu"))
+        return Reference(plan.source, auto.seed, auto.loss_of(plan.source.model)).build(torch.device("cpu"))
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -155,17 +159,14 @@ def _window(model: PreTrainedModel) -> int:
     return max((each for each in sizes if isinstance(each, int)), default=0)
 
 
-def random_batch(model: PreTrainedModel, shape: tuple[int, int]) -> dict[str, Tensor]:
-    """Tokens and labels; a fifth of the labels, and half of the first row's, are ignored."""
+def random_batch(model: PreTrainedModel, shape: tuple[int, int], loss: OwnLoss) -> dict[str, Tensor]:
+    """Tokens, and the labels that `loss` reads."""
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, shape, generator=generator)
     for kind in PIXELS:  # whose tokens want images
         tokens = tokens.masked_fill(tokens == getattr(model.config, f"{kind}_token_id", -1), 0)
-    ignored = torch.rand(shape, generator=generator) < 0.2
-    ignored[0, : shape[1] // 2] = True
-    ignored[:, -1] = False  # or a short row might have none
-    return {"input_ids": tokens, "labels": tokens.masked_fill(ignored, IGNORED)}
+    return {"input_ids": tokens, "labels": loss.labels_for(tokens, generator)}
 
 
 def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) -> tuple[int, int | None]:

@@ -17,14 +17,24 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from penstock.errors import CheckpointError, ConfigError, ModelError
@@ -310,10 +320,44 @@ def _built_from_config(
         ) from cause
 
 
+# heads that are no causal language model's: by model type, the names of their classes
+_HEADS: tuple[tuple[Any, Mapping[str, str]], ...] = (
+    (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
+    (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
+    (AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
+    (AutoModelForMultipleChoice, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+)
+
+
+def _head_of(model_type: str, names: Sequence[str]) -> Any:
+    """The class with a head of another kind that one of `names` is; None for a causal language model."""
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) in names:
+        return None
+    return next((kind for kind, known in _HEADS if known.get(model_type) in names), None)
+
+
+def is_language_model(model: PreTrainedModel) -> bool:
+    """Whether the model's head may be one for next tokens: it is known as no other."""
+    return _head_of(model.config.model_type, [type(model).__name__]) is None
+
+
+def check_language_model(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model whose head is none for next tokens."""
+    if not is_language_model(model):
+        raise ModelError(
+            f"{type(model).__name__} with the loss of next tokens",
+            "its head is not that of a causal language model",
+            "Take a causal language model, or build it with AutoPipeline, whose loss is then the model's own",
+        )
+
+
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class for models of this config: of images and text where only that one knows it, or
-    where the config's architectures name such a model.
+    """transformers' class for models of this config: the one that its architectures name, if that has a head
+    for tokens' or rows' labels or reads images; else that of causal language models, where it knows one.
     """
+    if (head := _head_of(config.model_type, config.architectures or ())) is not None:
+        return head
     seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     sees = seeing is not None and (not known or seeing in (config.architectures or ()))
@@ -353,7 +397,8 @@ def _check_causal(model: PreTrainedModel) -> None:
     """Raise ModelError for an encoder, such as BERT: transformers makes a causal LM of it, in name only."""
     config = model.config
     if (
-        config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        is_language_model(model)
+        and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
         and getattr(config, "is_decoder", None) is False
     ):
         trained = f" ({', '.join(config.architectures)})" if config.architectures else ""

@@ -18,16 +18,24 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import check_liger
+from penstock.batch.loss import Loss, NextToken, OwnLoss, TokenLabels
 from penstock.errors import ConfigError, ModelError, PartitionError
 from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import LoraConfig, names_in_file, unwrap
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
 from penstock.models.huggingface.head import check_for_liger
+from penstock.models.huggingface.own_loss import own_loss
 from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.quantized import Quantize
-from penstock.models.source import ModelLike, Source, open_source
+from penstock.models.source import (
+    ModelLike,
+    Source,
+    check_language_model,
+    is_language_model,
+    open_source,
+)
 from penstock.models.split.balanced_split import LayerCosts, Memory
 from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
@@ -52,6 +60,7 @@ from penstock.pipeline.building.build_plan import (
     plan_stages,
     shared_weights,
 )
+from penstock.pipeline.building.compiling import as_compile, compiled_loss
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.building.memory import Account
 from penstock.pipeline.building.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
@@ -175,6 +184,7 @@ class AutoPipeline(Options):
         self._check_model(source)
         routed = self._routed(source.model)
         chain = self._find_chain(source.model, trains=chosen.trains)
+        self.loss_of(source.model)
         staged = self._in_stages_of_size(chain.count, chosen)
         stages = plan_stages(source.model, chain, staged, self._ranges(source.model, chain, staged))
         trained = without_weight_gradients(staged, frozen_stages(source.model, stages))
@@ -197,6 +207,8 @@ class AutoPipeline(Options):
     def _check_model(self, source: Source) -> None:
         """Raise ConfigError, ModelError for a model that the options do not take."""
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
+        if isinstance(self.loss_fn, NextToken):
+            check_language_model(source.model)
         if self.padding() is not None:
             refuse_padding(source.model)
             check_padded(source.model)
@@ -204,6 +216,45 @@ class AutoPipeline(Options):
         if self.axes is not None:
             check_adapter(source, self.axes)
             check_model(source.model, self.axes, options)
+
+    def loss_of(self, model: PreTrainedModel) -> Loss:
+        """The loss of a pipeline of `model`: the model's own without a loss_fn.
+
+        Raises ModelError where the own one is none that penstock computes; ConfigError for options that it
+        does not take.
+        """
+        loss = self.loss()
+        if type(loss) is not NextToken:
+            return loss
+        try:
+            found = own_loss(model, find_chain(model))
+        except ModelError:
+            if self.loss_fn is None:
+                raise
+            return loss
+        if isinstance(found, NextToken):
+            return loss.as_own() if found.of_model and loss.penalties == found.penalties else loss
+        if self.loss_fn is not None:
+            return loss
+        self._check_own(model, found)
+        return compiled_loss(found, as_compile(self.compile))
+
+    def _check_own(self, model: PreTrainedModel, loss: OwnLoss) -> None:
+        """Raise ConfigError for options that only the loss of next tokens takes."""
+        axes, kind = self.axes or Axes(), type(model).__name__
+        if (axes.cp, axes.tp) != (1, 1):
+            what = "tokens" if isinstance(loss, TokenLabels) else "rows"
+            raise ConfigError(
+                f"the axes {axes} for {kind}",
+                f"its own loss compares labels of {what}, and only that of next tokens takes cp and tp",
+                "Leave out cp and tp, or give a loss_fn",
+            )
+        if self.padding() is not None and not is_language_model(model):
+            raise ConfigError(
+                f"shapes={self.shapes!r} for {kind}",
+                "its tokens may see padding, or its head may look for the last token of a row",
+                "Take shapes='inferred', which pads nothing",
+            )
 
     def _find_chain(self, model: PreTrainedModel, *, trains: bool) -> Chain:
         """The chain of layers of `model`, under autocast where it is asked for.
@@ -421,7 +472,7 @@ class _Build:
         schedule, source = plan.schedule, plan.source
         if auto.chunked_loss == "liger":
             check_liger("chunked_loss='liger'", world.device.type)
-        completer = plan.completer()
+        completer, loss = plan.completer(), auto.loss_of(source.model)
         compile_layers = auto.layer_compiler(schedule, world.device)
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
@@ -441,10 +492,10 @@ class _Build:
             stages,
             {index: plan.layers_of(module, index) for index, module in modules.items()},
             edges,
-            auto.loss(),
+            loss,
             auto.batch_splitter(
                 completer,
-                BatchCheck(source.model, own_loss=auto.own_loss),
+                BatchCheck(source.model, loss if auto.own_loss and isinstance(loss, OwnLoss) else None),
                 counts_tokens=asks_for_balance(source.model),
             ),
             auto.schedules(schedule, plan.frozen),
@@ -456,6 +507,7 @@ class _Build:
             offloading=auto.offloading(),
             trace_folder=auto.trace_folder,
             autocast=auto.autocast,
+            balances=bool(plan.chain.recorded),
         )
 
     def _saved(self, other_files: Mapping[str, bytes]) -> SavedModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, isnan
 from typing import Literal, Self
 
@@ -17,6 +17,7 @@ from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, DifferenceError
 from penstock.models.adapters import unwrap
+from penstock.models.huggingface.own_loss import own_mean
 from penstock.models.huggingface.stages import outcome
 from penstock.models.stage import ProvidedCall
 from penstock.parallel.reductions import Reductions
@@ -82,12 +83,14 @@ class Report:
     tensors: all that were compared, the worst first
     tolerance: the largest difference that passes, relative to the tensor's size
     measure: how tensors and differences are measured: "largest entry" or "norm"
+    note: why the loss of the whole model is not the one that its own forward returns; empty where it is
     """
 
     losses: tuple[float, float] | None
     tensors: tuple[Compared, ...]
     tolerance: float
     measure: str = "largest entry"
+    note: str = ""
 
     @classmethod
     def of(
@@ -164,7 +167,8 @@ def compare(
     with without_gradients([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
             found = step(batch).loss
-            expected = whole_backward(model, split(batch), loss, pipe.reductions, autocast)
+            microbatches = split(batch)
+            expected = whole_backward(model, microbatches, loss, pipe.reductions, autocast)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
             _gradient(
@@ -172,7 +176,8 @@ def compare(
             )
             for place, p in placed
         ]
-    return Report.of((found, expected), _of_all_processes(pipe, gradients), tolerance)
+    report = Report.of((found, expected), _of_all_processes(pipe, gradients), tolerance)
+    return replace(report, note=not_own(loss, microbatches))
 
 
 def placed_parameters(pipe: SplitModel) -> Iterator[tuple[Place, nn.Parameter]]:
@@ -211,12 +216,7 @@ def whole_backward(
     for number, microbatch in enumerate(microbatches):
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         with autocasting(autocast, device):
-            if isinstance(model, PreTrainedModel):
-                inputs = {name: value for name, value in microbatch.items() if name != "labels"}
-                output = outcome(model, model(**inputs, use_cache=False))
-            else:
-                output = ProvidedCall(model)((), microbatch)
-            share = total_of(loss, output, microbatch, number) / weight
+            share = _total(model, loss, microbatch, number) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
     held = list(model.parameters())
@@ -228,6 +228,31 @@ def whole_backward(
                 parameter.grad = torch.zeros_like(parameter)
             reductions.sum_over_batch(parameter.grad)
     return float(reductions.sum_over_batch(torch.tensor([total], dtype=torch.float64, device=device)))
+
+
+def _total(model: nn.Module, loss: Loss, microbatch: Microbatch, number: int) -> Tensor:
+    """The whole model's loss, summed over the valid items of a microbatch.
+
+    A pipeline without a loss_fn is compared with the loss that the model's own forward computes.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return total_of(loss, ProvidedCall(model)((), microbatch), microbatch, number)
+    # its mean over no item is not a number
+    if not_own(loss, [microbatch]) == "" and (items := loss.weight(microbatch)):
+        return own_mean(model, microbatch) * items
+    inputs = {name: value for name, value in microbatch.items() if name != "labels"}
+    return total_of(loss, outcome(model, model(**inputs, use_cache=False)), microbatch, number)
+
+
+def not_own(loss: Loss, microbatches: Sequence[Microbatch]) -> str:
+    """Why the whole model's loss is `loss` of its outputs; empty where it is what its forward returns."""
+    if not getattr(loss, "of_model", False):
+        return "the pipeline has a loss of its own, which both models' outputs were given to"
+    if any("shift_labels" in microbatch for microbatch in microbatches):
+        return (
+            "the batch has shift_labels: both models' logits were compared with them by the pipeline's loss"
+        )
+    return ""
 
 
 def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -> float:

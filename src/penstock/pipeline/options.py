@@ -55,7 +55,8 @@ class Options:
         ranks: number of pipeline ranks; -1 takes all processes that the other axes leave, or the size of
             that axis of `mesh`
         schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
-        loss_fn: None for next-token cross-entropy over labels as transformers takes them (unshifted, -100
+        loss_fn: None for the loss of a transformers model itself, `model(**batch).loss`, where it is one of
+            next tokens, tokens or rows; else next-token cross-entropy over labels (unshifted, -100
             ignored); a function of (output, microbatch), or of these and the microbatch's number in the step,
             that returns the mean over the microbatch's rows; or an object with `weight` and `total`
             (penstock.batch.loss.Loss). The output is that of the last stage: for a transformers model, its

@@ -59,6 +59,7 @@ class Pipeline(SplitModel):
         self._proof = self._training.proof
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
+        self._lengths: list[int] = []  # of the rows of the last step's batch, where they were padded
         self._optimizers = OptimizerWatch(self.parameters())
         # the gradients of weights that stages share are whole only when all ranks have ended
         in_drain = self.processes.count > 1 and not built.shared
@@ -167,7 +168,7 @@ class Pipeline(SplitModel):
                     optimizer_step=update,
                     total_tokens=None if refusal else total_tokens,
                 )
-            self._training = lowered
+            self._training, self._lengths = lowered, self._built.splitter.unpadded_lengths(batch)
             if any(each.changed for each in self._last[1]):
                 self._shared.compare()
             self._shared.end_step()
@@ -270,11 +271,11 @@ class Pipeline(SplitModel):
         """The experts that each token of the last step chose, on each rank of the pipeline. Collective.
 
         Returns int32 (rows, sequence, mixtures, top_k) of this pipeline's part of the batch; a list by
-        microbatch where these differ in length. Padded rows stay padded. `step` takes it as
+        microbatch where these differ in length, as they were before padding. `step` takes it as
         `routed_experts`, with the same batch.
         Raises ConfigError, on every rank, without replay_routing=True and before the first step.
         """
-        return chosen_experts(self._built, self._training.schedule.microbatches)
+        return chosen_experts(self._built, self._training.schedule.microbatches, self._lengths)
 
     def close(self) -> None:
         """Release the pipeline's thread and process groups; the modules stay usable."""
@@ -429,7 +430,9 @@ class Pipeline(SplitModel):
         memory = None if self._last is None else self.memory
         timeline = None if self._last is None else self.timeline
         medium = self._world.transport.messages.medium
-        return summary(self._training.schedule, self._info, self._weights, memory, timeline, medium)
+        return summary(
+            self._training.schedule, self._info, self._weights, memory, timeline, medium, self._built.balances
+        )
 
     __str__ = summary
 

@@ -199,7 +199,7 @@ class SplitModel:
     @torch.no_grad()
     def _clip(self, norm: float, max_norm: float) -> None:
         scale = clip_scale(norm, max_norm)
-        if scale < 1:
+        if not scale >= 1:  # a norm of NaN makes all gradients NaN, as in torch
             torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
 
     # ---- files

@@ -122,6 +122,7 @@ def summary(
     memory: Sequence[Held] | None = None,
     timeline: Timeline | None = None,
     medium: str = "",
+    balances: bool = False,
 ) -> str:
     """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
 
@@ -130,6 +131,7 @@ def summary(
     memory, timeline: by rank, and of the last step; None before the first. A rank's memory, shown at its
         first stage: weights, gradients and, after a step, the most that the step held.
     medium: what carries messages between processes; empty where there is one process
+    balances: whether routers have an auxiliary loss
     """
     times = _times(timeline, len(info))
     rows = [_HEAD]
@@ -144,6 +146,10 @@ def summary(
     rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
     shared = sum(facts.parameters for facts in info) > weights
     legend = _legend(timeline is not None, shared, medium)
+    if balances:
+        legend.append(
+            "loss: the routers' auxiliary loss is each microbatch's own, so it changes with their number"
+        )
     return "\n".join([_title(schedule, timeline), *_aligned(rows), *legend])
 
 

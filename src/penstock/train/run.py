@@ -470,7 +470,9 @@ def _check_split(prepared: Prepared, pipe: Pipeline, display: Display) -> None:
     if folder is not None and source.adapter is None:
         source = replace(source, files=tuple(weight_files(folder)))
     dtypes = (auto.wire_dtype, auto.sharded.param_dtype, auto.sharded.reduce_dtype)
-    reference = Reference(source, auto.seed, auto.loss(), dtypes, prepared.axes, folder, auto.autocast)
+    reference = Reference(
+        source, auto.seed, auto.loss_of(source.model), dtypes, prepared.axes, folder, auto.autocast
+    )
     first = _first_call(prepared, 0)  # the same one in every pipeline of a mesh
     display.say(check_split(pipe, reference, first, mode))
 

@@ -369,3 +369,32 @@ def test_torch_logs_nothing_for_ops_that_fail_without_values() -> None:
     finally:
         log.removeHandler(handler)
     assert not records
+
+
+def test_a_head_alone_makes_masks_of_the_models_dtype() -> None:
+    """0.5.0, xlnet: StopIteration: a model reads its dtype and device from its first weight, and had none."""
+    model = zoo.tiny_model("xlnet", torch.float64)
+    pipe = AutoPipeline(ranks=2, microbatches=2, layers_per_stage=[4, 0]).build(model)
+    assert [type(module).__name__ for module in pipe.modules.values()] == ["XLNetLMHeadModel"] * 2
+    assert pipe.verify_against(model, zoo.tiny_batch("xlnet")).passed
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_the_logits_of_routers_cross_where_there_are_routers(is_moe: bool) -> None:
+    """0.5.0, a dense doge with output_router_logits: KeyError: its config was asked, and not its layers."""
+    model = zoo.tiny_model("doge", torch.float64, output_router_logits=True, is_moe=is_moe)
+    assert find_chain(model).recorded == (("router_logits",) if is_moe else ())
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    assert pipe.verify_against(model, zoo.tiny_batch("doge")).passed
+
+
+def test_positions_that_depend_on_earlier_rows_are_refused() -> None:
+    """0.5.0: "use a decoder-only model" for a decoder-only model: its forward looks at values."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(
+        ModelError, match=r"^rope_type='dynamic': its frequencies follow the longest row seen"
+    ):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("llama", rope_parameters=rope))
+    by_kind = {"sliding_attention": rope, "full_attention": {**rope, "rope_type": "default"}}
+    with pytest.raises(ModelError, match=r"^rope_type='dynamic'"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("gemma3_text", rope_parameters=by_kind))

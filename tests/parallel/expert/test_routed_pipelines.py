@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
+from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, ModelError
 from penstock.runtime.stage import RoutedStage
 from penstock.train.config.load import load_config
 from penstock.train.settings import make_auto
 from support import zoo
 from support.covering import every
-from support.families import tiny_model
+from support.families import ragged_batch, tiny_model
 from support.mesh import batch, build_whole, error_of, full, later, own_part, same_on_all
 from support.mixtures import mixture, routers
 from support.pool import Pool
@@ -409,3 +410,23 @@ def test_the_trainer_passes_replay_routing_on(tmp_path: Path) -> None:
     for value in (True, False):
         config = load_config(tmp_path / "run.yaml", [f"train.replay_routing={value}"])
         assert make_auto(config).replay_routing is value
+
+
+def test_the_choices_of_padded_rows_are_those_of_their_tokens() -> None:
+    """0.5.0: `routed_experts` returned rows with their padding, which `step` refused for the same batch."""
+    model = tiny_model("mixtral")
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 3, "replay_routing": True}
+    pipe = AutoPipeline(**options, shapes=Padding(multiple=8)).build(model)
+    batch = ragged_batch(7, 10)
+    loss, found = pipe.step(batch).loss, pipe.routed_experts()
+    assert isinstance(found, Tensor)
+    assert found.shape[:2] == (7, 10)
+    assert pipe.step(batch, routed_experts=found).loss == loss
+    rows = [
+        {name: value[at : at + 2, :n] for name, value in batch.items()} for at, n in ((0, 5), (2, 9), (4, 7))
+    ]
+    padded = AutoPipeline(**options, shapes="padded").build(model)
+    loss, each = padded.step(rows).loss, padded.routed_experts()
+    assert [chosen.shape[:2] for chosen in each] == [(2, 5), (2, 9), (2, 7)]
+    again = [{**row, "routed_experts": chosen} for row, chosen in zip(rows, each, strict=True)]
+    assert padded.step(again).loss == loss

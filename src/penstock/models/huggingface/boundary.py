@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
 from penstock.batch.payload import TensorSpec
@@ -224,6 +225,29 @@ def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> Non
     """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
     layer.__class__ = _boundary_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
+
+
+class WithoutWeights(PreTrainedModel):
+    """Mixed into the class of a model within a stage that holds no weight of it, as that of a head alone.
+
+    transformers reads a model's dtype and device from its first weight. Some forwards make masks of them.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.__dict__["_whole_dtype"]  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.__dict__["_stage"].parameters()).device  # type: ignore[no-any-return]
+
+
+def mark_without_weights(stage: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Make models within `stage` that hold none of its weights WithoutWeights. dtype: of the whole model"""
+    for module in stage.modules():
+        if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
+            module.__class__ = _boundary_class(type(module), WithoutWeights)  # type: ignore[assignment]
+            module.__dict__.update(_stage=stage, _whole_dtype=dtype)  # not as a child of its own
 
 
 @cache  # one for all of a kind: torch.compile compiles a forward anew for each class, 8 times at most

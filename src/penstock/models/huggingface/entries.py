@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
-from penstock.batch.loss import check_labels, check_tokens
+from penstock.batch.loss import OwnLoss, check_tokens
 from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_positions
 from penstock.batch.padding import ROUTED
@@ -40,22 +40,22 @@ class BatchCheck:
 
     Args:
         model: the whole one, with or without values
-        own_loss: whether the pipeline computes the loss, so that labels are numbers of tokens
+        loss: what reads the labels where the pipeline computes the loss itself; None for a loss_fn
     """
 
-    def __init__(self, model: PreTrainedModel, *, own_loss: bool) -> None:
+    def __init__(self, model: PreTrainedModel, loss: OwnLoss | None) -> None:
         self._kind = type(model).__name__
         forward = inspect.signature(model.forward).parameters
         self._near = {*forward, *_OF_THE_LOSS[:2]}
         self._takes = {*taken(model), *_OF_THE_LOSS}
         self._tokens = _rows(model.get_input_embeddings)
-        self._own_loss, self._labels = own_loss, _rows(model.get_output_embeddings)
+        self._loss, self._head = loss, _rows(model.get_output_embeddings)
 
     def __call__(self, batch: Microbatch) -> None:
         for name in batch:
             self._check_name(name)
-        if self._own_loss and _KEPT in batch and {*_OF_THE_LOSS[:2]} & batch.keys():
-            rule = "the next-token loss compares the logits of all tokens with their labels"
+        if self._loss is not None and _KEPT in batch and {*_OF_THE_LOSS[:2]} & batch.keys():
+            rule = "the loss compares the logits of all tokens with their labels"
             raise BatchError(f"{_KEPT!r} in a batch with labels", rule, "Take it out, or give a loss_fn")
         ids, positions = batch.get("input_ids"), batch.get("position_ids")
         if isinstance(ids, Tensor):
@@ -66,23 +66,20 @@ class BatchCheck:
                 "positions have rows, as they are split with them",
                 "Give position_ids.expand(rows, -1)",
             )
-        for name in ("labels", "shift_labels"):
-            if self._own_loss and name in batch:
-                check_labels(name, labels := batch[name])
-                if self._labels is not None:
-                    check_tokens(name, labels, self._labels, "the model's head has")
+        if self._loss is not None:
+            self._loss.check(batch, self._head)
 
     def _check_name(self, name: str) -> None:
         if name in _SET_BY_PIPELINE:
             rule = "the pipeline sets it, to the same value on every stage"
             raise BatchError(f"{name!r} in a batch", rule, "Take it out; set it in the model's config")
-        if name in _REPLACED and self._own_loss:
+        if name in _REPLACED and self._loss is not None:
             raise BatchError(f"{name!r} in a batch", _REPLACED[name], "Take it out, or give a loss_fn")
         if name in self._takes or name in _REPLACED:
             return
-        cutoff = 0.6 if self._own_loss else 0.85  # a loss_fn may have entries of its own
+        cutoff = 0.85 if self._loss is None else 0.6  # a loss_fn may have entries of its own
         near = difflib.get_close_matches(name, sorted(self._near), n=1, cutoff=cutoff)
-        if near or self._own_loss:
+        if near or self._loss is not None:
             raise BatchError(
                 f"{name!r} in a batch",
                 f"no forward in {self._kind} takes such an argument",

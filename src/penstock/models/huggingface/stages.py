@@ -7,7 +7,7 @@ from the model itself. A stage with nothing of the model passes on what it recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ from penstock.models.huggingface.boundary import (
     StageDone,
     make_boundary_around,
     make_boundary_layer,
+    mark_without_weights,
 )
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.head import defer_head
@@ -74,6 +75,7 @@ def cut(
             memo[id(value)] = value.detach().clone()
     stage = deep_copy(model, memo)
     forget_tied_tokens(stage)
+    mark_without_weights(stage, model.dtype)
     copy_gradient_hooks(stage, model, memo)
     refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
@@ -180,8 +182,8 @@ def outcome(model: PreTrainedModel, result: Any) -> Any:
     The auxiliary loss is the routers' loss times its coefficient, if the config asks for router logits.
     """
     more: dict[str, Any] = {}
-    if getattr(result, "aux_loss", None) is not None:
-        more["auxiliary_loss"] = _coefficient(model) * result.aux_loss
+    if isinstance(loss := getattr(result, "aux_loss", None), Tensor):  # 0 of a model without routers
+        more["auxiliary_loss"] = _coefficient(model) * loss
     if isinstance(model, PredictionModel):
         more["mtp_logits"] = result.mtp_logits
         more["mtp_loss_scaling_factor"] = model.mtp_loss_scaling_factor
@@ -241,6 +243,12 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
             "the pipeline computes the loss itself, as it knows all valid tokens of a step",
             "Pass loss_fn=, a function of (output, microbatch) or an object (penstock.batch.loss.Loss)",
         )
+    if any("dynamic" in _rope_types(module) for module in model.modules()):
+        raise ModelError(
+            "rope_type='dynamic'",
+            "its frequencies follow the longest row seen so far, so that a step depends on those before it",
+            "Take rope_type='default', the same for rows within max_position_embeddings, or yarn for longer",
+        )
     if model.config.return_dict is False:
         raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
     for name in ("layerdrop", "decoder_layerdrop"):
@@ -250,6 +258,12 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
                 "a layer that is dropped at random may be where a stage begins or ends",
                 f"Set {name}=0",
             )
+
+
+def _rope_types(module: nn.Module) -> Collection[str]:
+    """The kinds of rotary positions that a module computes: one, or one for each kind of layer."""
+    kinds = getattr(module, "rope_type", ())
+    return kinds.values() if isinstance(kinds, Mapping) else (kinds,)
 
 
 def refuse_padding(model: PreTrainedModel) -> None:

@@ -11,9 +11,10 @@ of model names is consulted. Where a model cannot show its list of layers, `regi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -97,7 +98,8 @@ class Chain:
         return tuple(sorted({value for taken in self.early_inputs[layer:] for value in taken.values()}))
 
 
-_REMEMBERED = 64  # chains
+_REMEMBERED = 64  # of a kind
+T = TypeVar("T")
 _found: dict[object, Chain] = {}
 
 
@@ -107,14 +109,19 @@ def find_chain(model: PreTrainedModel) -> Chain:
     Cached for models that are built the same way, so that trying several settings probes the model once.
     """
     name, layers = layer_list(model)
-    kind = _built(model, name)
+    return remembered(_found, model, name, lambda: _find(model, name, len(layers)))
+
+
+def remembered(known: dict[object, T], model: PreTrainedModel, layers: str, find: Callable[[], T]) -> T:
+    """What `find` returns for models that are built as `model` is, from `known` where one came before."""
+    kind = _built(model, layers)
     if kind is None:
-        return _find(model, name, len(layers))
-    if kind not in _found:
-        if len(_found) >= _REMEMBERED:
-            _found.pop(next(iter(_found)))
-        _found[kind] = _find(model, name, len(layers))
-    return _found[kind]
+        return find()
+    if kind not in known:
+        if len(known) >= _REMEMBERED:
+            known.pop(next(iter(known)))
+        known[kind] = find()
+    return known[kind]
 
 
 def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> Chain:
@@ -229,6 +236,11 @@ def _recorded(model: PreTrainedModel) -> tuple[str, ...]:
     """What transformers' hooks collect from the layers for the loss, if the config asks for it."""
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return ()
-    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    known = {key for module in models for key in _CAN_RECORD_REGISTRY.get(module) or ()}
-    return ("router_logits",) if "router_logits" in known else ()
+    kinds: list[Any] = []
+    for module in model.modules():
+        known = (_CAN_RECORD_REGISTRY.get(module) or {}) if isinstance(module, PreTrainedModel) else {}
+        recorders = known.get("router_logits", ())
+        kinds += recorders if isinstance(recorders, list | tuple) else [recorders]
+    routers = tuple(getattr(recorder, "target_class", recorder) for recorder in kinds)
+    has_routers = any(isinstance(module, routers) for module in model.modules())  # a dense model has none
+    return ("router_logits",) if has_routers else ()

@@ -154,6 +154,8 @@ def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, trainin
             output = whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
         if seen.calls != list(range(count)):
             raise NoChainError(f"the layers run in the order {seen.calls}, not once each from first to last")
+        if getattr(output, "logits", None) is None:
+            raise NoChainError(f"the forward returns no logits, but {', '.join(output)}")
         seen.used_after = _used_by_head(output.logits, seen, count)
     return seen
 
@@ -259,8 +261,11 @@ def model_without_values(
 ) -> Iterator[PreTrainedModel]:
     with shadow(model, replaced) as whole, torch.no_grad():
         for module in whole.modules():
-            if isinstance(module, PreTrainedModel):  # placeholders have no routers, whose logits heads miss
-                module.config.get_text_config().output_router_logits = False
+            if isinstance(module, PreTrainedModel):
+                text = module.config.get_text_config()
+                text.output_router_logits = False  # placeholders have no routers, whose logits heads miss
+                if getattr(text, "pad_token_id", 0) is None:  # heads of rows then refuse more than one
+                    text.pad_token_id = 0
         yield whole.train(training)
 
 

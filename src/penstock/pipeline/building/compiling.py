@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from penstock.batch.loss import Loss, NextToken
+from penstock.batch.loss import Loss, TokenLabels
 from penstock.errors import ConfigError
 from penstock.runtime.split_backward.compiled import compile_around_products
 
@@ -117,7 +117,7 @@ def _goes_in_pieces(layer: nn.Module) -> bool:
 
 
 def compiled_loss(loss: Loss, option: Compile | None) -> Loss:
-    """`loss` with its arithmetic compiled, where it is the next-token loss."""
-    if option is None or not option.loss or type(loss) is not NextToken:
+    """`loss` with its arithmetic compiled, where it is that of tokens."""
+    if option is None or not option.loss or not isinstance(loss, TokenLabels):
         return loss
     return loss.compiled(**option.options)

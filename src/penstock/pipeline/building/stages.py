@@ -54,6 +54,7 @@ class BuiltStages:
     offloading: which activations wait in host memory; None: none do
     trace_folder: where each process writes the timeline of a step that fails
     autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
+    balances: whether the model's forward adds an auxiliary loss of its routers
     """
 
     schedule: Schedule
@@ -73,6 +74,7 @@ class BuiltStages:
     offloading: Offloading | None = None
     trace_folder: str | Path | None = None
     autocast: torch.dtype | None = None
+    balances: bool = False
 
 
 class StageFacts(NamedTuple):

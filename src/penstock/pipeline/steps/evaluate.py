@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import NextToken
+from penstock.batch.loss import OwnLoss
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
@@ -26,8 +26,7 @@ class Evaluation(NamedTuple):
     """The outcome of an evaluation with outputs.
 
     Args:
-        loss: mean over the valid tokens; None for a batch without labels, if the loss is next-token
-            cross-entropy
+        loss: mean over the valid tokens; None for a batch without labels, if the loss reads labels
         tokens: number of valid tokens; 0 without labels
         bubble: as in StepResult
         outputs: those of the last stage, or what a function made of them; None on ranks that have none
@@ -68,7 +67,7 @@ class Evaluations:
             )
         collect: Collect = wanted if callable(wanted) else lambda output, number: output
         labelled = any("labels" in part for part in as_list(batch))
-        scored = labelled or not isinstance(self._built.loss, NextToken)
+        scored = labelled or not isinstance(self._built.loss, OwnLoss)
         result, found, count = self._run(batch, collect, scored)
         if everywhere:
             found = self._send_to_all(found, count)
@@ -190,11 +189,12 @@ def _broadcast(
 # ---- the experts that the last step chose
 
 
-def chosen_experts(built: BuiltStages, microbatches: int) -> Tensor | list[Tensor]:
+def chosen_experts(built: BuiltStages, microbatches: int, lengths: Sequence[int]) -> Tensor | list[Tensor]:
     """Experts of this pipeline's part of the batch, (rows, sequence, mixtures, top_k), on all its processes.
 
     A list by microbatch where these differ in length. Collective over the pipeline, and over cp.
     microbatches: of the last step
+    lengths: of its rows before padding, one for all microbatches or one each; empty where none was padded
     Raises ConfigError, on all of them, where it recorded nothing.
     """
     local: dict[int, tuple[list[int], Tensor]] = {}
@@ -213,7 +213,9 @@ def chosen_experts(built: BuiltStages, microbatches: int) -> Tensor | list[Tenso
             "they are those of the last step, in a pipeline with replay_routing=True and in training mode",
             "Call step() first",
         )
-    return in_rows([_in_layer_order(pieces[number]) for number in range(microbatches)])  # type: ignore[no-any-return]
+    chosen = [_in_layer_order(pieces[number]) for number in range(microbatches)]
+    each = lengths if len(lengths) == microbatches else [*lengths] * microbatches
+    return in_rows([c[:, :length] for c, length in zip(chosen, each, strict=True)] if each else chosen)  # type: ignore[no-any-return]
 
 
 def _in_layer_order(pieces: list[tuple[list[int], Tensor]]) -> Tensor:

@@ -67,6 +67,10 @@ class BatchSplitter(NamedTuple):
         count = count if isinstance(batch, Mapping) else max(len(batch), 1)
         return [self.complete(part) for part in self._divide(batch, count)]
 
+    def unpadded_lengths(self, batch: BatchLike) -> list[int]:
+        """The lengths of the rows of a batch, or of each microbatch's, where they are padded; else empty."""
+        return [] if self.padding is None else [self.padding.longest([part]) for part in as_list(batch)]
+
     def _longest(
         self, padding: Padding, batch: BatchLike, count: int, world: World
     ) -> tuple[list[Microbatch], int]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import Loss, MeanOverRows, NextToken, total_of
+from penstock.batch.loss import Loss, MeanOverRows, OwnLoss, total_of
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
@@ -173,7 +173,7 @@ class StepRunner:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
         found, built = 0, self._built
         # these weigh a batch as its microbatches, another loss may not
-        count = 1 if isinstance(built.loss, NextToken | MeanOverRows) else built.schedule.microbatches
+        count = 1 if isinstance(built.loss, OwnLoss | MeanOverRows) else built.schedule.microbatches
         with self._agreed(len(batches), has_labels=True):
             for batch in batches:
                 microbatches = built.splitter.unpadded(on_host(batch, self._world.device), count)
@@ -251,7 +251,7 @@ class StepRunner:
 
         Our own losses count on the host, so as not to wait for a GPU; a user's loss gets them on the device.
         """
-        if isinstance(self._built.loss, NextToken | MeanOverRows):
+        if isinstance(self._built.loss, OwnLoss | MeanOverRows):
             return microbatches
         return placed(microbatches, self._world.device)
 

@@ -18,7 +18,7 @@ import copy
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,15 @@ from penstock.models.weights.files import tied_names
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved_adapter import load_adapter
 from penstock.parallel.axes import Axes
-from penstock.pipeline.compare import TOLERANCE, Compared, Place, Report, placed_parameters, whole_backward
+from penstock.pipeline.compare import (
+    TOLERANCE,
+    Compared,
+    Place,
+    Report,
+    not_own,
+    placed_parameters,
+    whole_backward,
+)
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.split_batch import BatchLike
 from penstock.pipeline.summary import size
@@ -248,6 +256,7 @@ def compare_with_reference(
     loss, expected, rounding, near = found
     dtype = reference.source.model.dtype
     report = compare_digests((split_loss, loss), split, expected, reference.tolerance, dtype, rounding)
+    report = replace(report, note=not_own(reference.loss, microbatches))
     tokens = sum(each["input_ids"].numel() for each in microbatches)
     return {"report": asdict(report), "near": near, "tokens": tokens}
 
@@ -288,6 +297,7 @@ def _passed(report: Report) -> str:
     largest = f"{close:.1e} of a gradient's norm" if close else "none"
     wider = [share for share in shares if share > report.tolerance]
     rest = f"; {len(wider)} by up to {max(wider):.1e}, no more than rounding" if wider else ""
+    rest += f"; {report.note}" if report.note else ""
     return (
         f"the split model's loss and {len(gradients)} gradients equal the whole one's (largest difference: "
         f"{largest}; tolerance {report.tolerance:.0e}{rest})"

@@ -1,0 +1,257 @@
+"""The loss that a model's own forward computes of labels, found by running it.
+
+    input_ids, labels (values)  ->  embed (meta) -> placeholders of layers -> head (meta)  ->  logits, loss
+
+Names of classes say little: some causal models compare each token with its own label, and a user's subclass
+may compute anything. So the model's real forward runs once, with labels, where weights have no values and the
+layers are placeholders. Whatever a weight without values meets becomes random numbers, so the logits are
+random, and the loss is what the model's code makes of them. It is compared with the losses that penstock
+computes over microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import PreTrainedModel
+
+from penstock.batch.loss import IGNORED, NextToken, OwnLoss, Problem, RowLabels, TokenLabels
+from penstock.errors import ModelError
+from penstock.models.mtp import PredictionModel
+from penstock.models.tracing.chain import Chain, remembered
+from penstock.models.tracing.meta import deep_copy, meta_like
+from penstock.models.tracing.placeholder import hidden_of
+from penstock.models.tracing.probe import Identity
+
+_SHAPE = (2, 5)  # rows and sequence
+_CLOSE = 1e-4  # relative; some models compute their loss in half precision's logits
+
+
+def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
+    """The loss of `model` itself, marked as such. Raises ModelError where it is none that penstock computes.
+
+    A language model whose forward takes no labels has none: it gets that of next tokens, which is not marked.
+    Cached for models that are built the same way.
+    """
+    if isinstance(model, PredictionModel):  # penstock's own forward, which adds the prediction layers' losses
+        return NextToken().as_own()
+    takes = signature(model.forward).parameters
+    reads = "labels" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
+    if not reads and model.get_output_embeddings() is not None:
+        return NextToken()
+    return remembered(_found, model, chain.layers, lambda: _find(model, chain))
+
+
+_found: dict[object, OwnLoss] = {}
+
+
+def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        trial = _Trial(model, chain)
+        try:
+            loss = trial.loss()
+        except Exception as error:  # whatever the model's own code raises
+            said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+            _refuse(model, f"its own loss could not be followed: {said}", error)
+    if loss is None:
+        _refuse(model, "its own loss is none that penstock computes: of next tokens, tokens or rows")
+    return loss.as_own()
+
+
+def _refuse(model: PreTrainedModel, rule: str, error: Exception | None = None) -> NoReturn:
+    raise ModelError(
+        f"{type(model).__name__} without a loss_fn",
+        rule,
+        "Give loss_fn=, a function of (output, microbatch) that returns the mean over its rows, or "
+        "penstock.batch.loss.NextToken() for the loss of next tokens",
+    ) from error
+
+
+class _Trial:
+    """Forwards of a model without values, whose logits and losses have values."""
+
+    def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
+        layers = model.get_submodule(chain.layers).children()
+        memo: dict[int, Any] = {id(layer): _Layer(layer, chain.output_form) for layer in layers}
+        memo |= {id(buffer): meta_like(buffer) for buffer in model.buffers()}
+        for parameter in model.parameters():  # of any class
+            memo[id(parameter)] = nn.Parameter(
+                torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+            )
+        self._model = deep_copy(model, memo).eval()
+        for module in self._model.modules():
+            module._forward_hooks.clear()
+            module._forward_pre_hooks.clear()
+        self._config = self._model.config
+        text = self._config.get_text_config()
+        text.output_router_logits = False  # the placeholders have no routers
+        self._text, self._generator = text, torch.Generator().manual_seed(0)
+        self._ids = torch.randint(1, 3, _SHAPE, generator=self._generator)
+
+    def loss(self) -> OwnLoss | None:
+        """The loss that the model computes; None for any other. Raises what the model raises."""
+        one_row = ""
+        try:
+            logits = self._run().logits
+        except ValueError as error:
+            if self._text.pad_token_id is not None:
+                raise
+            one_row, self._text.pad_token_id = str(error), 0
+            logits = self._run().logits
+        classes: int = logits.shape[-1]
+        if logits.shape == (_SHAPE[0], classes):
+            return self._of_rows(classes, one_row)
+        if logits.shape == (*_SHAPE, classes):
+            return self._of_tokens(classes)
+        return None
+
+    def _of_tokens(self, classes: int) -> OwnLoss | None:
+        labels = self._classes(classes, _SHAPE)
+        labels[0, 2] = labels[1, 1] = labels[1, 2] = IGNORED
+        for loss in (NextToken(), TokenLabels(classes)):
+            if self._computes(loss, labels) and self._counts_hidden(loss, labels):
+                return loss
+        return None
+
+    def _counts_hidden(self, loss: OwnLoss, labels: Tensor) -> bool:
+        """Whether the model counts labels of tokens that a mask hides, as `loss` does."""
+        mask = torch.ones(_SHAPE, dtype=torch.long)
+        mask[1, 3:] = 0
+        try:
+            return self._computes(loss, labels, attention_mask=mask)
+        except Exception:  # the model takes no such mask
+            return True
+
+    def _of_rows(self, classes: int, one_row: str) -> OwnLoss | None:
+        rows, asked = _SHAPE[0], getattr(self._config, "problem_type", None)
+        labels: dict[Problem, Tensor] = {
+            "regression": torch.randn((rows, classes)[: 1 + (classes > 1)], generator=self._generator),
+            "single_label_classification": self._classes(classes, (rows,)),
+            "multi_label_classification": torch.rand((rows, classes), generator=self._generator).round(),
+        }
+        chosen = ("regression",) if classes == 1 else get_args(Problem)[1:]
+        proven: list[Problem] = []
+        for problem in chosen if asked is None else (asked,):
+            self._config.problem_type = asked  # transformers writes there what it chooses
+            try:
+                if self._computes(RowLabels(classes, asked, [problem]), labels[problem]):
+                    proven.append(problem)
+            except Exception:  # of a model that knows other labels alone
+                continue
+        return RowLabels(classes, asked, proven, one_row) if proven else None
+
+    def _computes(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
+        """Whether the model's loss of these labels is `loss`."""
+        output, microbatch = self._run(labels=labels, **inputs), {"input_ids": self._ids, "labels": labels}
+        expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
+        found = output.loss
+        return found is not None and torch.isclose(found.double(), expected.double(), _CLOSE, 0.0).item()
+
+    def _run(self, **inputs: Tensor) -> Any:
+        with _ValuesWhereNeeded(self._generator):
+            return self._model(input_ids=self._ids, use_cache=False, **inputs)
+
+    def _classes(self, count: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(0, count, shape, generator=self._generator)
+
+
+class _Layer(Identity):
+    """The placeholder of a layer, whose results have values."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_of(args, kwargs)
+        return self.give(torch.randn(hidden.shape).to(hidden.dtype) if hidden.is_meta else hidden)
+
+
+class _ValuesWhereNeeded(TorchDispatchMode):
+    """Gives random values to results of tensors on the meta device and others, and to what leaves meta."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        without = [leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        leaves = any(without) and device is not None and torch.device(device).type != "meta"
+        if func is torch.ops.aten._local_scalar_dense.default and without[0]:
+            return 1.0 if args[0].is_floating_point() else 1
+        if not any(without) or (all(without) and not leaves):
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ == "copy_" and not without[0]:
+            return args[0]
+        if device is not None:
+            kwargs["device"] = "meta"
+        args, kwargs = tree_map_only(Tensor, meta_like, (args, kwargs))
+        return tree_map_only(Tensor, self._random, func(*args, **kwargs))
+
+    def _random(self, like: Tensor) -> Tensor:
+        if like.is_floating_point():
+            return torch.randn(like.shape, generator=self._generator).to(like.dtype)
+        return torch.zeros(like.shape, dtype=like.dtype)
+
+
+# ---- the model's own loss as a reference
+
+
+def own_mean(model: PreTrainedModel, microbatch: Mapping[str, Any]) -> Tensor:
+    """The loss of the model's own forward, a mean over the valid items of `microbatch`.
+
+    transformers narrows logits to float32 for it. Those of float64 stay as they are: what is compared with it
+    is compared in that precision.
+    """
+    with _kept(model), _in_double(model):
+        loss: Tensor | None = model(**microbatch, use_cache=False).loss
+    if loss is None:
+        rule = "its forward returns no loss for this batch, and the pipeline computes one"
+        raise ModelError(type(model).__name__, rule, "Compare with a model whose own loss is the pipeline's")
+    return loss
+
+
+@contextmanager
+def _kept(model: PreTrainedModel) -> Iterator[None]:
+    """Put back what a forward writes into the config: what its labels ask for."""
+    before = getattr(model.config, "problem_type", None)
+    try:
+        yield
+    finally:
+        if getattr(model.config, "problem_type", None) != before:
+            model.config.problem_type = before
+
+
+@contextmanager
+def _in_double(model: PreTrainedModel) -> Iterator[None]:
+    compute, replaced = model.loss_function, "_loss_function" in vars(model)
+
+    def wide(*args: Any, **kwargs: Any) -> Any:
+        with _StaysDouble():
+            return compute(*args, **kwargs)
+
+    if replaced or model.dtype != torch.float64:
+        yield
+        return
+    model._loss_function = wide
+    try:
+        yield
+    finally:
+        del model._loss_function
+
+
+class _StaysDouble(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.float and args[0].dtype == torch.float64:
+            return args[0]
+        return func(*args, **(kwargs or {}))

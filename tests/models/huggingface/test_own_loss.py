@@ -1,0 +1,293 @@
+"""The pipeline's loss is the model's own: exact, or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
+    GPT2ForSequenceClassification,
+    LlamaForCausalLM,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedModel,
+)
+
+from penstock import AutoPipeline
+from penstock.batch.loss import NextToken, OwnLoss, Problem, RowLabels
+from penstock.errors import BatchError, ConfigError, EquivalenceError, InputError, ModelError
+from penstock.models.huggingface.own_loss import own_loss
+from penstock.models.source import auto_class
+from penstock.models.tracing.chain import find_chain
+from penstock.parallel.axes import Axes
+from support import heads, zoo
+from support.families import ragged_batch, tiny_model
+from support.mutations import CASES, seeded
+from support.reference import assert_gradients, gradients_of
+
+CLASS_NUMBERS = torch.tensor([0, 4, 2, 2, -100, 1, 3])
+SEVERAL = torch.rand((7, 5), generator=torch.Generator().manual_seed(0)).round().double()
+NUMBERS = SEVERAL - 0.3
+KINDS: dict[str, tuple[str, str, dict[str, Any], Mapping[str, Tensor]]] = {
+    "tokens": ("LlamaForTokenClassification", "llama", {}, heads.token_batch()),
+    "tokens, inline": ("GPT2ForTokenClassification", "gpt2", {}, heads.token_batch()),
+    "masked": ("BertForMaskedLM", "bert", {}, heads.token_batch(zoo.VOCABULARY)),
+    "one class": ("LlamaForSequenceClassification", "llama", {}, heads.row_batch(CLASS_NUMBERS)),
+    "several classes": ("LlamaForSequenceClassification", "llama", {}, heads.row_batch(SEVERAL)),
+    "a number": ("GPT2ForSequenceClassification", "gpt2", {"num_labels": 1}, heads.row_batch(NUMBERS[:, 0])),
+    "numbers": (
+        "BertForSequenceClassification", "bert", {"problem_type": "regression"}, heads.row_batch(NUMBERS)
+    ),
+    "pooled by its own code": ("OPTForSequenceClassification", "opt", {}, heads.row_batch(CLASS_NUMBERS)),
+}  # fmt: skip
+UNEQUAL = [slice(0, 1), slice(1, 5), slice(5, 7)]
+
+
+def exact(pipe: Any, model: PreTrainedModel, batch: Mapping[str, Tensor], parts: Any = None) -> None:
+    loss, expected = heads.own_step(model, batch)
+    pipe.zero_grad()
+    assert pipe.step(batch if parts is None else parts).loss == pytest.approx(loss, rel=1e-10)
+    found = gradients_of(pipe)
+    trained = {name for name, _ in pipe.named_parameters(remove_duplicate=False)}
+    assert found.keys() == trained & expected.keys()
+    assert_gradients(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_models_own_loss(kind: str) -> None:
+    """0.5.0: the shifted cross-entropy was taken for every head: no model's own loss was read."""
+    name, model_type, changes, batch = KINDS[kind]
+    model = heads.tiny(name, model_type, **changes)
+    for schedule, ranks in (("1f1b", 2), ("1f1b", 4), ("zb_v", 2)):
+        pipe = AutoPipeline(schedule=schedule, ranks=ranks, microbatches=4).build(model)
+        exact(pipe, model, batch)
+        for count in (1, 3):
+            pipe.zero_grad()
+            pipe.step(batch, microbatches=count)
+            assert_gradients(gradients_of(pipe), heads.own_step(model, batch)[1], 1e-10)
+        exact(pipe, model, batch, [{n: v[part] for n, v in batch.items()} for part in UNEQUAL])
+    assert pipe.verify_against(model, batch).note == ""
+    assert model.config.problem_type == changes.get("problem_type")
+
+
+class Sharper(LlamaForCausalLM):
+    """Its loss has half the temperature."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
+        output = super().forward(*args, **inputs)
+        if labels is not None:
+            output.loss = self.loss_function(2 * output.logits, labels, self.config.vocab_size)
+        return output
+
+
+def test_a_loss_that_is_not_known_is_refused() -> None:
+    """0.5.0: a subclass whose forward computes another loss trained the next-token loss in silence."""
+    model = Sharper(tiny_model("llama").config)
+    with pytest.raises(ModelError, match="Sharper without a loss_fn: its own loss is none that penstock"):
+        AutoPipeline(ranks=2, microbatches=2).build(model)
+    AutoPipeline(ranks=2, microbatches=2, loss_fn=NextToken()).build(model).step(ragged_batch())
+
+
+def test_a_comparison_takes_the_models_own_loss() -> None:
+    """0.5.0: `verify_against` passed for any loss, as it computed the pipeline's own a second time."""
+    model = tiny_model("llama")
+    other = Sharper(model.config)
+    other.load_state_dict(model.state_dict())
+    for loss_fn in (None, NextToken()):
+        pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=loss_fn).build(model)
+        assert pipe.verify_against(model, ragged_batch()).note == ""
+        with pytest.raises(EquivalenceError, match="loss: "):
+            pipe.verify_against(other, ragged_batch())
+
+
+def test_a_comparison_says_where_it_takes_another_loss() -> None:
+    model, batch = tiny_model("llama"), ragged_batch()
+    shifted = nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    assert "shift_labels" in pipe.verify_against(model, {**batch, "shift_labels": shifted}).note
+    smooth = AutoPipeline(ranks=2, microbatches=2, loss_fn=NextToken(0.1)).build(model)
+    assert "a loss of its own" in smooth.verify_against(model, ragged_batch()).note
+
+
+def test_a_microbatch_without_labels_counts_for_nothing_in_a_comparison() -> None:
+    model = heads.tiny("LlamaForTokenClassification", "llama")
+    batch = heads.token_batch()
+    batch["labels"][:2] = -100
+    AutoPipeline(ranks=2, microbatches=7).build(model).verify_against(model, batch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model_type", "said"),
+    [
+        (LlamaForQuestionAnswering, "llama", "LlamaForQuestionAnswering: .*returns no logits.*start_logits"),
+        (BertForQuestionAnswering, "bert", "BertForQuestionAnswering: .*returns no logits.*start_logits"),
+    ],
+)
+def test_other_heads_are_refused(kind: type[PreTrainedModel], model_type: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        AutoPipeline(ranks=2, microbatches=2).build(heads.built(kind, model_type))
+
+
+def test_rows_need_a_padding_token_as_in_transformers() -> None:
+    """0.5.0: transformers refuses several rows without one; a microbatch of one row passed."""
+    model = heads.tiny("GPT2ForSequenceClassification", "gpt2", pad_token_id=None)
+    pipe = AutoPipeline(ranks=2, microbatches=7).build(model)
+    batch = heads.row_batch(CLASS_NUMBERS)
+    with pytest.raises(ValueError, match="no padding token is defined") as whole:
+        model(**batch)
+    with pytest.raises(BatchError, match=str(whole.value).rstrip(".")):
+        pipe.step(batch)
+    one = {name: value[:1] for name, value in batch.items()}
+    exact(AutoPipeline(ranks=2, microbatches=1).build(model), model, one)
+
+
+def test_a_model_of_two_sentences_takes_class_numbers_alone() -> None:
+    model = heads.built(BertForNextSentencePrediction, "bert", is_decoder=False)
+    found = own_loss(model, find_chain(model))
+    assert isinstance(found, RowLabels)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    exact(pipe, model, heads.row_batch(CLASS_NUMBERS.clamp(0, 1)))
+    with pytest.raises(BatchError, match="ask for multi_label_classification, which the model's own loss"):
+        pipe.step(heads.row_batch(SEVERAL[:, :2]))
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.tensor([0, 1, 2, 3, 4, 5, 0]), "labels with 5: the model's head has 5 classes"),
+        (torch.tensor([0, 1, 2, 3, 4, -1, 0]), "labels with -1"),
+        (torch.rand(7), r"multi_label_classification reads floats of shape \[7, 5\]"),
+        (torch.zeros(7, 5, dtype=torch.int64), r"single_label_classification reads int64 of shape \[7\]"),
+        (torch.zeros(7, 4), r"shape \[7, 5\]"),
+    ],
+)
+def test_labels_are_those_of_the_loss(labels: Tensor, said: str) -> None:
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(heads.tiny("LlamaForSequenceClassification", "llama"))
+    with pytest.raises(BatchError, match=said):
+        pipe.step(heads.row_batch(labels))
+
+
+def test_labels_of_tokens_are_below_the_number_of_classes() -> None:
+    """0.5.0: they were checked against the vocabulary, and torch failed with an index error in the step."""
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(heads.tiny("LlamaForTokenClassification", "llama"))
+    with pytest.raises(BatchError, match=r"labels with 5.*head has 5 tokens"):
+        pipe.step(heads.token_batch(6))
+    batch = heads.token_batch()
+    with pytest.raises(BatchError, match="shift_labels in a batch"):
+        pipe.step({**batch, "shift_labels": batch["labels"]})
+    with pytest.raises(BatchError, match="reads 'labels'"):
+        pipe.step({"input_ids": batch["input_ids"]})
+
+
+def test_outputs_need_no_labels() -> None:
+    model, batch = heads.tiny("LlamaForSequenceClassification", "llama"), heads.row_batch(CLASS_NUMBERS)
+    found = (
+        AutoPipeline(ranks=2, microbatches=3).build(model).evaluate({"input_ids": batch["input_ids"]}, True)
+    )
+    assert found.loss is None
+    torch.testing.assert_close(found.outputs, model(input_ids=batch["input_ids"]).logits)
+
+
+def test_what_only_the_next_token_takes_is_refused() -> None:
+    tokens = heads.tiny("LlamaForTokenClassification", "llama").float()
+    with pytest.raises(ConfigError, match="takes cp and tp"):
+        AutoPipeline(ranks=2, microbatches=2, axes=Axes(cp=2)).build_plan(tokens)
+    model = heads.tiny("LlamaForSequenceClassification", "llama").float()
+    with pytest.raises(ConfigError, match="shapes='padded' for LlamaForSequenceClassification"):
+        AutoPipeline(ranks=2, microbatches=2, shapes="padded").build_plan(model)
+    with pytest.raises(ModelError, match="with the loss of next tokens: its head is not that"):
+        AutoPipeline(ranks=2, microbatches=2, loss_fn=NextToken()).build_plan(model)
+
+
+@pytest.mark.parametrize(
+    "kind", [LlamaForTokenClassification, LlamaForSequenceClassification, LlamaForCausalLM, BertForMaskedLM]
+)
+def test_a_folder_opens_as_the_class_that_its_config_names(
+    kind: type[PreTrainedModel], tmp_path: Path
+) -> None:
+    """0.5.0: a folder of any class opened as a causal language model: `architectures` was not read."""
+    model_type = "bert" if kind is BertForMaskedLM else "llama"
+    model = heads.built(kind, model_type, is_decoder=False, num_labels=5, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    assert auto_class(AutoConfig.from_pretrained(tmp_path)).from_config(model.config).__class__ is kind
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path)
+    batch = heads.row_batch(CLASS_NUMBERS) if "Sequence" in kind.__name__ else heads.token_batch()
+    assert pipe.verify_against(model, batch).note == ""
+
+
+def test_the_probe_is_not_seen_from_outside() -> None:
+    """Hooks, buffers, the config and random numbers are as without it."""
+    model = GPT2ForSequenceClassification(heads.tiny("GPT2ForSequenceClassification", "gpt2").config)
+    model.config.pad_token_id = None
+    chain = find_chain(model)
+    seen: list[str] = []
+    model.score.register_forward_hook(lambda *_: seen.append("hook"))
+    config, state = model.config.to_dict(), torch.get_rng_state()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert isinstance(own_loss(model, chain), OwnLoss)
+    assert seen == []
+    assert model.config.to_dict() == config
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(dict(model.named_buffers()), buffers)
+
+
+HEADS = (
+    ("LlamaForTokenClassification", "llama"), ("LlamaForSequenceClassification", "llama"),
+    ("BertForSequenceClassification", "bert"), ("BertForMaskedLM", "bert"), ("XLNetLMHeadModel", "xlnet"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("numbers", CASES)
+def test_a_random_head_is_exact_or_refused(numbers: range) -> None:
+    """0.5.0: another loss than the model's own, for all of these: no head but a causal one was known."""
+    kept = 0
+    for number in numbers:
+        with seeded(number) as random:
+            kept += own_or_typed(random)
+    assert kept > len(numbers) / 5
+
+
+@functools.cache
+def of_head(name: str, model_type: str, classes: int, problem: Problem | None, pad: int | None) -> Any:
+    """A model, and a pipeline of it."""
+    changes = {"num_labels": classes, "problem_type": problem, "pad_token_id": pad, "layers": 2}
+    model = heads.tiny(name, model_type, **changes)
+    return model, AutoPipeline(ranks=2, microbatches=1).build(model)
+
+
+def own_or_typed(random: Random) -> bool:
+    """Random classes, problems, labels, padding and microbatches. Returns whether the batch was taken."""
+    (name, model_type), rows = random.choice(HEADS), random.randint(1, 5)
+    per_token, classes = "Sequence" not in name, random.choice([1, 3])
+    problem = None if per_token else random.choice([None, None, *get_args(Problem)])
+    model, pipe = of_head(name, model_type, classes, problem, None if random.random() < 0.2 else 0)
+    tokens = (rows, heads.LENGTH)
+    shape = random.choice([(rows,), (rows, 1), (rows, classes), tokens])
+    shape = tokens if per_token and random.random() < 0.9 else shape
+    generator = torch.Generator().manual_seed(random.randrange(1 << 30))
+    labels = torch.randint(0, classes + (random.random() < 0.1), shape, generator=generator)
+    if random.random() < 0.5:
+        labels = torch.where(torch.rand(shape, generator=generator) < 0.3, -100, labels)
+    if random.random() < (0.1 if per_token else 0.5):
+        labels = torch.rand(shape, generator=generator, dtype=torch.float64)
+    batch = {"input_ids": torch.randint(0, zoo.VOCABULARY, tokens, generator=generator), "labels": labels}
+    pipe.zero_grad()
+    try:
+        result = pipe.step(batch, microbatches=random.randint(1, rows))
+    except InputError:
+        return False
+    loss, expected = heads.own_step(model, batch)
+    assert result.loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
+    assert_gradients(gradients_of(pipe), expected, 1e-10)
+    return True
