@@ -33,6 +33,7 @@ from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import placed, shadow, write_through
+from penstock.models.tracing.provenance import Provenance
 from penstock.models.weights import files as weights
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
@@ -324,8 +325,8 @@ class AutoPipeline(Options):
         """Raises ConfigError, ModelError for routers that cannot be replayed."""
         if not self.replay_routing:
             return None
-        with shadow(model) as without_values:
-            return ModelRouting(without_values)
+        with shadow(model) as without_values, Provenance() as marks:
+            return ModelRouting(without_values, marks)
 
     def _layer_options(self) -> dict[str, Any]:
         names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
