@@ -138,9 +138,7 @@ def _choices(shadow: PreTrainedModel, names: list[str], marks: Marks) -> dict[st
     return seen
 
 
-def _look(
-    name: str, block: nn.Module, experts: nn.Module, marks: Marks, seen: dict[str, _Choice]
-) -> None:
+def _look(name: str, block: nn.Module, experts: nn.Module, marks: Marks, seen: dict[str, _Choice]) -> None:
     """Let a forward of `block` see the top-k whose result `experts` are called with."""
     plain: Callable[..., Any] = block.forward
     running: list[TopKs] = []
@@ -203,9 +201,7 @@ class StageRouting:
         recorded: choices of the last step, by microbatch, of those whose backward has ended
     """
 
-    def __init__(
-        self, module: nn.Module, places: Mapping[str, int], numbers: Mapping[str, int]
-    ) -> None:
+    def __init__(self, module: nn.Module, places: Mapping[str, int], numbers: Mapping[str, int]) -> None:
         self.recorded: dict[int, Recorded] = {}
         self._places = places
         self._microbatches: dict[int, _Held] = {}

@@ -101,10 +101,11 @@ class TopKs(TorchFunctionMode):
         """
         assert self._marks is not None
         made_of = self._marks.marks(chosen)
+        form = chosen.shape[-1:], chosen.numel()
         same = [
             number
             for number, found in enumerate(self.found)
-            if number in made_of and (*found.shape[-1:], found.numel()) == (*chosen.shape[-1:], chosen.numel())
+            if number in made_of and (found.shape[-1:], found.numel()) == form
         ]
         if not same:
             raise not_top_k(self._name)
