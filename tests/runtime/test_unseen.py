@@ -3,8 +3,8 @@
 Version 0.5.0, three symptoms. With routing replay and the routers' auxiliary loss, gradients of the first
 step were off by up to 73 %: each block ran once more to show which top-k is its router's choice, and
 transformers' recorder of outputs took the logits of that run too. Hooks counted the forwards of a build, on
-tensors without values. A buffer that a checkpointed layer changes was changed again in the backward, and found changed by
-the forwards of later microbatches.
+tensors without values. A buffer that a checkpointed layer changes was changed again in the backward, and
+found changed by the forwards of later microbatches.
 """
 
 from __future__ import annotations

@@ -442,6 +442,8 @@ class _Build:
                 completer,
                 BatchCheck(source.model, own_loss=auto.own_loss),
                 counts_tokens=asks_for_balance(source.model),
+                pools=True,
+                splits_rows=mesh_plan is not None and mesh_plan.axes.cp > 1,
             ),
             auto.schedules(schedule, plan.frozen),
             mesh_plan,

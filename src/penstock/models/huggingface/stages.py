@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
+from penstock.batch.loss import UNPAD
 from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.placement import OnDevice
@@ -139,7 +140,7 @@ class HFCall:
         if self._holds_nothing:
             return received[0]
         arguments = {name: value for name, value in microbatch.items()
-                     if name in self._taken or name.startswith(INNER)}  # fmt: skip
+                     if name in self._taken or (name.startswith(INNER) and name != UNPAD)}  # fmt: skip
         if self._seen:
             arguments = without_pixels(self._seen, arguments)
         self._boundary.begin(received[0] if received else None)
