@@ -79,10 +79,13 @@ class Padding:
             apply to one shard.
         entries: how to pad entries that transformers does not know, or pads differently; None leaves an
             entry as it is.
-        needs_mask: whether a padded row must have an attention_mask. True for models whose routers' loss
-            counts every token that no mask hides; the pipeline sets it.
-        unpads: whether the loss gets rows and outputs without padding; the pipeline sets it.
-        pools: whether an output without a sequence is known to be free of padding; the pipeline sets it.
+
+    The pipeline sets the rest:
+        needs_mask: whether a padded row must have an attention_mask. True for models that attend to, or whose
+            routers' loss counts, every token that no mask hides.
+        unpads: whether the loss gets rows and outputs without padding.
+        pools: whether an output without a sequence is known to be free of padding.
+        hidden: what is wrong with outputs of tokens that see only hidden ones; empty where nothing is.
     """
 
     length: int | None = None
@@ -93,6 +96,7 @@ class Padding:
     needs_mask: bool = False
     unpads: bool = False
     pools: bool = False
+    hidden: str = ""
 
     def __post_init__(self) -> None:
         for name in ("length", "multiple", "context_shards"):
@@ -146,9 +150,11 @@ class Padding:
         if extra and self.needs_mask and "attention_mask" not in microbatch:
             raise BatchError(
                 f"a microbatch of {length} tokens a row to be padded, without attention_mask",
-                "routers' loss is a mean over all tokens that no mask hides, and padding is none of them",
+                "this model, or its routers' loss, counts all tokens that no mask hides, and padding is none",
                 "Give attention_mask, 1 for each token, or rows of one length, or take shapes='exchanged'",
             )
+        if extra and self.hidden:
+            self._refuse_hidden(microbatch)
         padded, dims = dict(microbatch), dict[str, int]()
         for name, value in microbatch.items():
             if not isinstance(value, Tensor) or name in BOUNDARIES:
@@ -164,6 +170,24 @@ class Padding:
         if self.unpads:
             padded[UNPAD] = Unpadding(length, lengths.full, dims, self.pools)
         return padded | _grown(microbatch, rows, length, lengths.full)
+
+    def _refuse_hidden(self, microbatch: Microbatch) -> None:
+        """Raise BatchError for padding on the left whose outputs count: they change with the row's length."""
+        mask, labels = microbatch.get("attention_mask"), microbatch.get("labels")
+        if not isinstance(mask, Tensor) or mask.dim() != PER_TOKEN:
+            return
+        first = mask.ne(0).cumsum(-1) == 0
+        counts = first
+        if isinstance(labels, Tensor) and labels.shape == mask.shape and not self.unpads:
+            labelled = labels != IGNORED  # of the token itself, or of the one after it
+            counts = first & (labelled | labelled.roll(-1, -1))
+        if bool(counts.any()):
+            row, token = counts.nonzero()[-1].tolist()
+            raise BatchError(
+                f"an attention_mask that hides the tokens up to {token} of row {row}, in rows to be padded",
+                f"{self.hidden} when rows with padding on the left are padded at their end as well",
+                f"Give rows without it, label {IGNORED} to what follows it, or take shapes='inferred'",
+            )
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Rows and length."""

@@ -24,7 +24,8 @@ from penstock.models.adapters import LoraConfig, names_in_file, unwrap
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
 from penstock.models.huggingface.head import check_for_liger
-from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
+from penstock.models.huggingface.padded import effect_of_padding
+from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.quantized import Quantize
 from penstock.models.source import ModelLike, Source, open_source
@@ -193,8 +194,8 @@ class AutoPipeline(Options):
     def _check_model(self, source: Source) -> None:
         """Raise ConfigError, ModelError for a model that the options do not take."""
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
-        if self.padding() is not None:
-            refuse_padding(source.model)
+        if (padding := self.padding()) is not None:
+            effect_of_padding(source.model, padding)
             check_padded(source.model)
         options = self.parallel_options()
         if self.axes is not None:
@@ -441,9 +442,7 @@ class _Build:
             auto.batch_splitter(
                 completer,
                 BatchCheck(source.model, own_loss=auto.own_loss),
-                counts_tokens=asks_for_balance(source.model),
-                pools=True,
-                splits_rows=mesh_plan is not None and mesh_plan.axes.cp > 1,
+                **self._padding_of_model(),
             ),
             auto.schedules(schedule, plan.frozen),
             mesh_plan,
@@ -455,6 +454,20 @@ class _Build:
             trace_folder=auto.trace_folder,
             autocast=auto.autocast,
         )
+
+    def _padding_of_model(self) -> dict[str, Any]:
+        """The fields of Padding that the model decides."""
+        padding, model = self._auto.padding(), self._plan.source.model
+        if padding is None:
+            return {}
+        effect = effect_of_padding(model, padding)
+        splits_rows = self._mesh_plan is not None and self._mesh_plan.axes.cp > 1
+        return {
+            "needs_mask": effect.needs_mask or asks_for_balance(model),
+            "hidden": effect.hidden,
+            "pools": True,
+            "unpads": not (self._auto.own_loss or splits_rows),  # cp gives a loss a part of padded rows
+        }
 
     def _saved(self, other_files: Mapping[str, bytes]) -> SavedModel:
         source = self._plan.source

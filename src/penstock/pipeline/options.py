@@ -327,23 +327,17 @@ class Options:
         self,
         complete: Callable[[Microbatch], Microbatch] = dict,
         check: Callable[[Microbatch], None] = lambda batch: None,
-        *,
-        counts_tokens: bool = False,
-        pools: bool = False,
-        splits_rows: bool = False,
+        **known: Any,
     ) -> BatchSplitter:
         """How a step's batch becomes microbatches. Raises ConfigError.
 
         complete: adds the entries that the model needs and a microbatch implies
         check: raises for a batch that the model does not take
-        counts_tokens: whether the model counts every token that no mask hides, padding included
-        pools: whether its outputs without a sequence are known to be free of padding
-        splits_rows: whether cp splits rows: a loss then gets parts of padded rows
+        known: fields of Padding that follow from the model
         """
         padding = self.padding()
         if padding is not None:
-            unpads = not self.own_loss and not splits_rows
-            padding = replace(padding, needs_mask=counts_tokens, unpads=unpads, pools=pools)
+            padding = replace(padding, **{"unpads": not self.own_loss, **known})
         return BatchSplitter(self.sharding or {}, padding, complete, check)
 
     def layer_compiler(

@@ -251,20 +251,3 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
                 "a layer that is dropped at random may be where a stage begins or ends",
                 f"Set {name}=0",
             )
-
-
-def refuse_padding(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens see the padding after them, whatever the mask says. Raises ModelError."""
-    number = ("index_topk", "keep_window_size")  # of the keys that a token attends to
-    by_score = (name for name, module in model.named_modules() if any(hasattr(module, n) for n in number))
-    if (chooses := next(by_score, None)) is not None:
-        found = f"{chooses} chooses keys by their scores, and equal scores by the length of the row"
-    elif model.config.model_type == "cpmant":
-        found = "it counts positions from the end of the row"
-    elif model.config.model_type == "paligemma":
-        found = "its tokens of type 0, which padding has, see each other"
-    else:
-        return
-    raise ModelError(
-        f"shapes='padded' for {type(model).__name__}", found, "Take shapes='inferred', which pads nothing"
-    )
