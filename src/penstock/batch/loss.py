@@ -426,9 +426,31 @@ def _required(function: Callable[..., Tensor]) -> int:
     return sum(each.kind in positional and each.default is Parameter.empty for each in parameters)
 
 
+class Unpad(Protocol):
+    """Undoes the padding of a microbatch (penstock.batch.padding)."""
+
+    def entries(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch as its rows were."""
+
+    def output(self, output: Any) -> Any:
+        """What the model returned for these. Raises ModelError for an output of unknown form."""
+
+
+UNPAD = f"{INNER}unpad"  # the entry of a padded microbatch, for a loss that padding would count in
+
+
+def weight_of(loss: Loss, microbatch: Microbatch) -> int:
+    """The loss's weight of a microbatch, without padding."""
+    unpad: Unpad | None = microbatch.get(UNPAD)
+    return loss.weight(microbatch if unpad is None else unpad.entries(microbatch))
+
+
 def total_of(loss: Loss, output: Any, microbatch: Microbatch, number: int) -> Tensor:
-    """The loss's total of a microbatch, which is given its number where it `takes_number`."""
+    """The loss's total of a microbatch, without padding. It is given its number where it `takes_number`."""
     more = (number,) if getattr(loss, "takes_number", False) else ()
+    unpad: Unpad | None = microbatch.get(UNPAD)
+    if unpad is not None:
+        output, microbatch = unpad.output(output), unpad.entries(microbatch)
     return loss.total(output, microbatch, *more)
 
 

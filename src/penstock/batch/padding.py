@@ -1,6 +1,9 @@
 """Padding: all microbatches of a step get one length, where the pipeline needs fixed shapes.
 
 Padding.longest (the maximum over all ranks is the caller's) -> Padding.lengths (rounded) -> Padding.pad
+
+A loss that is not ours may count all that it gets. So it gets rows and outputs as they are without padding: a
+padded microbatch has an entry that undoes it (`Unpadding`).
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from penstock.batch.loss import IGNORED
+from penstock.batch.loss import IGNORED, UNPAD
 from penstock.batch.packing import PER_TOKEN, check_row_bounds, row_shape
+from penstock.batch.placement import OnDevice, host_values
 from penstock.batch.shapes import Microbatch
-from penstock.errors import BatchError, ConfigError
+from penstock.errors import BatchError, ConfigError, ModelError
 
 
 class PadEntry(NamedTuple):
@@ -74,8 +79,13 @@ class Padding:
             apply to one shard.
         entries: how to pad entries that transformers does not know, or pads differently; None leaves an
             entry as it is.
-        needs_mask: whether a padded row must have an attention_mask. True for models whose routers' loss
-            counts every token that no mask hides; the pipeline sets it.
+
+    The pipeline sets the rest:
+        needs_mask: whether a padded row must have an attention_mask. True for models that attend to, or whose
+            routers' loss counts, every token that no mask hides.
+        unpads: whether the loss gets rows and outputs without padding.
+        pools: whether an output without a sequence is known to be free of padding.
+        hidden: what is wrong with outputs of tokens that see only hidden ones; empty where nothing is.
     """
 
     length: int | None = None
@@ -84,6 +94,9 @@ class Padding:
     context_shards: int = 1
     entries: Mapping[str, PadEntry | None] = field(default_factory=dict)
     needs_mask: bool = False
+    unpads: bool = False
+    pools: bool = False
+    hidden: str = ""
 
     def __post_init__(self) -> None:
         for name in ("length", "multiple", "context_shards"):
@@ -137,10 +150,12 @@ class Padding:
         if extra and self.needs_mask and "attention_mask" not in microbatch:
             raise BatchError(
                 f"a microbatch of {length} tokens a row to be padded, without attention_mask",
-                "routers' loss is a mean over all tokens that no mask hides, and padding is none of them",
+                "this model, or its routers' loss, counts all tokens that no mask hides, and padding is none",
                 "Give attention_mask, 1 for each token, or rows of one length, or take shapes='exchanged'",
             )
-        padded = dict(microbatch)
+        if extra and self.hidden:
+            self._refuse_hidden(microbatch)
+        padded, dims = dict(microbatch), dict[str, int]()
         for name, value in microbatch.items():
             if not isinstance(value, Tensor) or name in BOUNDARIES:
                 continue
@@ -149,7 +164,30 @@ class Padding:
                 shape = list(value.shape)
                 shape[entry.dim] = extra
                 padded[name] = torch.cat([value, value.new_full(shape, entry.value)], dim=entry.dim)
-        return padded | (_grown(microbatch, rows, length, lengths.full) if extra else {})
+                dims[name] = entry.dim
+        if not extra:
+            return padded
+        if self.unpads:
+            padded[UNPAD] = Unpadding(length, lengths.full, dims, self.pools)
+        return padded | _grown(microbatch, rows, length, lengths.full)
+
+    def _refuse_hidden(self, microbatch: Microbatch) -> None:
+        """Raise BatchError for padding on the left whose outputs count: they change with the row's length."""
+        mask, labels = microbatch.get("attention_mask"), microbatch.get("labels")
+        if not isinstance(mask, Tensor) or mask.dim() != PER_TOKEN:
+            return
+        first = mask.ne(0).cumsum(-1) == 0
+        counts = first
+        if isinstance(labels, Tensor) and labels.shape == mask.shape and not self.unpads:
+            labelled = labels != IGNORED  # of the token itself, or of the one after it
+            counts = first & (labelled | labelled.roll(-1, -1))
+        if bool(counts.any()):
+            row, token = counts.nonzero()[-1].tolist()
+            raise BatchError(
+                f"an attention_mask that hides the tokens up to {token} of row {row}, in rows to be padded",
+                f"{self.hidden} when rows with padding on the left are padded at their end as well",
+                f"Give rows without it, label {IGNORED} to what follows it, or take shapes='inferred'",
+            )
 
     def _shape(self, microbatch: Microbatch) -> tuple[int, int]:
         """Rows and length."""
@@ -186,6 +224,59 @@ class Padding:
                 f"make it as long as the rows, or name another dimension for {name!r}",
             )
         return entry
+
+
+_CONSTANT = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Unpadding:
+    """Undoes the padding of a microbatch of rows of `length` tokens, padded to `full`.
+
+    dims: of the entries that were padded, the dimension
+    pools: whether outputs without a sequence are free of padding
+    """
+
+    length: int
+    full: int
+    dims: Mapping[str, int]
+    pools: bool
+
+    def entries(self, microbatch: Microbatch) -> Microbatch:
+        """The microbatch as it was before padding; on a device, with its copy on the host."""
+        own = {name: self._entry(name, value) for name, value in microbatch.items() if name != UNPAD}
+        for name, longest in BOUNDARIES.items():
+            if longest in own and name in own:
+                bounds = self._entry(name, host_values(microbatch)[name])
+                own[longest] = int(bounds.diff().max())
+        return OnDevice(own, self.entries(microbatch.host)) if isinstance(microbatch, OnDevice) else own
+
+    def _entry(self, name: str, value: Any) -> Any:
+        if name in BOUNDARIES:  # the inverse of `_grown`
+            return value - (value // self.full * (self.full - self.length)).to(value.dtype)
+        # positions may have been added since
+        dim = self.dims.get(name, -1 if name == "position_ids" else None)
+        return value if dim is None else value.narrow(dim, 0, self.length)
+
+    def output(self, output: Any) -> Any:
+        """The last stage's output without padding: tensors of (rows, sequence, ...) are cut.
+
+        Raises ModelError for another form, which may have padding in it.
+        """
+        return tree_map(self._cut, output)
+
+    def _cut(self, value: Any) -> Any:
+        dims = value.dim() if isinstance(value, Tensor) else None
+        if dims is not None and dims > PER_TOKEN and value.shape[1] == self.full:
+            return value[:, : self.length]
+        if dims == 0 or (self.pools and dims in (1, PER_TOKEN)) or isinstance(value, _CONSTANT):
+            return value
+        shown = type(value).__name__ if dims is None else f"tensor of shape {list(value.shape)}"
+        raise ModelError(
+            f"an output with a {shown} for padded rows of {self.full} tokens",
+            "a loss_fn gets outputs without padding, which is known of (rows, sequence, ...) alone",
+            "Return that form, of three dimensions or more; or take shapes='inferred', which pads nothing",
+        )
 
 
 def _wrong(name: str, value: Tensor, rule: str, remedy: str) -> BatchError:

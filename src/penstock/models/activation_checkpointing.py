@@ -8,7 +8,8 @@ backward it runs once more. Selective checkpointing also holds the outputs of so
     run again    all of it     norms, activations, dropout, residuals   nothing
 
 The layer's `forward` runs again, not its `__call__`: hooks (FSDP2's, a user's) and the stage's boundary stay
-outside and run once.
+outside and run once. Hooks within the layer run again, as in torch. Buffers and counters change once, and
+what runs again finds them as its forward did.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import difflib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from torch.utils.checkpoint import (
 
 from penstock.errors import ConfigError, ModelError
 from penstock.runtime.split_backward.recording import recording_again
+from penstock.runtime.unseen import LayerState, unrecorded
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) 
         # all by position, so that one that is modified before the backward is an error, not a wrong gradient
         values = (*args, *kwargs.values())
         if not torch.compiler.is_dynamo_compiling():
-            contexts = functools.partial(_contexts, policy if save else None)
+            contexts = functools.partial(_contexts, self, policy if save else None)
         elif save:  # the compiler takes a function and constants only
             contexts = functools.partial(_contexts_for_compiler, save)
         else:
@@ -227,24 +229,28 @@ class SavePolicy:
 
 
 def _contexts(
-    policy: SavePolicy | None,
+    layer: nn.Module, policy: SavePolicy | None
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """For one forward of a layer, and for when it runs again. policy: None saves nothing"""
-    again = recording_again()
-    if policy is None:
-        return nullcontext(), again
-    saved: dict[tuple[OpOverload, int], _Saved] = {}
-    replay = _SelectiveMode(policy, saved, replay=True)
-    return _SelectiveMode(policy, saved, replay=False), _Both(again, replay)
+    state, recording = LayerState(layer), recording_again()
+    first: list[Callable[[], AbstractContextManager[object]]] = [state.forward]
+    again: list[Callable[[], AbstractContextManager[object]]] = [state.again, unrecorded, lambda: recording]
+    if policy is not None:
+        saved: dict[tuple[OpOverload, int], _Saved] = {}
+        first.append(lambda: _SelectiveMode(policy, saved, replay=False))
+        again.append(lambda: _SelectiveMode(policy, saved, replay=True))
+    return _All(first), _All(again)
 
 
-class _Both:
-    def __init__(self, *contexts: AbstractContextManager[object]) -> None:
+class _All:
+    """Enters contexts, made anew each time: a retained graph may run a layer again twice."""
+
+    def __init__(self, contexts: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
         self._contexts, self._entered = contexts, ExitStack()
 
     def __enter__(self) -> None:
         for context in self._contexts:
-            self._entered.enter_context(context)
+            self._entered.enter_context(context())
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()

@@ -28,6 +28,7 @@ from penstock.models.split.partition import partition
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
 from penstock.runtime.transport.groups import Processes
+from penstock.runtime.unseen import detach_hooks, unseen
 
 
 @dataclass(frozen=True)
@@ -245,9 +246,8 @@ class InferredEdges(CachedEdges):
 
     def _run_undisturbed(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
         # a provider may draw random numbers or seed torch: this run must not change those of the step
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         lowered = nullcontext() if self._autocast is None else AutocastWithoutValues(self._autocast)
-        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), lowered:
+        with unseen(), torch.inference_mode(False), torch.enable_grad(), lowered:
             return self._run_all(microbatch)
 
     def _run_all(self, microbatch: Microbatch) -> tuple[EdgeSpecs, ...]:
@@ -277,6 +277,9 @@ class InferredEdges(CachedEdges):
                 "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
                 "(penstock.models.stage.DeclaresShapes)",
             ) from cause
+        for module in built:
+            if is_empty(module):
+                detach_hooks(module)
         return [ProvidedCall(module if is_empty(module) else without_values(module)) for module in built]
 
 

@@ -26,7 +26,8 @@ from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
 from penstock.models.huggingface.head import check_for_liger
 from penstock.models.huggingface.own_loss import own_loss
-from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_padding, refuse_unsupported_options
+from penstock.models.huggingface.padded import effect_of_padding
+from penstock.models.huggingface.stages import HFCall, HFEdges, refuse_unsupported_options
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.quantized import Quantize
 from penstock.models.source import (
@@ -41,6 +42,7 @@ from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import placed, shadow, write_through
+from penstock.models.tracing.provenance import Provenance
 from penstock.models.weights import files as weights
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
@@ -209,8 +211,8 @@ class AutoPipeline(Options):
         refuse_unsupported_options(source.model, own_loss=self.own_loss)
         if isinstance(self.loss_fn, NextToken):
             check_language_model(source.model)
-        if self.padding() is not None:
-            refuse_padding(source.model)
+        if (padding := self.padding()) is not None:
+            effect_of_padding(source.model, padding)
             check_padded(source.model)
         options = self.parallel_options()
         if self.axes is not None:
@@ -380,8 +382,8 @@ class AutoPipeline(Options):
         """Raises ConfigError, ModelError for routers that cannot be replayed."""
         if not self.replay_routing:
             return None
-        with shadow(model) as without_values:
-            return ModelRouting(without_values)
+        with shadow(model) as without_values, Provenance() as marks:
+            return ModelRouting(without_values, marks)
 
     def _layer_options(self) -> dict[str, Any]:
         names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
@@ -496,7 +498,7 @@ class _Build:
             auto.batch_splitter(
                 completer,
                 BatchCheck(source.model, loss if auto.own_loss and isinstance(loss, OwnLoss) else None),
-                counts_tokens=asks_for_balance(source.model),
+                **self._padding_of_model(),
             ),
             auto.schedules(schedule, plan.frozen),
             mesh_plan,
@@ -509,6 +511,20 @@ class _Build:
             autocast=auto.autocast,
             balances=bool(plan.chain.recorded),
         )
+
+    def _padding_of_model(self) -> dict[str, Any]:
+        """The fields of Padding that the model decides."""
+        padding, model = self._auto.padding(), self._plan.source.model
+        if padding is None:
+            return {}
+        effect = effect_of_padding(model, padding)
+        splits_rows = self._mesh_plan is not None and self._mesh_plan.axes.cp > 1
+        return {
+            "needs_mask": effect.needs_mask or asks_for_balance(model),
+            "hidden": effect.hidden,
+            "pools": True,
+            "unpads": not (self._auto.own_loss or splits_rows),  # cp gives a loss a part of padded rows
+        }
 
     def _saved(self, other_files: Mapping[str, bytes]) -> SavedModel:
         source = self._plan.source

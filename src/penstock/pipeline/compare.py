@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from penstock.batch.loss import Loss, total_of
+from penstock.batch.loss import UNPAD, Loss, total_of, weight_of
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, DifferenceError
@@ -210,7 +210,7 @@ def whole_backward(
         autocast: the dtype of torch.autocast in each forward; None for none
     """
     reductions = reductions or Reductions()
-    weight = reductions.sum_tokens(sum(loss.weight(microbatch) for microbatch in microbatches))
+    weight = reductions.sum_tokens(sum(weight_of(loss, microbatch) for microbatch in microbatches))
     device = next(model.parameters()).device
     total = 0.0
     for number, microbatch in enumerate(microbatches):
@@ -240,7 +240,7 @@ def _total(model: nn.Module, loss: Loss, microbatch: Microbatch, number: int) ->
     # its mean over no item is not a number
     if not_own(loss, [microbatch]) == "" and (items := loss.weight(microbatch)):
         return own_mean(model, microbatch) * items
-    inputs = {name: value for name, value in microbatch.items() if name != "labels"}
+    inputs = {name: value for name, value in microbatch.items() if name not in ("labels", UNPAD)}
     return total_of(loss, outcome(model, model(**inputs, use_cache=False)), microbatch, number)
 
 

@@ -60,7 +60,7 @@ class Options:
             ignored); a function of (output, microbatch), or of these and the microbatch's number in the step,
             that returns the mean over the microbatch's rows; or an object with `weight` and `total`
             (penstock.batch.loss.Loss). The output is that of the last stage: for a transformers model, its
-            logits.
+            logits. Where rows are padded, both get output and microbatch without padding.
         chunked_loss: whether the next-token loss of large logits (more than 256 MiB in float32) runs the head
             on a block of the vocabulary at a time, so that they are never whole. It takes the head's product
             once more, in the backward. Heads that are no plain linear layer, and those on a mesh with other
@@ -328,18 +328,17 @@ class Options:
         self,
         complete: Callable[[Microbatch], Microbatch] = dict,
         check: Callable[[Microbatch], None] = lambda batch: None,
-        *,
-        counts_tokens: bool = False,
+        **known: Any,
     ) -> BatchSplitter:
         """How a step's batch becomes microbatches. Raises ConfigError.
 
         complete: adds the entries that the model needs and a microbatch implies
         check: raises for a batch that the model does not take
-        counts_tokens: whether the model counts every token that no mask hides, padding included
+        known: fields of Padding that follow from the model
         """
         padding = self.padding()
-        if padding is not None and counts_tokens:
-            padding = replace(padding, needs_mask=True)
+        if padding is not None:
+            padding = replace(padding, **{"unpads": not self.own_loss, **known})
         return BatchSplitter(self.sharding or {}, padding, complete, check)
 
     def layer_compiler(

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
+from penstock.models.tracing.meta import shadow
+from penstock.models.tracing.provenance import Provenance
 from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.expert.experts import expert_parallel, mixtures
-from penstock.parallel.expert.replay import StageRouting
+from penstock.parallel.expert.replay import ModelRouting, StageRouting
 from support import zoo
 from support.families import ragged_batch
 from support.mixtures import (
@@ -43,8 +45,14 @@ def checkpointed(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
 
 
-def routing_of(model: PreTrainedModel) -> StageRouting:
-    return StageRouting(model, {name: place for place, name in enumerate(mixtures(model))})
+def routing_of(model: PreTrainedModel, change: Callable[[], None] = lambda: None) -> StageRouting:
+    """change: made to the model before its routers are attached, as other axes of a mesh do"""
+    with shadow(model) as without_values, Provenance() as marks:
+        whole = ModelRouting(without_values, marks)
+    change()
+    routing = whole.for_stage(model)
+    assert routing is not None
+    return routing
 
 
 def loss_of(model: PreTrainedModel) -> Tensor:
@@ -209,9 +217,11 @@ def test_choices_of_another_length_are_refused() -> None:
 
 def test_a_model_is_replayed_once() -> None:
     model = model_of()
-    routing_of(model)
+    names = mixtures(model)
+    places, numbers = {name: place for place, name in enumerate(names)}, dict.fromkeys(names, 0)
+    StageRouting(model, places, numbers)
     with pytest.raises(ModelError, match="replayed already"):
-        routing_of(model)
+        StageRouting(model, places, numbers)
 
 
 def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
@@ -227,10 +237,8 @@ def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
 
 
 def test_a_choice_by_something_else_is_refused() -> None:
-    model = mixture("phimoe", torch.float32)
-    routing = routing_of(model)
-    with pytest.raises(ModelError, match="top-k"), routing.forward(0, ragged_batch()):
-        loss_of(model)
+    with pytest.raises(ModelError, match="top-k"):
+        routing_of(mixture("phimoe", torch.float32))
 
 
 def replayed() -> list[str]:
@@ -239,8 +247,8 @@ def replayed() -> list[str]:
     model = mixture("qwen3_moe", torch.float32)
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
-    expert_parallel(model, mesh, Directions.of(mesh, separate=True))
-    routing = routing_of(model)
+    directions = Directions.of(mesh, separate=True)
+    routing = routing_of(model, lambda: expert_parallel(model, mesh, directions))
     checkpointed(model)
     mine = own_rows(batch, rank, ranks)
     with routing.forward(0, mine):

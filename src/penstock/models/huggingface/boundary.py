@@ -40,6 +40,7 @@ from penstock.models.tracing.placeholder import (
     with_hidden,
 )
 from penstock.models.tracing.towers import features_from, with_zeros
+from penstock.runtime.unseen import unseen
 
 if TYPE_CHECKING:
     from penstock.models.stage import StageInfo
@@ -318,7 +319,7 @@ class PlaceholderBefore(ModulePlaceholder):
 
     @torch.no_grad()
     def _run_without_values(self, args: Any, kwargs: Any) -> Any:
-        with _disable_current_modes():  # such as count bytes, or make fake tensors
+        with unseen(), _disable_current_modes():  # such as count bytes, or make fake tensors
             args, kwargs = tree_map_only(
                 Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
             )

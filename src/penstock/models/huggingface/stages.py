@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
+from penstock.batch.loss import UNPAD
 from penstock.batch.microbatches import INNER
 from penstock.batch.payload import EdgeSpecs, TensorSpec
 from penstock.batch.placement import OnDevice
@@ -141,7 +142,7 @@ class HFCall:
         if self._holds_nothing:
             return received[0]
         arguments = {name: value for name, value in microbatch.items()
-                     if name in self._taken or name.startswith(INNER)}  # fmt: skip
+                     if name in self._taken or (name.startswith(INNER) and name != UNPAD)}  # fmt: skip
         if self._seen:
             arguments = without_pixels(self._seen, arguments)
         self._boundary.begin(received[0] if received else None)
@@ -264,20 +265,3 @@ def _rope_types(module: nn.Module) -> Collection[str]:
     """The kinds of rotary positions that a module computes: one, or one for each kind of layer."""
     kinds = getattr(module, "rope_type", ())
     return kinds.values() if isinstance(kinds, Mapping) else (kinds,)
-
-
-def refuse_padding(model: PreTrainedModel) -> None:
-    """Refuse a model whose tokens see the padding after them, whatever the mask says. Raises ModelError."""
-    number = ("index_topk", "keep_window_size")  # of the keys that a token attends to
-    by_score = (name for name, module in model.named_modules() if any(hasattr(module, n) for n in number))
-    if (chooses := next(by_score, None)) is not None:
-        found = f"{chooses} chooses keys by their scores, and equal scores by the length of the row"
-    elif model.config.model_type == "cpmant":
-        found = "it counts positions from the end of the row"
-    elif model.config.model_type == "paligemma":
-        found = "its tokens of type 0, which padding has, see each other"
-    else:
-        return
-    raise ModelError(
-        f"shapes='padded' for {type(model).__name__}", found, "Take shapes='inferred', which pads nothing"
-    )

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.runtime.sharded_weights import meta_like, shard_like
+from penstock.runtime.unseen import detach_hooks, unseen
 
 Table = dict[str, Any]
 M = TypeVar("M", bound=nn.Module)
@@ -91,10 +92,12 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def without_values(module: M) -> M:
-    """A deep copy with all tensors on the meta device."""
+    """A deep copy with all tensors on the meta device, to be run under `unseen`."""
     memo: dict[int, Any] = {id(buffer): meta_like(buffer) for buffer in module.buffers()}
     memo |= {id(parameter): _empty(parameter) for parameter in module.parameters()}
-    return deep_copy(module, memo)
+    copied = deep_copy(module, memo)
+    detach_hooks(copied)
+    return copied
 
 
 _UNCHANGING = frozenset({bool, int, float, str, type(None), torch.dtype})
@@ -190,7 +193,7 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     replaced: copies to take in place of those made here, by the id of the original
     """
     # eager: torch.compile would give up for good on code that it first meets under a mode
-    with FakeTensorMode(), _without_log(), torch.compiler.set_stance("force_eager"):
+    with unseen(), FakeTensorMode(), _without_log(), torch.compiler.set_stance("force_eager"):
         memo: dict[int, Any] = {}
         for module in _without_replaced(model, replaced or {}):
             for parameter in module.parameters(recurse=False):
@@ -202,7 +205,9 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
                 if isinstance(value, Tensor):
                     memo[id(value)] = torch.empty(value.shape, dtype=value.dtype)
         memo |= replaced or {}
-        yield deep_copy(model, memo)
+        copied = deep_copy(model, memo)
+        detach_hooks(copied)
+        yield copied
 
 
 def _like(parameter: nn.Parameter) -> Tensor:

@@ -34,6 +34,7 @@ from penstock.parallel.context.positions import LENGTH, MixedPositionsError, Pos
 from penstock.parallel.context.sequence import split
 from penstock.parallel.expert.balance import asks_for_balance, balance_function, check_load_balancing
 from penstock.parallel.expert.experts import is_marked
+from penstock.runtime.unseen import detach_hooks, unseen
 
 # kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -190,6 +191,7 @@ def _follow_positions(model: PreTrainedModel) -> None:
     memo |= {id(module): _PassesOn(module) for name, module in model.named_modules()
              if _are_experts(name, module)}  # fmt: skip
     shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
+    detach_hooks(shadow)
     for module in shadow.modules():
         if isinstance(module, PreTrainedModel):  # the routers' loss is a mean over tokens, and summed over cp
             module.config.get_text_config().output_router_logits = False
@@ -202,7 +204,7 @@ def _follow_positions(model: PreTrainedModel) -> None:
     positions = Positions()
     positions.follow(part["input_ids"])
     try:
-        with positions:
+        with unseen(), positions:
             shadow(**part, use_cache=False)
     except MixedPositionsError as mixed:
         raise MixedPositionsError(f"{mixed}, in or after {entered[-1] or type(model).__name__}") from None

@@ -31,7 +31,7 @@ from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
 from penstock.parallel.context.sequence import FULL_SEQUENCE
 from penstock.parallel.expert.experts import count_of, mixtures
-from penstock.parallel.expert.routing import Router, Task, TopKs, not_top_k, one_too_many
+from penstock.parallel.expert.routing import Marks, Router, Task, TopKs, not_top_k, one_too_many
 
 _log = logging.getLogger(__name__)
 Choices = Mapping[str, Tensor]  # by the name of the module of experts: (tokens, top_k)
@@ -42,12 +42,13 @@ class ModelRouting:
 
     Args:
         shadow: a copy of the model for this alone, of fake tensors (torch's FakeTensorMode is on)
+        marks: follows in it what experts are chosen by, and is on
 
     Raises ConfigError for a model without mixtures, ModelError for routers whose choice is not one top-k. A
     forward without values finds these, so every rank raises the same error before anything is sent.
     """
 
-    def __init__(self, shadow: PreTrainedModel) -> None:
+    def __init__(self, shadow: PreTrainedModel, marks: Marks) -> None:
         self._name = type(shadow).__name__
         self._experts = {name: count_of(part) for name, part in mixtures(shadow).items()}
         if not self._experts:
@@ -59,13 +60,20 @@ class ModelRouting:
             if block in blocks:
                 raise one_too_many(name, f"a second mixture in {block}")
             blocks.add(block)
-        self._top_k = _top_k(shadow.eval(), list(self._experts))
+        kinds = {name: type(shadow.get_submodule(name.rpartition(".")[0])) for name in self._experts}
+        seen = _choices(shadow.eval(), list(self._experts), marks)
+        top_ks = {choice.top_k for choice in seen.values()}
+        self._top_k = top_ks.pop() if len(top_ks) == 1 and len(seen) == len(kinds) else None
+        of_kind = {kinds[name]: choice.number for name, choice in seen.items()}
+        if unseen := [name for name, kind in kinds.items() if kind not in of_kind]:
+            raise not_top_k(f"{unseen[0]}, which a forward without values does not reach")
+        self._numbers = {name: of_kind[kind] for name, kind in kinds.items()}
 
     def for_stage(self, module: nn.Module) -> StageRouting | None:
         """Record and replay in a stage, before activation checkpointing; None without mixtures. In place."""
         order = list(self._experts)
         places = {name: order.index(name) for name in mixtures(module)}
-        return StageRouting(module, places) if places else None
+        return StageRouting(module, places, self._numbers) if places else None
 
     def check(self, microbatch: Microbatch) -> None:
         """Raise BatchError, ModelError for choices in a batch that the model cannot make."""
@@ -98,23 +106,28 @@ class ModelRouting:
             )
 
     def _common_top_k(self) -> int:
-        found = {self._top_k.get(name) for name in self._experts}
-        top_k = found.pop()
-        if found or top_k is None:  # None: only a real forward would show it
+        if self._top_k is None:
             raise ModelError(
                 f"{ROUTED} for {self._name}",
                 "its mixtures are known to choose as many experts each, so that one tensor holds all choices",
                 "Leave them out, and let its routers choose",
             )
-        return top_k
+        return self._top_k
 
 
-def _top_k(shadow: PreTrainedModel, names: list[str]) -> dict[str, int]:
-    """How many experts a token chooses, for each mixture that a forward without values reaches."""
-    found: dict[str, int] = {}
+class _Choice(NamedTuple):
+    """How a router chooses: by top-k `number` of its block's forward, `top_k` experts for each token."""
+
+    number: int
+    top_k: int
+
+
+def _choices(shadow: PreTrainedModel, names: list[str], marks: Marks) -> dict[str, _Choice]:
+    """How each mixture chooses that a forward without values reaches."""
+    seen: dict[str, _Choice] = {}
     for name in names:
         block = shadow.get_submodule(name.rpartition(".")[0])
-        _look(name, block, shadow.get_submodule(name), found)
+        _look(name, block, shadow.get_submodule(name), marks, seen)
     try:
         with torch.no_grad():
             shadow(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
@@ -122,16 +135,16 @@ def _top_k(shadow: PreTrainedModel, names: list[str]) -> dict[str, int]:
         raise
     except Exception as error:  # for want of values
         _log.debug("a forward of %s without values ended in %r", type(shadow).__name__, error)
-    return found
+    return seen
 
 
-def _look(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int]) -> None:
-    """Let a forward of `block` find the top-k whose result `experts` are called with."""
+def _look(name: str, block: nn.Module, experts: nn.Module, marks: Marks, seen: dict[str, _Choice]) -> None:
+    """Let a forward of `block` see the top-k whose result `experts` are called with."""
     plain: Callable[..., Any] = block.forward
     running: list[TopKs] = []
 
     def in_block(*args: Any, **kwargs: Any) -> Any:
-        running.append(TopKs(name))
+        running.append(TopKs(name, marks=marks))
         try:
             with running[-1]:
                 return plain(*args, **kwargs)
@@ -139,11 +152,11 @@ def _look(name: str, block: nn.Module, experts: nn.Module, found: dict[str, int]
             running.pop()
 
     def in_place_of_experts(hidden: Tensor, chosen: Tensor, *_: Any) -> Tensor:
-        if name in found:
+        if name in seen:
             raise one_too_many(name, "called twice in one forward")
-        if not running or not running[-1].candidates(chosen):
+        if not running:
             raise not_top_k(name)
-        found[name] = chosen.shape[-1]
+        seen[name] = _Choice(running[-1].number_of(chosen), chosen.shape[-1])
         return hidden.clone()
 
     block.forward = in_block
@@ -182,19 +195,20 @@ class StageRouting:
     Args:
         module: a stage, before activation checkpointing is put into its layers; changed in place
         places: by the name of each mixture in it, its number in the whole model
+        numbers: by the name of each mixture, which top-k of its block is the choice
 
     Attributes:
         recorded: choices of the last step, by microbatch, of those whose backward has ended
     """
 
-    def __init__(self, module: nn.Module, places: Mapping[str, int]) -> None:
+    def __init__(self, module: nn.Module, places: Mapping[str, int], numbers: Mapping[str, int]) -> None:
         self.recorded: dict[int, Recorded] = {}
         self._places = places
         self._microbatches: dict[int, _Held] = {}
         self._forward: tuple[Choices | None, dict[str, Tensor] | None] = None, None  # to replay, and kept
         self._backward: int | None = None  # the microbatch whose backward runs
         for name in places:
-            Router(name, self._task).attach(module)
+            Router(name, numbers[name], self._task).attach(module)
 
     def forward(self, number: int, microbatch: Microbatch) -> AbstractContextManager[None]:
         """For a forward that a backward follows: its choices are kept."""

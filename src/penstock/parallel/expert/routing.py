@@ -6,20 +6,21 @@ whose result arrives at the experts is the choice. Others, e.g. among groups of 
 
     block --> top-k among groups --> top-k among experts --> experts(hidden, chosen, weights)
               not the choice         the choice: number 1 of this block
+
+A forward without values shows the number when the pipeline is built, so that no block runs for it.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.dispatch import without_values
@@ -39,23 +40,32 @@ class Task(NamedTuple):
     kept: dict[str, Tensor] | None = None
 
 
-_LOOK = Task()  # only to see which top-k is the choice
+class Marks(Protocol):
+    """Follows marks through every op (penstock.models.tracing.provenance)."""
+
+    def mark(self, tensor: Tensor, marks: Iterable[int | str]) -> None:
+        """Replace the marks of `tensor`."""
+
+    def marks(self, *values: Any) -> frozenset[int | str]:
+        """The marks of all that `values` were made of."""
 
 
 class TopKs(TorchFunctionMode):
     """Sees every top-k of a block's forward, and has number `choice` choose what its task says.
 
     Attributes:
-        found: the indices that each top-k gave so far
         over: set when the experts are called; later ones choose nothing for them
     """
 
-    def __init__(self, name: str, choice: int | None = None, task: Task = _LOOK) -> None:
+    def __init__(
+        self, name: str, choice: int | None = None, task: Task | None = None, marks: Marks | None = None
+    ) -> None:
+        """marks: gives each top-k its number, for `number_of`; without values"""
         super().__init__()
-        self.found: list[Tensor] = []
+        self.found: list[Tensor] = []  # the indices that each gave so far
         self.over = False
-        self.task = task
-        self._name, self._choice = name, choice
+        self.task = Task() if task is None else task
+        self._name, self._choice, self._marks = name, choice, marks
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -63,6 +73,8 @@ class TopKs(TorchFunctionMode):
             return func(*args, **kwargs)
         run = functools.partial(self._replace, func) if len(self.found) == self._choice else func
         result = run(*args, **kwargs)
+        if self._marks is not None:
+            self._marks.mark(result[1], self._marks.marks(result[1]) | {len(self.found)})
         self.found.append(result[1])
         return result
 
@@ -82,26 +94,22 @@ class TopKs(TorchFunctionMode):
         values = _Take.apply(input, chosen, dim)  # type: ignore[no-untyped-call]
         return torch.return_types.topk((values, chosen))
 
-    def candidates(self, chosen: Tensor) -> list[int]:
-        """Numbers of the top-k's that may have returned `chosen`: that very tensor, or one of its shape."""
-        place = chosen.untyped_storage()._cdata  # which also identifies storages without values
-        same = [n for n, found in enumerate(self.found) if found.untyped_storage()._cdata == place]
-        if len(same) == 1 and chosen.numel():
-            return same
-        return [
+    def number_of(self, chosen: Tensor) -> int:
+        """Number of the top-k that `chosen` was made of. Raises ModelError where there is none.
+
+        Groups of experts are chosen by a top-k too, which the one among experts is made of: the last counts.
+        """
+        assert self._marks is not None
+        made_of = self._marks.marks(chosen)
+        form = chosen.shape[-1:], chosen.numel()
+        same = [
             number
             for number, found in enumerate(self.found)
-            if found.shape[-1] == chosen.shape[-1] and found.numel() == chosen.numel()
+            if number in made_of and (found.shape[-1:], found.numel()) == form
         ]
-
-    def number_of(self, chosen: Tensor) -> int:
-        """Number of the top-k that returned `chosen`. Raises ModelError where it is not exactly one."""
-        numbers = self.candidates(chosen)
-        if len(numbers) > 1:  # groups of experts are chosen by a top-k too
-            numbers = [n for n in numbers if torch.equal(self.found[n].reshape(chosen.shape), chosen)]
-        if len(numbers) != 1:
+        if not same:
             raise not_top_k(self._name)
-        return numbers[0]
+        return same[-1]
 
 
 class _Take(torch.autograd.Function):
@@ -124,13 +132,13 @@ class Router:
 
     Args:
         name: of the module of experts
+        choice: number of the block's top-k that is the choice
         task: called with that name and whether a backward will follow, when a forward of the block begins in
             this thread; returns its task, or None to leave the forward alone
     """
 
-    def __init__(self, name: str, task: Callable[[str, bool], Task | None]) -> None:
-        self._name, self._task = name, task
-        self._choice: int | None = None  # number of the block's top-k that is the choice, once known
+    def __init__(self, name: str, choice: int, task: Callable[[str, bool], Task | None]) -> None:
+        self._name, self._choice, self._task = name, choice, task
         self._thread = threading.local()  # a forward and a recomputation may run side by side
 
     def attach(self, module: nn.Module) -> None:
@@ -145,15 +153,13 @@ class Router:
         block._router = self  # type: ignore[assignment]
         block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
         experts = module.get_submodule(self._name)
-        experts.register_forward_pre_hook(lambda _, arguments: self._experts_called(arguments[1]))
+        experts.register_forward_pre_hook(lambda *_: self._experts_called())
 
-    def run(self, block: nn.Module, forward: Callable[[], Any], trains: bool) -> Any:
+    def run(self, forward: Callable[[], Any], trains: bool) -> Any:
         """A forward of the block, under its task. trains: whether a backward will follow"""
         task = self._task(self._name, trains)
         if task is None:
             return forward()
-        if self._choice is None:
-            self._learn_choice(block, forward)
         with self._watching(task):
             return forward()
 
@@ -166,16 +172,12 @@ class Router:
         finally:
             self._thread.running = None
 
-    def _experts_called(self, chosen: Tensor) -> None:
-        """Called when the experts are. chosen: their argument, (tokens, top_k)"""
+    def _experts_called(self) -> None:
+        """Called when the experts are."""
         topks: TopKs | None = getattr(self._thread, "running", None)
         if topks is None:
             return
-        if self._choice is None:
-            self._choice = topks.number_of(chosen)
         topks.over = True
-        if topks.task is _LOOK:
-            raise _LearntError
         if self._choice >= len(topks.found):
             raise not_top_k(self._name)
         if (kept := topks.task.kept) is not None:
@@ -183,26 +185,6 @@ class Router:
                 raise one_too_many(self._name, "called twice in one forward")
             found = topks.found[self._choice]
             kept[self._name] = found.detach().reshape(-1, found.shape[-1]).clone()
-
-    def _learn_choice(self, block: nn.Module, forward: Callable[[], Any]) -> None:
-        """Find out once which top-k of the block is the choice.
-
-        The forward ends where the experts are called, on every rank, before anything is sent. Modes do not
-        see it: selective checkpointing would count its products, which a backward does not run again.
-        """
-        training = [(part, part.training) for part in block.modules()]
-        for part, _ in training:
-            part.training = False  # so that nothing random is drawn, and no noise put on the input in place
-        try:
-            with torch.no_grad(), _disable_current_modes(), suppress(_LearntError), self._watching(_LOOK):
-                forward()
-        finally:
-            for part, before in training:
-                part.training = before
-
-
-class _LearntError(Exception):
-    """Ends a forward that runs only to see which top-k is the choice."""
 
 
 @functools.cache  # one for all blocks of a kind, as compilers like it
@@ -216,7 +198,7 @@ def _routed_class(kind: type[nn.Module]) -> type[nn.Module]:
             return plain(self, *args, **kwargs)
         router: Any = self._router
         trains = self.training and torch.is_grad_enabled()
-        return router.run(self, functools.partial(plain, self, *args, **kwargs), trains)
+        return router.run(functools.partial(plain, self, *args, **kwargs), trains)
 
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
 

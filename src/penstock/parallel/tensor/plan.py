@@ -28,6 +28,7 @@ from penstock.parallel.tensor.styles import (
     VOCABULARY,
     Style,
 )
+from penstock.runtime.unseen import detach_hooks, unseen
 
 _HEAD_WIDTHS = ("head_dim", "head_size", "qk_head_dim")
 
@@ -357,6 +358,7 @@ def mixes(module: nn.Module, columns: list[str], rows: str, ranks: int) -> bool:
     memo: dict[int, Any] = {id(module.get_submodule(name)): stub for name, stub in stubs.items()}
     memo |= {id(tensor): tensor for part in module.modules() for tensor in part._parameters.values()}
     twin = copy.deepcopy(module, memo)
+    detach_hooks(twin)
     if next(twin.parameters(), None) is not None or any(b.is_meta for b in twin.buffers()):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -366,7 +368,8 @@ def mixes(module: nn.Module, columns: list[str], rows: str, ranks: int) -> bool:
         for name, value in values.items():
             stubs[name].value = value.chunk(count, -1)[rank]
         try:
-            twin(torch.zeros(2, 3, 1, device="cpu"))
+            with unseen():
+                twin(torch.zeros(2, 3, 1, device="cpu"))
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return False  # its forward needs more than its projections
         results.append(stubs[rows].value)

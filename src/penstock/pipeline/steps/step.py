@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import Loss, MeanOverRows, OwnLoss, total_of
+from penstock.batch.loss import Loss, MeanOverRows, OwnLoss, total_of, weight_of
 from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
@@ -177,7 +177,7 @@ class StepRunner:
         with self._agreed(len(batches), has_labels=True):
             for batch in batches:
                 microbatches = built.splitter.unpadded(on_host(batch, self._world.device), count)
-                found += sum(map(built.loss.weight, self._weighed(microbatches)))
+                found += sum(weight_of(built.loss, part) for part in self._weighed(microbatches))
         return self._world.reductions.sum_tokens(found)
 
     def _prepare(
@@ -200,7 +200,8 @@ class StepRunner:
         batch = on_host(batch, world.device)
         try:
             microbatches = self._split(batch, schedule.microbatches)
-            weight = sum(map(built.loss.weight, self._weighed(microbatches))) if counts else 1
+            weighed = self._weighed(microbatches) if counts else ()
+            weight = sum(weight_of(built.loss, part) for part in weighed) if counts else 1
             self._infer_edges(microbatches, schedule.placement.depth)
             facts = facts._replace(tokens=weight)
             if world.mesh is not None:
