@@ -136,9 +136,10 @@ def test_every_form_of_a_chat_is_the_same_chat() -> None:
         {"instruction": ASK["content"], "response": SAY["content"]},
     ]
     assert [labels(encoder(), form) for form in forms] == [expected] * 3
-    assert labels(encoder(field="turns"), {"turns": [ASK, SAY], "messages": []}) == expected
+    assert labels(encoder(field="turns"), {"turns": [ASK, SAY], "messages": None}) == expected
     both = {**CHATS[0], "instruction": "What?", "output": "This."}
-    assert labels(encoder(form="instruction"), both) != expected
+    assert labels(encoder(ignored=("instruction", "output")), both) == expected
+    assert labels(encoder(form="instruction", ignored=("messages",)), both) != expected
     with_input = {"instruction": "Add.", "input": "2, 3", "output": "5"}
     assert "Add.\n2, 3<|im_end|>" in encoder().tokenizer.decode(labels(encoder(), with_input)[0])
 
@@ -165,9 +166,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is a list of messages, and here is nothing"),
     (
         {"messages": [{"role": "robot", "content": "x"}, SAY]},
+        "message 1 of messages has the role 'robot', which neither we nor the template know",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool", "content": "x"}]},
         "the chat template refuses it (it knows system, user",
     ),
-    ({"messages": [ASK]}, "it has no token that the loss counts: no turn of the assistant"),
+    (
+        {"messages": [SYSTEM, ASK, ASK]},
+        "it has no token that the loss counts: its messages are of the roles system, user, and none of",
+    ),
     ({"text": "x"}, "a chat has messages, conversations, prompt and completion, or instruction and output"),
     ({"messages": [ASK, SAY], "tools": "["}, "tools is not JSON"),
 ]
