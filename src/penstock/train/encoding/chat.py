@@ -256,37 +256,40 @@ def _check_written(name: str, chat: Chat, text: str) -> None:
     """
     at = 0
     for number, message in enumerate(chat.messages):
-        start = 0 if message["role"] in SYSTEMS else at
-        for what, said, needed in _said(message, last=number in chat.turns[-1:]):
-            end = _end_in(text, said, start)
-            if end is None and needed:
-                shown = str(said).strip()[:60]
-                rule = f"the chat template leaves out {what} of {chat.names[number]}: {shown!r}"
-                remedy = "Give a template that writes it (data.chat_template), or remove it from the record"
-                raise wrong(name, rule, remedy)
-            if message["role"] not in SYSTEMS:
-                at = max(at, end or 0)
+        system = message["role"] in SYSTEMS
+        start = 0 if system else at
+        for together in _said(message, last=number in chat.turns[-1:]):
+            ends = [start]
+            for what, said in together:
+                ends.append(_end_in(text, said, start))
+                if ends[-1] < 0:
+                    shown = str(said).strip()[:60]
+                    rule = f"the chat template leaves out {what} of {chat.names[number]}: {shown!r}"
+                    remedy = "Give a template that writes it (data.chat_template), or take it out here"
+                    raise wrong(name, rule, remedy)
+            start = max(ends)
+        at = at if system else start
 
 
-def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[tuple[str, object, bool]]:
-    """What a message says: a name of each part, the part, and whether the template must write it.
+def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str, object]]]:
+    """What a message says, in order: each part with its name, and parts whose order differs together.
 
-    last: whether it is the last turn of the assistant
+    last: whether it is the last turn of the assistant, whose thoughts belong to it
     """
     content = message.get("content", "")
     texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
+    if last:
+        yield from ([(key, message.get(key))] for key in THOUGHTS)
     for text in texts:
         *thoughts, answer = _THOUGHT.split(text) if message["role"] == "assistant" else [text]
-        yield from (("a thought in the content", thought, last) for thought in thoughts)
-        yield "the content", answer, True
-    for key in THOUGHTS:
-        yield key, message.get(key), last
+        if last:
+            yield from ([("a thought in the content", thought)] for thought in thoughts)
+        yield [("the content", answer)]
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
-        yield "the name of a call", function["name"], True
         arguments = function.get("arguments", {})
-        for value in [arguments] if isinstance(arguments, str) else _leaves(arguments):
-            yield "an argument of a call", value, True
+        values = [arguments] if isinstance(arguments, str) else _leaves(arguments)
+        yield [("the name of a call", function["name"]), *(("an argument of a call", of) for of in values)]
 
 
 def _leaves(value: object) -> Iterator[object]:
@@ -297,10 +300,10 @@ def _leaves(value: object) -> Iterator[object]:
         yield value
 
 
-def _end_in(text: str, said: object, start: int) -> int | None:
-    """Where `said` ends in `text`, if it is there from `start` on: as it is, or in quotes of JSON or Python.
+def _end_in(text: str, said: object, start: int) -> int:
+    """Where `said` ends in `text` from `start` on, as it is or in quotes of JSON or Python; -1: nowhere.
 
-    Templates strip what they write. Nothing is found anywhere.
+    Templates strip what they write. What is empty is anywhere.
     """
     if isinstance(said, str):
         said = said.strip()
@@ -310,7 +313,7 @@ def _end_in(text: str, said: object, start: int) -> int | None:
     else:
         forms = [""] if said is None else [str(said), json.dumps(said)]
     ends = [place + len(form) for form in forms if (place := text.find(form, start)) >= 0]
-    return min(ends, default=None)
+    return min(ends, default=-1)
 
 
 # ---- Tokens
