@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.batch.loss import IGNORED
+from penstock.errors import DataError
 from penstock.train.encoding.chat import ChatEncoder
 from penstock.train.encoding.tokenizer import HuggingFace, byte_level_tokenizer
 
@@ -68,7 +69,7 @@ MISTRAL = """\
         {{- raise_exception('roles must alternate') }}
     {%- endif %}
     {%- if message['role'] == 'user' %}
-        {%- if loop.last and system_message is defined or loop.index == turns | length - 1 and system_message is defined %}
+        {%- if system_message is defined and loop.index >= turns | length - 1 %}
             {{- '[INST] ' + system_message + '\\n\\n' + message['content'] + '[/INST]' }}
         {%- else %}{{- '[INST] ' + message['content'] + '[/INST]' }}{%- endif %}
     {%- else %}{{- ' ' + message['content'] | trim + eos_token }}{%- endif %}
@@ -98,3 +99,16 @@ def labels(made: ChatEncoder, row: Mapping[str, Any]) -> tuple[list[int], list[i
 def text_of(ids: Sequence[int]) -> str:
     """The text of ids, or of the labels that count."""
     return str(byte_level_tokenizer(chat=True).decode([each for each in ids if each != IGNORED]))
+
+
+def outcome(encode: Callable[[], Any]) -> Any:
+    """What this returns, or the DataError that it raises, which names the record and can be printed."""
+    try:
+        return encode()
+    except DataError as error:
+        problem = error
+    assert problem.value == "data file a.jsonl line 1"
+    assert problem.rule
+    assert problem.remedy
+    str(problem).encode()
+    return problem

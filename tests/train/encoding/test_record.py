@@ -21,6 +21,7 @@ from support.chats import (
     ZEPHYR,
     encoder,
     labels,
+    outcome,
     template,
     text_of,
 )
@@ -127,8 +128,8 @@ def test_a_template_that_writes_arguments_as_they_are_gets_text() -> None:
     own = template("deepseekv3_training")
     found = []
     for arguments in ({"city": "Köln"}, '{"city": "Köln"}'):
-        call = {"role": "assistant", "content": "",
-                "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]}  # fmt: skip
+        calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
+        call = {"role": "assistant", "content": "", "tool_calls": calls}
         found.append(labels(encoder(own), {"messages": [ASK, call, RESULT, SAY]}))
     assert found[0] == found[1]
     assert '{"city": "Köln"}' in text_of(found[0][0])
@@ -170,7 +171,8 @@ def test_unknown_keys_are_all_named_and_may_be_listed() -> None:
 
 
 def test_what_the_template_reads_has_a_meaning() -> None:
-    own = "{% for m in messages %}{{ m.role }}{{ m['mood'] }}{{ m.content }}{% if m.role == 'judge' %}!{% endif %}{% endfor %}"
+    judged = "{% if m.role == 'judge' %}!{% endif %}"
+    own = "{% for m in messages %}{{ m.role }}{{ m['mood'] }}{{ m.content }}" + judged + "{% endfor %}"
     row = {"messages": [{**ASK, "mood": "sad"}, {"role": "judge", "content": "hm"}, SAY]}
     assert text_of(labels(encoder(own), row)[0]) == "usersad2 + 3?judgehm!assistantIt is 5."
     assert "'mood' of its messages" in refused(row, own.replace("m['mood']", "mood"))
@@ -254,11 +256,11 @@ def test_marks_that_are_not_one_a_turn_do_not_say_whose_they_are() -> None:
 
 LEFT_OUT: list[tuple[str | None, dict[str, Any], str]] = [
     ("llama3", {"messages": CALLED}, "the name of a call of message 2 of messages: 'weather'"),
-    ("phi3", {"messages": [ASK, SAY, RESULT, *MORE]}, "the content of message 3 of messages: '{\"temp\": 21}'"),
-    ("llama3_1", {"messages": [ASK, CALL | {"content": "Let me see."}, RESULT, SAY]}, "the content of message 2"),
+    ("phi3", {"messages": [ASK, SAY, RESULT, *MORE]}, "the content of message 3 of messages: '{\"temp\":"),
+    ("llama3_1", {"messages": [ASK, {**CALL, "content": "So?"}, RESULT, SAY]}, "the content of message 2"),
     ("deepseek_r1_distill", {"messages": [ASK, {**SAY, "content": "<think>2 and 3</think>It is 5."}]},
      "a thought in the content of message 2 of messages: '2 and 3'"),
-    ("qwen2_5", {"messages": [ASK, {**SAY, "reasoning_content": "a thought"}]}, "reasoning_content of message 2"),
+    ("qwen2_5", {"messages": [ASK, {**SAY, "reasoning_content": "hm"}]}, "reasoning_content of message 2"),
     ("smolvlm", {"messages": [ASK, SAY]}, "the content of message 1"),
     ("phi3", {"messages": [ASK, SAY], "tools": TOOLS}, "the same without its tools, and so leaves them out"),
     (None, {"messages": [ASK, {"role": "user", "content": "lost"}, SAY]}, "the content of message 2"),
@@ -284,7 +286,7 @@ KEPT: list[tuple[str, str | None, list[dict[str, Any]]]] = [
     ("zephyr", ZEPHYR, [ASK, {**SAY, "content": "  It is 5.\n\n"}]),
     ("mistral moves the system message to the last question", MISTRAL,
      [{"role": "system", "content": "Be short."}, ASK, SAY, *MORE]),
-    ("gemma trims, and has a role of its own", template("gemma"), [ASK, {"role": "model", "content": " 5 \n"}]),
+    ("gemma trims, and has another role", template("gemma"), [ASK, {"role": "model", "content": " 5 \n"}]),
     ("qwen3 leaves out the first thought", template("qwen3"),
      [ASK, {**SAY, "content": "<think>\nfirst\n</think>\n\nIt is 5."}, ASK, {**SAY, "content": THOUGHT}]),
     ("and of the other key", template("qwen3"),
@@ -325,7 +327,7 @@ def test_half_of_a_character_is_named(row: dict[str, Any], at: str) -> None:
 
 
 def test_chat_template_kwargs_are_variables_of_the_template() -> None:
-    """0.5.0: `truncation` and others of transformers' own arguments were set by a record, a list was a crash."""
+    """0.5.0: a record could set `truncation` and others of transformers' own; a list was a traceback."""
     row = {"messages": [ASK, SAY]}
     for wrong in ([], "x", {"truncation": True}, {"tools": []}, {"tokenize": False}):
         assert refused(row | {"chat_template_kwargs": wrong}).startswith("chat_template_kwargs")
@@ -341,8 +343,7 @@ WORDS = ("hm", "2 + 3?", "Köln", "a\nb", ' "q" ', "<think>x</think>y", "😀", 
 NAMES = {"user": ("user", "human"), "tool": ("tool", "observation"),
          "assistant": ("assistant", "gpt", "bing", "chatgpt", "bard", "model")}  # fmt: skip
 FUZZED: dict[str, str | None] = {
-    name: template(name)
-    for name in ("qwen3_training", "qwen2_5_training", "llama3_training", "phi3_training")
+    name: template(f"{name}_training") for name in ("qwen3", "qwen2_5", "llama3", "phi3")
 } | {"chatml": None, "tools": CHATML_TOOLS}
 
 
@@ -382,8 +383,8 @@ def drawn_row(choices: random.Random) -> dict[str, Any]:
         cut = drawn_messages(choices)
         row = {"prompt": cut[:1], "completion": cut[1:]}
     elif form == 2:
-        row = {"instruction": choices.choice(WORDS), "output": choices.choice(WORDS),
-               "input": choices.choice(WORDS), "history": [[choices.choice(WORDS), choices.choice(WORDS)]]}  # fmt: skip
+        row = {key: choices.choice(WORDS) for key in ("instruction", "input", "output")}
+        row["history"] = [[choices.choice(WORDS), choices.choice(WORDS)]]
     else:
         row = {choices.choice(("messages", "conversations")): drawn_messages(choices)}
     if choices.random() < 0.2:
@@ -392,13 +393,13 @@ def drawn_row(choices: random.Random) -> dict[str, Any]:
         row["tools"] = TOOLS if choices.random() < 0.5 else json.dumps(TOOLS)
     if choices.random() < 0.05:
         row[choices.choice(("id", "source", "score"))] = choices.choice(ODD_VALUES)
-    if choices.random() < 0.5:
+    if choices.random() < 0.35:
         changed = mutated_json(choices, row)
         row = changed if isinstance(changed, dict) else row
     return row
 
 
-def in_plain_words(message: dict[str, Any], texts: bool) -> tuple[dict[str, Any], bool | None]:
+def in_plain_words(message: dict[str, Any]) -> tuple[dict[str, Any], bool | None]:
     """A message as transformers takes it, and its weight."""
     message = {key: value for key, value in message.items() if value is not None}
     role, content = message.pop("from", None), message.pop("value", None)
@@ -418,14 +419,13 @@ def in_plain_words(message: dict[str, Any], texts: bool) -> tuple[dict[str, Any]
     if calls := message.get("tool_calls"):
         for call in message["tool_calls"]:
             function = call.get("function") or call
-            if isinstance(function.get("arguments"), str) and not texts:
+            if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"])
     else:
         message.pop("tool_calls", None)
     plain = {"role": names.get(role, role), **message}
-    return (plain if content is None else {**plain, "content": content}), None if weight is None else bool(
-        weight
-    )
+    trained = None if weight is None else bool(weight)
+    return (plain if content is None else {**plain, "content": content}), trained
 
 
 def expected(row: dict[str, Any], tokenizer: Any, marked: bool) -> tuple[list[int], list[int]]:
@@ -451,7 +451,7 @@ def expected(row: dict[str, Any], tokenizer: Any, marked: bool) -> tuple[list[in
         given = row.get("messages") or row["conversations"]
     if row.get("system"):
         given = [{"role": "system", "content": row["system"]}, *given]
-    pairs = [in_plain_words(message, texts=False) for message in given]
+    pairs = [in_plain_words(message) for message in given]
     messages = [message for message, _ in pairs]
 
     def ids_of(count: int, **more: Any) -> list[int]:
@@ -472,36 +472,27 @@ def expected(row: dict[str, Any], tokenizer: Any, marked: bool) -> tuple[list[in
         counted = [bool(each) for each in found["assistant_masks"]]
     for number, (_, weight) in enumerate(pairs):
         if weight is False and number >= (prompt or 0):
-            start = ids_of(number, add_generation_prompt=messages[number]["role"] == "assistant")
-            for at in range(len(start), len(ids_of(number + 1))):
+            for at in range(len(ids_of(number)), len(ids_of(number + 1))):
                 counted[at] = False
     return ids, [token if of else -100 for token, of in zip(ids, counted, strict=True)]
 
 
 @pytest.mark.parametrize("numbers", CASES)
 def test_a_random_chat_is_as_in_trl_or_refused(numbers: range) -> None:
-    """Every mutation of a chat in any form gives TRL's ids and labels, or a DataError that names the record."""
+    """Every mutation of a chat in any form gives TRL's ids and labels, or a DataError with its record."""
     made: dict[str, ChatEncoder] = {name: encoder(own) for name, own in FUZZED.items()}
     taken = 0
     for number in numbers:
         with seeded(number) as choices:
             row, name = drawn_row(choices), choices.choice(list(FUZZED))
-            before = copy.deepcopy(row)
-            try:
-                found = labels(made[name], row)
-            except DataError as error:
-                assert error.value.startswith(("data file a.jsonl line 1", "the chat template"))
-                assert error.remedy
-                assert "Traceback" not in str(error)
-                str(error).encode()
+            before = repr(row)
+            found = outcome(lambda: labels(made[name], row))  # noqa: B023
+            assert repr(row) == before
+            if isinstance(found, DataError):
                 continue
-            finally:
-                assert repr(row) == repr(before)  # NaN is not equal to itself
             tokenizer = made[name].tokenizer.own
             ids, wanted = expected(row, tokenizer, "{%- generation" in tokenizer.chat_template)
             assert found[0] == ids
             assert found[1][1:] == wanted[1:]
             taken += 1
     assert taken > len(numbers) // 8  # most are refused, and some must not be
-
-

@@ -135,8 +135,9 @@ class ChatEncoder:
         ids = self.tokenizer.chat_ids(chat.messages, chat.options)
         start = self._prefix(name, chat, chosen.start, ids, prompt=True)
         found, counted = _after(ids, [(start, len(ids))])
-        for span in self._spans(name, chat, ids, sorted(left_out.intersection(chosen))):
-            counted[slice(*span)] = False
+        for number in left_out.intersection(chosen):  # with the words that the template puts around it
+            begin, end = (self._prefix(name, chat, count, ids) for count in (number, number + 1))
+            counted[begin:end] = False
         return found, counted
 
     def _check_tools(self, name: str, chat: Chat, text: str) -> None:
@@ -152,39 +153,24 @@ class ChatEncoder:
         _check_asked(name, chat, turns)
         chosen = turns[-1:] if self.loss_on == "last" else turns
         kept = [number for number in chosen if number not in left_out]
-        if self._marked(chat) and kept == chosen:
-            ids, marks = self.tokenizer.chat_marked(chat.messages, chat.options)
-            runs = _runs(marks)
+        if not _MARK.search(self.tokenizer.template(chat.options.get("tools"))):
+            ids = self.tokenizer.chat_ids(chat.messages, chat.options)
+            starts = [self._prefix(name, chat, number, ids, prompt=True) for number in kept]
+            ends = [self._prefix(name, chat, number + 1, ids) for number in kept]
+            return _after(ids, list(zip(starts, ends, strict=True)))
+        ids, marks = self.tokenizer.chat_marked(chat.messages, chat.options)
+        runs = _runs(marks)
+        if kept == chosen:
             return _after(ids, runs[-1:] if self.loss_on == "last" else runs)
-        ids = self.tokenizer.chat_ids(chat.messages, chat.options)
-        return _after(ids, self._spans(name, chat, ids, kept))
-
-    def _marked(self, chat: Chat) -> bool:
-        return bool(_MARK.search(self.tokenizer.template(chat.options.get("tools"))))
-
-    # ---- Where single messages lie among the ids
-
-    def _spans(
-        self, name: str, chat: Chat, ids: Sequence[int], numbers: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        turns = chat.turns
-        if not numbers or not self._marked(chat) or not set(numbers) <= set(turns):
-            return [self._span(name, chat, ids, number) for number in numbers]
-        runs = _runs(self.tokenizer.chat_marked(chat.messages, chat.options)[1])
         if len(runs) != len(turns):
             rule = (
                 f"some of its {len(turns)} turns of the assistant are not to count, and the template marks "
                 f"{len(runs)} parts, so that it is not known which part is whose"
             )
             raise wrong(name, rule, "Give a template that marks each turn once (data.chat_template)")
-        return [runs[turns.index(number)] for number in numbers]
+        return _after(ids, [run for number, run in zip(turns, runs, strict=True) if number in kept])
 
-    def _span(self, name: str, chat: Chat, ids: Sequence[int], number: int) -> tuple[int, int]:
-        answers = chat.messages[number]["role"] == "assistant"
-        start = self._prefix(name, chat, number, ids, prompt=answers)
-        return start, self._prefix(name, chat, number + 1, ids, prompt=False)
-
-    def _prefix(self, name: str, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool) -> int:
+    def _prefix(self, name: str, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool = False) -> int:
         """How many of `ids` are those of the first `count` messages.
 
         prompt: with the generation prompt
