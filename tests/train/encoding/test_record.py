@@ -125,12 +125,12 @@ def test_arguments_in_json_are_an_object(own: str | None) -> None:
 
 def test_a_template_that_writes_arguments_as_they_are_gets_text() -> None:
     """DeepSeek's adds them to a text: an object is no text, and Python's way to write one is no JSON."""
-    own = template("deepseekv3_training")
+    own = template("deepseekv3")
     found = []
     for arguments in ({"city": "Köln"}, '{"city": "Köln"}'):
         calls = [{"type": "function", "function": {"name": "weather", "arguments": arguments}}]
         call = {"role": "assistant", "content": "", "tool_calls": calls}
-        found.append(labels(encoder(own), {"messages": [ASK, call, RESULT, SAY]}))
+        found.append(labels(encoder(own, loss_on="all"), {"messages": [ASK, call, RESULT, SAY]}))
     assert found[0] == found[1]
     assert '{"city": "Köln"}' in text_of(found[0][0])
 
@@ -286,6 +286,8 @@ KEPT: list[tuple[str, str | None, list[dict[str, Any]]]] = [
     ("zephyr", ZEPHYR, [ASK, {**SAY, "content": "  It is 5.\n\n"}]),
     ("mistral moves the system message to the last question", MISTRAL,
      [{"role": "system", "content": "Be short."}, ASK, SAY, *MORE]),
+    ("deepseek moves the system message to the front", template("deepseekv3"),
+     [ASK, SAY, {"role": "system", "content": "Be short."}, *MORE]),
     ("gemma trims, and has another role", template("gemma"), [ASK, {"role": "model", "content": " 5 \n"}]),
     ("qwen3 leaves out the first thought", template("qwen3"),
      [ASK, {**SAY, "content": "<think>\nfirst\n</think>\n\nIt is 5."}, ASK, {**SAY, "content": THOUGHT}]),

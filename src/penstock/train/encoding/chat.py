@@ -262,7 +262,7 @@ def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str,
 
     last: whether it is the last turn of the assistant, whose thoughts belong to it
     """
-    content = message.get("content", "")
+    content = message.get("content") or ""  # a processor's messages may hold None
     texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
     if last:
         yield from ([(key, message.get(key))] for key in THOUGHTS)
