@@ -35,6 +35,8 @@ class Mutant(NamedTuple):
 
 EVERY = "test_every_schedule.py"
 EXECUTOR, PLAN = "runtime/executor.py", "runtime/plan.py"
+CHAT, RECORD = "train/encoding/chat.py", "train/encoding/record.py"
+OF_RECORD = "train/encoding/test_record.py"
 OFFLOAD, OFFLOADED = "schedule/offload.py", "runtime/device/offload.py"
 OF_OFFLOAD, OF_OFFLOADING = (
     "schedule/test_offload.py",
@@ -96,8 +98,19 @@ MUTANTS = [
         OF_LENGTHS,
     ),
     Mutant(
-        "train/encoding/chat.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
+        "train/encoding/record.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
     ),
+    # ---- the reader of chats: nothing of a record is lost
+    Mutant(RECORD, "refuse_keys(name, of_row, of_messages, self.ignored)", "pass", OF_RECORD),
+    Mutant(RECORD, '"bard": "assistant",', "", OF_RECORD),
+    Mutant(RECORD, "        trained = _trained(name, at, message)\n", "        trained = None\n", OF_RECORD),
+    Mutant(RECORD, "if not self._text_arguments:", "if True:", OF_RECORD),
+    Mutant(CHAT, "            counted[begin:end] = False\n", "            pass\n", OF_RECORD),
+    Mutant(CHAT, "        _check_written(name, chat, text)\n", "", OF_RECORD),
+    Mutant(CHAT, "        at = at if system else start\n", "", OF_RECORD),
+    Mutant(CHAT, "start = 0 if system else at", "start = at", OF_RECORD),
+    Mutant(CHAT, "last=number in chat.turns[-1:]", "last=True", OF_RECORD),
+    Mutant(CHAT, "            self._check_tools(name, chat, text)\n", "            pass\n", OF_RECORD),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
     Mutant(OPTIMIZER_STEP, "            optimizer.state.clear()\n", "", OF_OPTIMIZER_STEP),

@@ -377,3 +377,63 @@ def test_made_up_tokens_that_are_refused(tmp_path: Path) -> None:
         dummy(tmp_path, kind="text", path="x", dummy={"seed": 1})
     with pytest.raises(ValueError, match="tokens"):
         dummy(tmp_path, dummy={"tokens": 1})
+
+
+@pytest.mark.parametrize("streaming", [None, {"buffer": 1}])
+@pytest.mark.parametrize("overlong", ["truncate", "drop"])
+def test_rows_too_short_for_any_answer_are_to_be_longer(
+    tmp_path: Path, overlong: str, streaming: dict[str, int] | None
+) -> None:
+    """0.5.0: "lower data.sequence_length", which cuts off more answers. Their rows are too short."""
+    row = {"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "y"}]}
+    long, short = jsonl(tmp_path / "a.jsonl", [row] * 12), chats(tmp_path / "b.jsonl", 12)
+    keys: dict[str, Any] = {"kind": "chat", "overlong": overlong}
+    if streaming:
+        said = refused(config(path=long, validation={"path": short}, streaming=streaming, **keys))
+    else:
+        said = refused(config(path=long, **keys))
+        assert f"12 of its 12 documents are left out, as data.overlong={overlong} with 40 tokens" in said
+        assert "the longest has 8" in said
+    for text in (said, refused(config(path=short, validation={"path": long}, **keys))):
+        assert "Raise data.sequence_length" in text
+        assert "lower" not in text
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_list_in_a_file_of_lines_is_read_as_one(tmp_path: Path, indent: int | None) -> None:
+    """0.5.0: "line 1: it is not JSON: Expecting value", of a JSON list whose file is called .jsonl."""
+    lines = chats(tmp_path / "a.jsonl", 12)
+    rows_of = [json.loads(line) for line in Path(lines).read_text().splitlines()]
+    (tmp_path / "b.jsonl").write_text(json.dumps(rows_of, indent=indent))
+    one, other = (load(config(path=str(tmp_path / name), kind="chat")) for name in ("a.jsonl", "b.jsonl"))
+    assert everything(one) == everything(other)
+    (tmp_path / "c.jsonl").write_text(json.dumps([*rows_of, 3], indent=indent))
+    assert "c.jsonl entry 13: each entry of the list is an object, and this is a int" in refused(
+        config(path=str(tmp_path / "c.jsonl"), kind="chat")
+    )
+
+
+def test_a_table_says_nothing_with_nothing(tmp_path: Path) -> None:
+    """A table has each key of any message in all of them, and None where a message lacks it."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
+             {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]  # fmt: skip
+    chat = [{"messages": turns, "system": None}, {"messages": turns[2:], "system": "s"}] * 6
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chat), tmp_path / "a.parquet")
+    lines = jsonl(tmp_path / "a.jsonl", chat)
+    one, other = (
+        load(config(path=path, kind="chat", sequence_length=99))
+        for path in (lines, str(tmp_path / "a.parquet"))
+    )
+    assert everything(one) == everything(other)
+    tagged = [{**row, "id": number} for number, row in enumerate(chat)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(tagged), tmp_path / "b.parquet")
+    assert 'ignored_fields: ["id"]' in refused(config(path=str(tmp_path / "b.parquet"), kind="chat"))
+    path = str(tmp_path / "b.parquet")
+    listed = load(config(path=path, kind="chat", sequence_length=99, ignored_fields=["id"]))
+    assert everything(listed) == everything(one)
+    masked = pyarrow.Table.from_pylist([{**row, "completion_mask": [0] * 3} for row in ROWS])
+    pyarrow.parquet.write_table(masked, tmp_path / "c.parquet")
+    for kind in ("tokens", "auto"):
+        assert "nothing reads 'completion_mask'" in refused(
+            config(path=str(tmp_path / "c.parquet"), kind=kind)
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from penstock.errors import DataError
 from penstock.train.encoding.chat import ChatEncoder
 from penstock.train.encoding.tokenizer import HuggingFace, byte_level_tokenizer, open_tokenizer
+from support.chats import BOS, CALL, TOOLS, encoder, labels, template
 
 SYSTEM = {"role": "system", "content": "Be short."}
 ASK, SAY = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "It is 5."}
@@ -33,28 +33,7 @@ TEXTS: list[dict[str, Any]] = [
     {"prompt": "ä", "completion": " 😀<|im_end|>"},
 ]
 MARKED = ("qwen2_5_training", "qwen3_training", "llama3_training", "phi3_training", "gemma_training")
-BOS = "<|im_start|>"  # some templates begin with it
 PLAIN = ("qwen2_5", "llama3", "phi3", "gemma", "qwen3")
-
-
-def template(name: str) -> str:
-    """One of those that come with TRL."""
-    import trl
-
-    return (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-
-
-def encoder(own: str | None = None, **options: Any) -> ChatEncoder:
-    tokenizer = HuggingFace("bytes", own)
-    tokenizer.own.bos_token = BOS
-    return ChatEncoder(tokenizer, **options)
-
-
-def labels(made: ChatEncoder, row: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    found = made.encode("a.jsonl line 1", row)
-    assert found is not None
-    assert found.labels is not None
-    return found.ids.tolist(), found.labels.tolist()
 
 
 def trl_labels(
@@ -87,6 +66,28 @@ def test_marks_say_what_counts_as_in_trl(name: str | None) -> None:
     own = name and template(name)
     rows = [row for row in CHATS if name != "gemma_training" or row["messages"][0]["role"] != "system"]
     assert [labels(encoder(own), row) for row in rows] == trl_labels(rows, own)
+
+
+THOUGHT = {"role": "assistant", "content": "It is 5.", "reasoning_content": "Add them."}
+RESULT = {"role": "tool", "name": "weather", "content": '{"temp": 21}'}
+WITH_TOOLS = ("qwen3", "qwen2_5", "qwen3_5_think", "qwen3_instruct_2507", "gptoss", "glm4moe", "lfm2_v2",
+              "nemotron_3_nano")  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_calls_of_tools_and_thoughts_count_as_in_trl(name: str) -> None:
+    """Several turns, a call after another's result, and thoughts where the template has any."""
+    rows: list[dict[str, Any]] = [
+        {"messages": [ASK, CALL, RESULT, SAY], "tools": TOOLS},
+        {"messages": [SYSTEM, ASK, CALL, RESULT, CALL, RESULT, SAY, *MORE], "tools": TOOLS},
+        {"messages": [ASK, SAY, MORE[0], CALL, RESULT, SAY]},
+    ]
+    if name in ("qwen3", "qwen3_5_think", "gptoss", "glm4moe"):
+        rows.append({"messages": [ASK, THOUGHT, MORE[0], THOUGHT]})
+    own = template(f"{name}_training")
+    for row in rows:  # each alone: a table would give every message the keys of all
+        assert [labels(encoder(own), row)] == trl_labels([row], own)
 
 
 @pytest.mark.long
@@ -136,9 +137,10 @@ def test_every_form_of_a_chat_is_the_same_chat() -> None:
         {"instruction": ASK["content"], "response": SAY["content"]},
     ]
     assert [labels(encoder(), form) for form in forms] == [expected] * 3
-    assert labels(encoder(field="turns"), {"turns": [ASK, SAY], "messages": []}) == expected
+    assert labels(encoder(field="turns"), {"turns": [ASK, SAY], "messages": None}) == expected
     both = {**CHATS[0], "instruction": "What?", "output": "This."}
-    assert labels(encoder(form="instruction"), both) != expected
+    assert labels(encoder(ignored=("instruction", "output")), both) == expected
+    assert labels(encoder(form="instruction", ignored=("messages",)), both) != expected
     with_input = {"instruction": "Add.", "input": "2, 3", "output": "5"}
     assert "Add.\n2, 3<|im_end|>" in encoder().tokenizer.decode(labels(encoder(), with_input)[0])
 
@@ -165,9 +167,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages is a list of messages, and here is nothing"),
     (
         {"messages": [{"role": "robot", "content": "x"}, SAY]},
+        "message 1 of messages has the role 'robot', which neither we nor the template know",
+    ),
+    (
+        {"messages": [ASK, {"role": "tool", "content": "x"}]},
         "the chat template refuses it (it knows system, user",
     ),
-    ({"messages": [ASK]}, "it has no token that the loss counts: no turn of the assistant"),
+    (
+        {"messages": [SYSTEM, ASK, ASK]},
+        "it has no token that the loss counts: its messages are of the roles system, user, and none of",
+    ),
     ({"text": "x"}, "a chat has messages, conversations, prompt and completion, or instruction and output"),
     ({"messages": [ASK, SAY], "tools": "["}, "tools is not JSON"),
 ]

@@ -135,6 +135,9 @@ class RecordSection(Section):
     # or messages; instruction: instruction, input and output; auto: by the fields it has
     chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
     messages_field: str | None = None  # that holds the messages; null: messages or conversations
+    # Of chats and tokens: fields of a record, or of a message, that are not to be read, as [id, source]. Any
+    # other field that has no meaning here is refused
+    ignored_fields: Patterns = ()
     columns: ColumnsSection | None = None  # with kind: chat: prompt and completion in fields of other names
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out

@@ -353,7 +353,8 @@ def load_data(
         if len(held_out[0]) < size:
             rule = f"it gives {len(held_out[0])} rows, and a batch has {size}"
             value = f"data.validation.path={section.validation.path}"
-            raise DataError(value, rule, "Give more of it, or lower train.batch_size or data.sequence_length")
+            remedy = "Give more of it, or lower train.batch_size or data.sequence_length"
+            raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
     weights = tuple(source.weight for source in section.sources)
     if section.streaming is not None:
         return _streamed(config, load, StoredRows(tuple(held_out)), layout, vocabulary, parts)
@@ -392,8 +393,22 @@ def _check_size(
             f"data.path={source.path} of {trained.store.facts.tokens} tokens",
             f"it gives {len(trained) + len(own)} rows of {most}{section.sequence_length}, and a batch of "
             f"{size} to train on and one held out need more",
-            "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
+            _too_long(section, trained)
+            or "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
         )
+
+
+def _too_long(section: DataSection, rows: SourceRows) -> str:
+    """The remedy where documents give no row for their length: a shorter row would lose more of them."""
+    longest, lengths, kept = section.longest_document, rows.store.lengths, len(rows.pieces.lengths)
+    if section.packing == "stream" or section.overlong == "cut" or kept == len(lengths):
+        return ""
+    key = "sequence_length" if section.document_length is None else "document_length"
+    return (
+        f"Raise data.{key}: {len(lengths) - kept} of its {len(lengths)} documents are left out, as "
+        f"data.overlong={section.overlong} with {longest} tokens leaves them nothing that the loss counts; "
+        f"the longest has {lengths.max()}"
+    )
 
 
 def _streamed(

@@ -79,10 +79,9 @@ class Source:
                 assert_never(unknown)
 
     def _columns(self, known: list[str]) -> list[str]:
-        """Those of `known` that are needed; all where none is, so that an error can name them."""
-        if self.section.kind == "chat":
-            return known
-        return [name for name in known if name in (self.section.text_field, *TOKENS)] or known
+        """Those of `known` that are needed: of texts one; of chats and tokens all, as none may be lost."""
+        text = self.section.text_field
+        return [text] if text in known and self.section.kind not in ("chat", "tokens") else known
 
     def contents(self) -> Iterator[Path]:
         """Every file that is read."""
@@ -209,7 +208,7 @@ def _texts(path: Path) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[Record]:
     """The lines that are not empty; of a file that is one JSON list, its entries."""
     with _reading(path), open_regular(path) as file:
-        if path.suffix == ".json" and file.read(64).lstrip().startswith(b"["):
+        if file.read(64).lstrip().startswith(b"["):
             yield from _entries(path)
             return
         file.seek(0)

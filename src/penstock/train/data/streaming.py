@@ -138,8 +138,12 @@ class Reader:
         """Raise DataError where an epoch or more, drawn since `drawn`, gave no row."""
         if self._count is None or (self._count and self._draws - drawn <= self._count + self._options.buffer):
             return
-        rule = "it holds no text" if not self._count else "none of its records has a token that counts"
-        raise DataError(f"data.path={self._source.section.path}", rule, "Give a file with text in it")
+        rule, remedy = "it holds no text", "Give a file with text in it"
+        if self._count:
+            longest = self._options.longest
+            rule = f"none of its records has a token that counts within a document of {longest} tokens"
+            remedy = "Raise data.sequence_length, or give a file with more in it"
+        raise DataError(f"data.path={self._source.section.path}", rule, remedy)
 
     def _draw(self) -> tuple[int, Record]:
         while len(self._buffer) < self._options.buffer:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from multiprocessing import get_context
 from typing import Any, Literal, assert_never
@@ -24,7 +24,8 @@ from penstock.errors import DataError, RunError
 from penstock.reading import parse_json
 from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import TOKENS, Record, Source
-from penstock.train.encoding.chat import ChatEncoder, Columns, Encoded
+from penstock.train.encoding.chat import ChatEncoder, Encoded
+from penstock.train.encoding.record import Columns, check_unicode, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 Kind = Literal["text", "chat", "tokens"]  # what records hold
@@ -32,7 +33,7 @@ Block = list[tuple[str, Encoded | None]]  # the names of records and their token
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
-_MOST = 1 << 32  # ids are below
+_MOST = 1 << 31  # ids are below
 _MEND = "Mend it, or remove it"
 _MEND_TEXT = f"{_MEND}; where all records are so, set data.text_field to the one that holds the text"
 
@@ -43,7 +44,7 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: of chats, the keywords of ChatEncoder
+        options: of chats, the keywords of ChatEncoder; of tokens, those of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -86,7 +87,7 @@ class Encoder:
             case "chat":
                 made = self._chats.encode
             case "tokens":
-                made = tokens_of
+                made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
             case unknown:
                 assert_never(unknown)
         return [(record.name, made(record.name, self._row(record))) for record in records]
@@ -112,19 +113,17 @@ class Encoder:
         if not isinstance(row[field], str):
             rule = f"{field} holds a {type(row[field]).__name__} and no text"
             raise DataError(value, rule, _MEND_TEXT)
-        try:
-            encoded: bytes = row[field].encode("utf-8")
-        except UnicodeEncodeError as error:  # half of a surrogate pair
-            raise DataError(value, f"{field} is not Unicode text: {error}", _MEND) from None
+        check_unicode(record.name, field, row[field])
+        encoded: bytes = row[field].encode("utf-8")
         return encoded
 
 
 def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
     kind, keys = _kind_of(source), source.section
-    options: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = (("ignored", keys.ignored_fields),) if kind != "text" else ()
     if kind == "chat":
-        options = (
+        options += (
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
             ("drop", section.unanswered == "drop"),
         )  # fmt: skip
@@ -166,14 +165,21 @@ def parsed(name: str, line: bytes) -> dict[str, Any]:
     return row
 
 
-def tokens_of(name: str, row: Mapping[str, Any]) -> Encoded:
-    """input_ids, and labels where there are some: each an id, or -100. Raises DataError."""
+def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) -> Encoded:
+    """input_ids, and labels where there are some: each an id, or -100. Raises DataError.
+
+    A mask says which tokens count, or which are padding, and so is no field to pass over without a word.
+    """
     value = f"data file {name}"
     if TOKENS[0] not in row:
         rule = f"it has no field 'input_ids', only {', '.join(map(repr, row)) or 'none'}"
         raise DataError(value, rule, "Take data.kind=text or chat, or tokenise it")
     ids, labels = (_numbers(value, field, row.get(field)) for field in TOKENS)
     assert ids is not None
+    unread = {key for key, content in row.items() if content is not None and key not in (*TOKENS, *ignored)}
+    if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
+        unread.remove("attention_mask")
+    refuse_keys(name, unread, (), ignored)
     if ids.size and (ids.min() < 0 or ids.max() >= _MOST):
         rule = f"token ids are 0 or more, and here is {ids[(ids < 0) | (ids >= _MOST)][0]}"
         raise DataError(value, rule, _MEND)
@@ -182,7 +188,7 @@ def tokens_of(name: str, row: Mapping[str, Any]) -> Encoded:
     if len(labels) != len(ids):
         rule = f"it has {len(labels)} labels for {len(ids)} tokens"
         raise DataError(value, rule, "Give one for each, -100 where the loss is not to count it")
-    wrong = labels[(labels < 0) & (labels != IGNORED)]
+    wrong = labels[((labels < 0) & (labels != IGNORED)) | (labels >= _MOST)]
     if wrong.size:
         rule = f"a label is a token id, or {IGNORED}, and here is {wrong[0]}"
         raise DataError(value, rule, _MEND)
@@ -192,9 +198,12 @@ def tokens_of(name: str, row: Mapping[str, Any]) -> Encoded:
 def _numbers(value: str, field: str, found: object) -> Any:
     if found is None and field != TOKENS[0]:
         return None
+    whole = isinstance(found, np.ndarray) or (
+        isinstance(found, list) and all(type(number) is int for number in found)
+    )
     try:
-        numbers = np.asarray(found if found is not None else "none", dtype=np.int64)
-    except (ValueError, TypeError, OverflowError):
+        numbers = np.asarray(found if whole else "none", dtype=np.int64)
+    except (ValueError, OverflowError):
         numbers = np.empty((0, 0), np.int64)
     if numbers.ndim != 1:
         rule = f"{field} is a list of whole numbers, and here is a {type(found).__name__} of something else"

@@ -1,0 +1,436 @@
+"""From a record to a chat: every key and every role has a meaning here, or the record is refused.
+
+    {"conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5", "weight": 0}]}
+
+    Chat(messages=[{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}],
+         trained=[None, False], ...)
+
+Forms and names are those of OpenAI, TRL, ShareGPT, LLaMA-Factory and axolotl. What a record says with a key
+that is not read would be lost without a word, so such a key is refused by its name, unless the user lists it
+in data.ignored_fields.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from penstock.errors import DataError
+from penstock.reading import parse_json
+from penstock.train.encoding.tokenizer import HuggingFace, Messages
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_NAMES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
+    "model": "assistant", "function_call": "assistant", "observation": "tool",
+}  # fmt: skip
+_CALLS = "function_call"  # LLaMA-Factory's role of a turn whose text is calls of tools, in JSON
+SYSTEMS = ("system", "developer")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
+_OF_MESSAGES = ("role", "content", "from", "value", "weight", "train", "tool_calls", "tool_call_id", "name",
+                *THOUGHTS)  # fmt: skip
+_OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
+# what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
+_RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
+_ANSWERS = ("output", "response")
+_DIGITS = 9  # of a number of a completion, given as text
+_FORMS = "messages, conversations, prompt and completion, or instruction and output"
+_HALF = re.compile("[\ud800-\udfff]")
+_MEND = "Mend it, or remove it"
+
+
+class Chat(NamedTuple):
+    """Messages.
+
+    options: what the record says to the template: its tools, and more
+    names: of the messages, for errors
+    trained: of each message, whether the loss counts it by the record's word; None where it says nothing
+    prompt: how many of them are a prompt, with a completion after it; None: no such thing
+    """
+
+    messages: Messages
+    options: Mapping[str, Any]
+    names: Sequence[str]
+    trained: Sequence[bool | None]
+    prompt: int | None = None
+
+    @property
+    def turns(self) -> list[int]:
+        """The numbers of the assistant's messages."""
+        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+
+class Texts(NamedTuple):
+    """A prompt and its completion that no template is to touch."""
+
+    prompt: str
+    completion: str
+
+
+class Columns(NamedTuple):
+    """The fields of a prompt and its completion, see the keys of the section data.columns.
+
+        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
+
+    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
+    """
+
+    prompt: str
+    completion: str
+    choice: str | None = None
+    between: str = " "
+
+    def read(self, name: str, row: Mapping[str, Any]) -> Texts:
+        """Raises DataError that names the record and the field."""
+        said = _field(name, row, self.completion)
+        if self.choice is not None:
+            said = self._chosen(name, said, _field(name, row, self.choice))
+        prompt = _field(name, row, self.prompt)
+        for field, text in ((self.prompt, prompt), (self.completion, said)):
+            if not isinstance(text, str):
+                remedy = "Mend it" if self.choice else "Mend it; of a list of texts name data.columns.choice"
+                raise wrong(name, f"{field} is a text, and here is {_kind(text)}", remedy)
+            check_unicode(name, field, text)
+        return Texts(prompt, self.between + said)
+
+    def _chosen(self, name: str, said: object, number: object) -> object:
+        if not isinstance(said, list) or not said:
+            rule = f"{self.completion} is a list of completions, and here is {_kind(said)}"
+            raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
+        place = number
+        if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
+            place = int(number)
+        if type(place) is not int or not 0 <= place < len(said):
+            rule = f"{self.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+            remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
+            raise wrong(name, rule, remedy)
+        return said[place]
+
+
+@dataclass(frozen=True)
+class ChatReader:
+    """Reads records as the keys of the section data say, see there. ignored: data.ignored_fields"""
+
+    tokenizer: HuggingFace
+    form: str
+    field: str | None
+    columns: Columns | None
+    ignored: tuple[str, ...]
+
+    def read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
+        """The chat in a record. Raises DataError that names the record, and what is wrong with it."""
+        if self.columns is not None:
+            return self.columns.read(name, row)
+        row = _with_tools(name, self._kept(row))
+        field = self.field or next((key for key in ("messages", "conversations") if key in row), "messages")
+        if self.form in ("auto", "messages") and field in row:
+            self._check_keys(name, row, (field, "system"), messages=(field,))
+            return self._chat(name, row, [*_system(name, row), *_listed(name, field, row[field])])
+        if self.form in ("auto", "prompt") and {"prompt", "completion"} <= row.keys():
+            return self._prompt(name, row)
+        answer = next((key for key in _ANSWERS if key in row), None)
+        if self.form in ("auto", "instruction") and "instruction" in row and answer:
+            self._check_keys(name, row, ("instruction", "input", answer, "system", "history"))
+            return self._chat(name, row, _instruction(name, row, answer))
+        wanted = {
+            "messages": f"a list in {field}", "prompt": "prompt and completion",
+            "instruction": "instruction and output",
+        }.get(self.form, _FORMS)  # fmt: skip
+        rule = f"a chat has {wanted}, and its fields are {_names(row)}"
+        raise wrong(name, rule, "Name the field of the messages with data.messages_field, or mend the record")
+
+    def _kept(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that say something: a table has None for each field that a row lacks."""
+        return {key: value for key, value in fields.items() if value is not None and key not in self.ignored}
+
+    def _prompt(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
+        prompt, completion = row["prompt"], row["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            refuse_keys(name, row.keys() - {"prompt", "completion"}, (), self.ignored)
+            return Texts(prompt, completion)
+        self._check_keys(name, row, ("prompt", "completion"), messages=("prompt", "completion"))
+        before = _listed(name, "prompt", prompt)
+        chat = self._chat(name, row, [*before, *_listed(name, "completion", completion)])
+        return chat._replace(prompt=len(before))
+
+    def _check_keys(
+        self, name: str, row: Mapping[str, Any], known: Collection[str], messages: Collection[str] = ()
+    ) -> None:
+        """Raise DataError for all keys of a record, and of its messages, that nothing here reads."""
+        seen = ("images",) if self.tokenizer.sees else ()
+        of_row = row.keys() - {*known, *seen, *_OF_TEMPLATES}
+        template = self.tokenizer.template(row.get("tools"))
+        of_messages = {
+            key
+            for field in messages if isinstance(row[field], list)
+            for message in row[field] if isinstance(message, dict)
+            for key in self._kept(message).keys() - {*_OF_MESSAGES}
+            if not _reads(template, key)
+        }  # fmt: skip
+        refuse_keys(name, of_row, of_messages, self.ignored)
+
+    # ---- Messages
+
+    def _chat(self, name: str, row: Mapping[str, Any], listed: Sequence[tuple[str, Any]]) -> Chat:
+        """listed: messages as the record has them, each with its name for errors"""
+        options = _options(name, row)
+        template = self.tokenizer.template(options.get("tools"))
+        pairs = [self._message(name, at, message, template) for at, message in listed]
+        systems = sum(message["role"] in SYSTEMS for message, _ in pairs[:2])
+        if "system" in row and systems > 1:
+            rule = "it has a field system, and its first message is a system message too"
+            raise wrong(name, rule, "Remove one of them, or list system in data.ignored_fields")
+        messages = self.tokenizer.resolved(name, row, [message for message, _ in pairs])
+        return Chat(messages, options, [at for at, _ in listed], [trained for _, trained in pairs])
+
+    def _message(
+        self, name: str, at: str, given: object, template: str
+    ) -> tuple[dict[str, Any], bool | None]:
+        """A message with a role and a content, and whether the loss counts it."""
+        if not isinstance(given, dict):
+            raise wrong(name, f"{at} is {_kind(given)}", 'Write {"role": "user", "content": "..."}')
+        message = self._kept(given)
+        for other, key in (("from", "role"), ("value", "content")):
+            if other in message:
+                if key in message:
+                    raise wrong(name, f"{at} has both {key} and {other}", "Remove one of them")
+                message[key] = message.pop(other)
+        role = message.get("role")
+        if not isinstance(role, str):
+            rule = f"{at} has no role, only {_names(given)}"
+            raise wrong(name, rule, "Give it one: system, user or assistant")
+        message["role"] = _OTHER_NAMES.get(role, role)
+        if message["role"] not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", template):
+            rule = f"{at} has the role {role!r}, which neither we nor the template know"
+            raise wrong(name, rule, f"Write one of {', '.join(ROLES)}")
+        trained = _trained(name, at, message)
+        if role == _CALLS and "tool_calls" not in message:
+            _split_calls(name, at, message)
+        if message.get("tool_calls") in ([], ""):
+            del message["tool_calls"]
+        if "tool_calls" in message:
+            message["tool_calls"] = self._calls(name, at, message["tool_calls"])
+        elif "content" not in message:
+            rule = f"{at}, of the role {message['role']}, has no content"
+            raise wrong(name, rule, "Give it some, or remove it")
+        self._check_texts(name, at, message)
+        return message, trained
+
+    def _check_texts(self, name: str, at: str, message: dict[str, Any]) -> None:
+        """Join the parts of a content to a text, unless some may be images."""
+        if isinstance(message.get("content"), list) and not self.tokenizer.sees:
+            parts = [self._kept(part) if isinstance(part, dict) else {} for part in message["content"]]
+            for part in parts:
+                if part.keys() != {"type", "text"} or part["type"] != "text" or type(part["text"]) is not str:
+                    rule = f"the content of {at} has a part that is no text: {str(part)[:60]}"
+                    remedy = 'Write {"type": "text", "text": "..."}; of pictures set data.images'
+                    raise wrong(name, rule, remedy)
+            message["content"] = "".join(part["text"] for part in parts)
+        for key in ("content", "tool_call_id", "name", *THOUGHTS):
+            wanted = (str, list) if key == "content" and self.tokenizer.sees else str
+            if not isinstance(message.get(key, ""), wanted):
+                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}", _MEND)
+
+    def _calls(self, name: str, at: str, calls: object) -> list[dict[str, Any]]:
+        """Calls of tools with their arguments as the template takes them."""
+        rule = f"tool_calls of {at} is a list of calls, each with a name and an object of arguments"
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise wrong(name, f"{rule}, and here is {_kind(calls)}", _MEND)
+        made = []
+        for call in map(self._kept, calls):
+            function = call.get("function", call)
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise wrong(name, f"{rule}, and here is {str(call)[:80]}", _MEND)
+            function = self._kept(function)
+            if "arguments" in function:
+                function["arguments"] = self._arguments(name, at, function["arguments"])
+            made.append({**call, "function": function} if "function" in call else function)
+        return made
+
+    def _arguments(self, name: str, at: str, given: object) -> Any:
+        """An object, which OpenAI writes as a text in JSON."""
+        arguments = _json(name, f"the arguments of a call in {at}", given)
+        if not isinstance(arguments, dict):
+            rule = f"the arguments of a call in {at} are an object, and here is {_kind(arguments)}"
+            raise wrong(name, rule, 'Write {"NAME": VALUE}')
+        if not self._text_arguments:
+            return arguments
+        return given if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
+
+    @cached_property
+    def _text_arguments(self) -> bool:
+        """Whether arguments must be a text, as the template writes them as they are. DeepSeek's does."""
+        probe = {"city": "Bonn"}
+
+        def written(arguments: object) -> bool:
+            call = {"name": "weather", "arguments": arguments}
+            calls = [{"id": "weather00", "type": "function", "function": call}]
+            said = {"role": "assistant", "content": "", "tool_calls": calls}
+            messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, said]
+            try:
+                text = self.tokenizer.chat_text(messages, {})
+            except Exception:  # whatever a template meets in values of another type
+                return False
+            return probe["city"] in text and repr(probe) not in text
+
+        return not written(probe) and written(json.dumps(probe))
+
+
+# ---- Parts of a record
+
+
+def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
+    """Messages, each with its name for errors."""
+    if not isinstance(value, list) or not value:
+        rule = f"{field} is a list of messages, and here is {_kind(value)}"
+        raise wrong(name, rule, "Mend it, or name another field with data.messages_field")
+    return [(f"message {number} of {field}", message) for number, message in enumerate(value, start=1)]
+
+
+def _system(name: str, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    text = _text_in(name, row, "system")
+    return [("system", {"role": "system", "content": text})] if text else []
+
+
+def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[str, Any]]:
+    """Alpaca's turns: those of its history, each a question and an answer, and then its own."""
+    history = row.get("history", [])
+    for pair in history if isinstance(history, list) else [None]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise wrong(name, "history is a list of pairs, each a question and its answer", _MEND)
+    asked = [_text_in(name, row, key) for key in ("instruction", "input")]
+    own = ["\n".join(text for text in asked if text), _text_in(name, row, answer)]
+    return [
+        *_system(name, row),
+        *(
+            (f"turn {number} of its history", {"role": role, "content": text})
+            for number, pair in enumerate([*history, own], start=1)
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ),
+    ]
+
+
+def _text_in(name: str, row: Mapping[str, Any], key: str) -> str:
+    text = row.get(key, "")
+    if not isinstance(text, str):
+        raise wrong(name, f"{key} is a text, and here is {_kind(text)}", _MEND)
+    return text
+
+
+def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:
+    """What OpenAI's weight and axolotl's train say, which are taken out of the message."""
+    said = {key: message.pop(key) for key in ("weight", "train") if key in message}
+    for key, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            wanted = "0 or 1" if key == "weight" else "true or false"
+            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}", _MEND)
+    if len(answers := {bool(value) for value in said.values()}) > 1:
+        raise wrong(name, f"weight and train of {at} contradict each other", "Remove one of them")
+    return answers.pop() if answers else None
+
+
+def _split_calls(name: str, at: str, message: dict[str, Any]) -> None:
+    """Make tool_calls of LLaMA-Factory's text: a call or a list of them, perhaps after a thought."""
+    text = message.get("content")
+    if not isinstance(text, str):
+        rule = f"{at}, of the role {_CALLS}, is a text in JSON, and here is {_kind(text)}"
+        raise wrong(name, rule, _MEND)
+    thought, mark, calls = text.rpartition("</think>")
+    parsed = _json(name, f"{at}, of the role {_CALLS},", calls)
+    message["content"] = thought + mark
+    message["tool_calls"] = parsed if isinstance(parsed, list) else [parsed]
+    if not message["tool_calls"]:
+        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing", _MEND)
+
+
+def _with_tools(name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The record without broken texts, and with tools that are a list, if it has some."""
+    for key, value in row.items():
+        check_unicode(name, "a key", key)
+        check_unicode(name, key, value)
+    tools = _json(name, "tools", row.pop("tools", None) or [])
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}", _MEND)
+    return row | ({"tools": tools} if tools else {})
+
+
+def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a record says to the template, as in TRL: tools, and chat_template_kwargs."""
+    more = row.get("chat_template_kwargs", {})
+    if not isinstance(more, dict):
+        rule = f"chat_template_kwargs names variables of the template, and here is {_kind(more)}"
+        raise wrong(name, rule, 'Write {"NAME": VALUE}')
+    if reserved := more.keys() & _RESERVED:
+        rule = f"chat_template_kwargs sets {_names(sorted(reserved))}, which are no variables of a template"
+        raise wrong(name, rule, "Leave them out")
+    return {key: row[key] for key in ("tools",) if key in row} | more
+
+
+# ---- What is wrong
+
+
+def wrong(name: str, rule: str, remedy: str) -> DataError:
+    """The error of a record."""
+    return DataError(f"data file {name}", rule, remedy)
+
+
+def refuse_keys(name: str, of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
+    """Raise DataError for keys that nothing reads, with the line of a config that leaves them out."""
+    unread = {"the record": sorted(of_row), "its messages": sorted(of_messages)}
+    if parts := [f"{_names(keys)} of {owner}" for owner, keys in unread.items() if keys]:
+        line = json.dumps(list(dict.fromkeys([*ignored, *unread["the record"], *unread["its messages"]])))
+        rule = f"nothing reads {' and '.join(parts)}, so that what is there would be lost"
+        raise wrong(name, rule, f"Mend it, or leave these out with data.ignored_fields: {line}")
+
+
+def check_unicode(name: str, at: str, value: object) -> None:
+    """Raise DataError for half of a surrogate pair in any text of a JSON value. at: the value's name"""
+    if isinstance(value, str) and (half := _HALF.search(value)):
+        rule = (
+            f"{at} is not Unicode text: its character {half.start()} is U+{ord(half[0]):04X}, half of a "
+            "surrogate pair"
+        )
+        raise wrong(name, rule, f"{_MEND}: a text may have been cut within a character")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            check_unicode(name, f"a key of {at}", key)
+            check_unicode(name, f"{key} of {at}", inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value, start=1):
+            check_unicode(name, f"entry {number} of {at}", inner)
+
+
+def _json(name: str, at: str, value: object) -> Any:
+    """The value, or what it holds in JSON where it is a text."""
+    try:
+        return parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise wrong(name, f"{at} is not JSON: {error}", _MEND) from None
+
+
+def _reads(template: str, key: str) -> bool:
+    """Whether a chat template reads this key of a message: m.key, message['key'], messages[0].get('key')."""
+    message, named = r"\bm(?:sg|essages?)?(?:\[[^]]*\])?", re.escape(key)
+    return bool(re.search(rf"{message}(?:\.{named}\b|(?:\[|\.get\()['\"]{named}['\"])", template))
+
+
+def _field(name: str, row: Mapping[str, Any], field: str) -> Any:
+    if field not in row:
+        rule = f"it has no field {field!r}, only {_names(row)}"
+        raise wrong(name, rule, "Name its fields in data.columns, or mend the record")
+    return row[field]
+
+
+def _names(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, keys)) or "none"
+
+
+def _kind(value: object) -> str:
+    return "nothing" if value in (None, "", [], {}) else f"a {type(value).__name__}"
