@@ -277,8 +277,20 @@ def test_what_the_template_leaves_out_is_refused(own: str | None, row: dict[str,
 def test_texts_are_looked_for_in_the_order_of_the_messages() -> None:
     """A text that is lost may stand in another turn, and that turn is looked for behind it."""
     own = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}|{% endif %}{% endfor %}"
-    row = {"messages": [ASK, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}]}
+    text = "the sum of 2 and 3 is 5"
+    said = {"role": "assistant", "content": f"I see that {text}."}
+    row = {"messages": [ASK, {"role": "tool", "content": text}, said]}
     assert "the content of message 3" in refused(row, own, loss_on="all")
+
+
+@pytest.mark.parametrize("text", ["a", "s", "im", "5", "user", "<|im_end|>"])
+def test_a_short_text_is_not_taken_for_a_part_of_another(text: str) -> None:
+    """The words of the template have it: <|im_start|>assistant."""
+    written = "message.content + '<|im_end|>'"
+    own = CHATML_TOOLS.replace(written, f"('' if message.role == 'tool' else {written})")
+    row = {"messages": [ASK, {"role": "tool", "content": text}, SAY]}
+    assert labels(encoder(CHATML_TOOLS), row)
+    assert f"leaves out the content of message 2 of messages: {text!r}" in refused(row, own, loss_on="all")
 
 
 THOUGHT = "<think>\nsecond thought\n</think>\n\nNo."

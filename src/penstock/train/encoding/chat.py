@@ -39,6 +39,8 @@ from penstock.train.encoding.tokenizer import HuggingFace, Ids
 Labels = npt.NDArray[np.int32]
 Counted = npt.NDArray[np.bool_]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHORT = 16  # characters of a content that a template's own words may have by chance
+_NOWHERE = "qzjxv"
 _THOUGHT = re.compile(r"</?think>")
 
 
@@ -121,6 +123,7 @@ class ChatEncoder:
 
     def _chat(self, name: str, chat: Chat) -> tuple[Ids, Counted]:
         text = self.tokenizer.chat_text(chat.messages, chat.options)
+        self._check_short(name, chat)
         _check_written(name, chat, text)
         if "tools" in chat.options:
             self._check_tools(name, chat, text)
@@ -139,6 +142,22 @@ class ChatEncoder:
             begin, end = (self._prefix(name, chat, count, ids) for count in (number, number + 1))
             counted[begin:end] = False
         return found, counted
+
+    def _check_short(self, name: str, chat: Chat) -> None:
+        """Raise DataError for a short content that is lost: a letter of it may be found in any other word.
+
+        So it is looked for once more, with a word behind it that is nowhere else.
+        """
+        marked = {
+            number: {**message, "content": f"{message['content'].rstrip()}{_NOWHERE}{number}."}
+            for number, message in enumerate(chat.messages)
+            if isinstance(message.get("content"), str) and 0 < len(message["content"].strip()) <= _SHORT
+        }
+        messages = [marked.get(number, message) for number, message in enumerate(chat.messages)]
+        text = self.tokenizer.chat_text(messages, chat.options) if marked else ""
+        for number in marked:
+            if f"{_NOWHERE}{number}." not in text:
+                raise _lost(name, chat, number, "the content", chat.messages[number]["content"])
 
     def _check_tools(self, name: str, chat: Chat, text: str) -> None:
         without = {key: value for key, value in chat.options.items() if key != "tools"}
@@ -188,7 +207,7 @@ class ChatEncoder:
                 f"the template writes its first {some} in another way where more follow (from "
                 f"{texts[0][at : at + 20]!r} on), so that comparing does not find the assistant's tokens",
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
-                "data.loss_on=all",
+                "data.loss_on=all and leave weight and train out",
             )
         return _common(self.tokenizer.chat_ids(first, more), ids)
 
@@ -249,12 +268,15 @@ def _check_written(name: str, chat: Chat, text: str) -> None:
             for what, said in together:
                 ends.append(_end_in(text, said, start))
                 if ends[-1] < 0:
-                    shown = str(said).strip()[:60]
-                    rule = f"the chat template leaves out {what} of {chat.names[number]}: {shown!r}"
-                    remedy = "Give a template that writes it (data.chat_template), or take it out here"
-                    raise wrong(name, rule, remedy)
+                    raise _lost(name, chat, number, what, said)
             start = max(ends)
         at = at if system else start
+
+
+def _lost(name: str, chat: Chat, number: int, what: str, said: object) -> DataError:
+    shown = str(said).strip()[:60]
+    rule = f"the chat template leaves out {what} of {chat.names[number]}: {shown!r}"
+    return wrong(name, rule, "Give a template that writes it (data.chat_template), or take it out here")
 
 
 def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str, object]]]:
