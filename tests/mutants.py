@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(CHAT, "        self._check_short(name, chat)\n", "", OF_RECORD),
     Mutant(CHAT, "        at = at if system else start\n", "", OF_RECORD),
     Mutant(CHAT, "start = 0 if system else at", "start = at", OF_RECORD),
-    Mutant(CHAT, "last=number in chat.turns[-1:]", "last=True", OF_RECORD),
+    Mutant(CHAT, "last=index in chat.turns[-1:]", "last=True", OF_RECORD),
     Mutant(CHAT, "            self._check_tools(name, chat, text)\n", "            pass\n", OF_RECORD),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),
