@@ -107,9 +107,10 @@ MUTANTS = [
     Mutant(RECORD, "if not self._text_arguments:", "if True:", OF_RECORD),
     Mutant(CHAT, "            counted[begin:end] = False\n", "            pass\n", OF_RECORD),
     Mutant(CHAT, "        _check_written(name, chat, text)\n", "", OF_RECORD),
+    Mutant(CHAT, "        self._check_short(name, chat)\n", "", OF_RECORD),
     Mutant(CHAT, "        at = at if system else start\n", "", OF_RECORD),
     Mutant(CHAT, "start = 0 if system else at", "start = at", OF_RECORD),
-    Mutant(CHAT, "last=number in chat.turns[-1:]", "last=True", OF_RECORD),
+    Mutant(CHAT, "last=index in chat.turns[-1:]", "last=True", OF_RECORD),
     Mutant(CHAT, "            self._check_tools(name, chat, text)\n", "            pass\n", OF_RECORD),
     # ---- the optimizer's step in the drain
     Mutant(OPTIMIZER_STEP, "            self._drain.copies.put_back()\n", "", OF_OPTIMIZER_STEP),

@@ -417,7 +417,10 @@ def test_a_table_says_nothing_with_nothing(tmp_path: Path) -> None:
     """A table has each key of any message in all of them, and None where a message lacks it."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0},
              {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]  # fmt: skip
-    chat = [{"messages": turns, "system": None}, {"messages": turns[2:], "system": "s"}] * 6
+    chat: list[dict[str, Any]] = [
+        {"messages": turns, "system": None},
+        {"messages": turns[2:], "system": "s"},
+    ] * 6
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(chat), tmp_path / "a.parquet")
     lines = jsonl(tmp_path / "a.jsonl", chat)
     one, other = (

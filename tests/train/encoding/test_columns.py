@@ -14,7 +14,8 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.encoding.chat import ChatEncoder, Columns
+from penstock.train.encoding.chat import ChatEncoder
+from penstock.train.encoding.record import Columns
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.run import preflight, run
 from support.reference import assert_gradients, gradients_of

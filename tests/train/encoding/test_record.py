@@ -50,7 +50,8 @@ def test_calls_of_tools_in_sharegpts_words_are_calls(own: str) -> None:
     calls = json.dumps({"name": "weather", "arguments": CALL["tool_calls"][0]["function"]["arguments"]})
     turns = [("human", "2 + 3?"), ("function_call", calls), ("observation", '{"temp": 21}'),
              ("gpt", "It is 5.")]  # fmt: skip
-    row = {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": json.dumps(TOOLS)}
+    told = [{"from": who, "value": text} for who, text in turns]
+    row: dict[str, Any] = {"conversations": told, "tools": json.dumps(TOOLS)}
     made = encoder(template(own))
     plain = [{**CALL, "tool_calls": [{"name": "weather", "arguments": json.loads(calls)["arguments"]}]}]
     expected = labels(made, {"messages": [ASK, *plain, RESULT, SAY], "tools": TOOLS})
@@ -109,7 +110,7 @@ def test_arguments_in_json_are_an_object(own: str | None) -> None:
     """0.5.0: OpenAI's arguments are a text in JSON, which a template's `| tojson` wrote as a quoted text."""
     chosen = CHATML_TOOLS if own is None else template(own)
     arguments = CALL["tool_calls"][0]["function"]["arguments"]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for given in (arguments, json.dumps(arguments), json.dumps(arguments, indent=2)):
         call = copy.deepcopy(CALL)
         call["tool_calls"][0]["function"]["arguments"] = given
@@ -119,7 +120,7 @@ def test_arguments_in_json_are_an_object(own: str | None) -> None:
     assert '{"city": "' in text_of(found[1][0])
     for given, rule in (("{city:", "is not JSON"), ("5", "are an object, and here is a int"),
                         ([1], "are an object, and here is a list")):  # fmt: skip
-        rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] = given  # type: ignore[index]
+        rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] = given
         assert f"the arguments of a call in message 2 of messages {rule}" in refused(rows[0], chosen)
 
 
@@ -161,7 +162,8 @@ def test_unknown_keys_are_all_named_and_may_be_listed() -> None:
     assert keys == {"ignored_fields": ["url", "id", "score", "mood"]}
     made = encoder(ignored=tuple(keys["ignored_fields"]))
     assert labels(made, row) == labels(encoder(), {"messages": [ASK, SAY]})
-    for extra in ({"conversations": [ASK]}, {"instruction": "x"}, {"functions": []}, {"images": ["a.png"]}):
+    extras: list[dict[str, Any]] = [{"conversations": [ASK]}, {"instruction": "x"}, {"images": ["a.png"]}]
+    for extra in (*extras, {"functions": []}):
         assert f"nothing reads {next(iter(extra))!r} of the record" in refused(
             {"messages": [ASK, SAY], **extra}
         )
@@ -277,8 +279,20 @@ def test_what_the_template_leaves_out_is_refused(own: str | None, row: dict[str,
 def test_texts_are_looked_for_in_the_order_of_the_messages() -> None:
     """A text that is lost may stand in another turn, and that turn is looked for behind it."""
     own = "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}|{% endif %}{% endfor %}"
-    row = {"messages": [ASK, {"role": "tool", "content": "5"}, {"role": "assistant", "content": "It is 5."}]}
+    text = "the sum of 2 and 3 is 5"
+    said = {"role": "assistant", "content": f"I see that {text}."}
+    row = {"messages": [ASK, {"role": "tool", "content": text}, said]}
     assert "the content of message 3" in refused(row, own, loss_on="all")
+
+
+@pytest.mark.parametrize("text", ["a", "s", "im", "5", "user", "<|im_end|>"])
+def test_a_short_text_is_not_taken_for_a_part_of_another(text: str) -> None:
+    """The words of the template have it: <|im_start|>assistant."""
+    written = "message.content + '<|im_end|>'"
+    own = CHATML_TOOLS.replace(written, f"('' if message.role == 'tool' else {written})")
+    row = {"messages": [ASK, {"role": "tool", "content": text}, SAY]}
+    assert labels(encoder(CHATML_TOOLS), row)
+    assert f"leaves out the content of message 2 of messages: {text!r}" in refused(row, own, loss_on="all")
 
 
 THOUGHT = "<think>\nsecond thought\n</think>\n\nNo."
@@ -331,11 +345,14 @@ def test_half_of_a_character_is_named(row: dict[str, Any], at: str) -> None:
 def test_chat_template_kwargs_are_variables_of_the_template() -> None:
     """0.5.0: a record could set `truncation` and others of transformers' own; a list was a traceback."""
     row = {"messages": [ASK, SAY]}
-    for wrong in ([], "x", {"truncation": True}, {"tools": []}, {"tokenize": False}):
-        assert refused(row | {"chat_template_kwargs": wrong}).startswith("chat_template_kwargs")
-    for tools in ({"a": 1}, [3], "5", "{}"):
+    wrong: list[Any] = [[], "x", {"truncation": True}, {"tools": []}, {"tokenize": False}]
+    for value in wrong:
+        assert refused(row | {"chat_template_kwargs": value}).startswith("chat_template_kwargs")
+    no_tools: list[Any] = [{"a": 1}, [3], "5", "{}"]
+    for tools in no_tools:
         assert refused(row | {"tools": tools}).startswith("tools is a list of objects")
-    for tools in ("", "[]", [], None):
+    none: list[Any] = ["", "[]", [], None]
+    for tools in none:
         assert labels(encoder(), row | {"tools": tools}) == labels(encoder(), row)
 
 
@@ -346,11 +363,12 @@ NAMES = {"user": ("user", "human"), "tool": ("tool", "observation"),
          "assistant": ("assistant", "gpt", "bing", "chatgpt", "bard", "model")}  # fmt: skip
 FUZZED: dict[str, str | None] = {
     name: template(f"{name}_training") for name in ("qwen3", "qwen2_5", "llama3", "phi3")
-} | {"chatml": None, "tools": CHATML_TOOLS}
+}
+FUZZED |= {"chatml": None, "tools": CHATML_TOOLS}
 
 
 def drawn_messages(choices: random.Random) -> list[dict[str, Any]]:
-    messages = []
+    messages: list[dict[str, Any]] = []
     role_key, text_key = choices.choice((("role", "content"), ("from", "value")))
     for _ in range(choices.randint(1, 3)):
         turns = ["user", "assistant"] if choices.random() < 0.7 else ["user", "call", "tool", "assistant"]

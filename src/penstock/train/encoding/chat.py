@@ -39,6 +39,8 @@ from penstock.train.encoding.tokenizer import HuggingFace, Ids
 Labels = npt.NDArray[np.int32]
 Counted = npt.NDArray[np.bool_]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHORT = 16  # characters of a content that a template's own words may have by chance
+_NOWHERE = "qzjxv"
 _THOUGHT = re.compile(r"</?think>")
 
 
@@ -121,10 +123,11 @@ class ChatEncoder:
 
     def _chat(self, name: str, chat: Chat) -> tuple[Ids, Counted]:
         text = self.tokenizer.chat_text(chat.messages, chat.options)
+        self._check_short(name, chat)
         _check_written(name, chat, text)
         if "tools" in chat.options:
             self._check_tools(name, chat, text)
-        left_out = {number for number, trained in enumerate(chat.trained) if trained is False}
+        left_out = {index for index, trained in enumerate(chat.trained) if trained is False}
         if self.loss_on == "all":
             chosen = range(len(chat.messages))
         elif chat.prompt is not None:
@@ -134,11 +137,27 @@ class ChatEncoder:
         _check_asked(name, chat, chosen)
         ids = self.tokenizer.chat_ids(chat.messages, chat.options)
         start = self._prefix(name, chat, chosen.start, ids, prompt=True)
-        found, counted = _after(ids, [(start, len(ids))])
-        for number in left_out.intersection(chosen):  # with the words that the template puts around it
-            begin, end = (self._prefix(name, chat, count, ids) for count in (number, number + 1))
+        made, counted = _after(ids, [(start, len(ids))])
+        for index in left_out.intersection(chosen):  # with the words that the template puts around it
+            begin, end = (self._prefix(name, chat, count, ids) for count in (index, index + 1))
             counted[begin:end] = False
-        return found, counted
+        return made, counted
+
+    def _check_short(self, name: str, chat: Chat) -> None:
+        """Raise DataError for a short content that is lost: a letter of it may be found in any other word.
+
+        So it is looked for once more, with a word behind it that is nowhere else.
+        """
+        marked = {
+            index: {**message, "content": f"{message['content'].rstrip()}{_NOWHERE}{index}."}
+            for index, message in enumerate(chat.messages)
+            if isinstance(message.get("content"), str) and 0 < len(message["content"].strip()) <= _SHORT
+        }
+        messages = [marked.get(index, message) for index, message in enumerate(chat.messages)]
+        text = self.tokenizer.chat_text(messages, chat.options) if marked else ""
+        for index in marked:
+            if f"{_NOWHERE}{index}." not in text:
+                raise _lost(name, chat, index, "the content", chat.messages[index]["content"])
 
     def _check_tools(self, name: str, chat: Chat, text: str) -> None:
         without = {key: value for key, value in chat.options.items() if key != "tools"}
@@ -152,11 +171,11 @@ class ChatEncoder:
         turns = chat.turns
         _check_asked(name, chat, turns)
         chosen = turns[-1:] if self.loss_on == "last" else turns
-        kept = [number for number in chosen if number not in left_out]
+        kept = [index for index in chosen if index not in left_out]
         if not _MARK.search(self.tokenizer.template(chat.options.get("tools"))):
             ids = self.tokenizer.chat_ids(chat.messages, chat.options)
-            starts = [self._prefix(name, chat, number, ids, prompt=True) for number in kept]
-            ends = [self._prefix(name, chat, number + 1, ids) for number in kept]
+            starts = [self._prefix(name, chat, index, ids, prompt=True) for index in kept]
+            ends = [self._prefix(name, chat, index + 1, ids) for index in kept]
             return _after(ids, list(zip(starts, ends, strict=True)))
         ids, marks = self.tokenizer.chat_marked(chat.messages, chat.options)
         runs = _runs(marks)
@@ -168,7 +187,7 @@ class ChatEncoder:
                 f"{len(runs)} parts, so that it is not known which part is whose"
             )
             raise wrong(name, rule, "Give a template that marks each turn once (data.chat_template)")
-        return _after(ids, [run for number, run in zip(turns, runs, strict=True) if number in kept])
+        return _after(ids, [run for index, run in zip(turns, runs, strict=True) if index in kept])
 
     def _prefix(self, name: str, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool = False) -> int:
         """How many of `ids` are those of the first `count` messages.
@@ -188,7 +207,7 @@ class ChatEncoder:
                 f"the template writes its first {some} in another way where more follow (from "
                 f"{texts[0][at : at + 20]!r} on), so that comparing does not find the assistant's tokens",
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
-                "data.loss_on=all",
+                "data.loss_on=all and leave weight and train out",
             )
         return _common(self.tokenizer.chat_ids(first, more), ids)
 
@@ -211,11 +230,11 @@ def _template_errors(name: str) -> Iterator[None]:
 
 def _check_asked(name: str, chat: Chat, counted: Sequence[int]) -> None:
     """Raise DataError where the record asks for a turn to be trained that the loss does not count."""
-    for number, trained in enumerate(chat.trained):
-        if trained and number not in counted:
+    for index, trained in enumerate(chat.trained):
+        if trained and index not in counted:
             rule = (
-                f"weight or train asks to train {chat.names[number]}, of the role "
-                f"{chat.messages[number]['role']}, which the loss does not count"
+                f"weight or train asks to train {chat.names[index]}, of the role "
+                f"{chat.messages[index]['role']}, which the loss does not count"
             )
             raise wrong(name, rule, "Remove it there, or set data.loss_on=all")
 
@@ -226,7 +245,7 @@ def _why_none(chat: Chat | Texts) -> str:
     if not chat.turns:
         roles = dict.fromkeys(message["role"] for message in chat.messages)
         return f"its messages are of the roles {', '.join(roles)}, and none of the assistant"
-    if any(chat.trained[number] is False for number in chat.turns):
+    if any(chat.trained[index] is False for index in chat.turns):
         return "its turns of the assistant have weight 0 or train false"
     return "the template writes nothing of what the assistant says"
 
@@ -241,20 +260,23 @@ def _check_written(name: str, chat: Chat, text: str) -> None:
     thoughts of earlier turns out: these may be missing, and the last turn's may not.
     """
     at = 0
-    for number, message in enumerate(chat.messages):
+    for index, message in enumerate(chat.messages):
         system = message["role"] in SYSTEMS
         start = 0 if system else at
-        for together in _said(message, last=number in chat.turns[-1:]):
+        for together in _said(message, last=index in chat.turns[-1:]):
             ends = [start]
             for what, said in together:
                 ends.append(_end_in(text, said, start))
                 if ends[-1] < 0:
-                    shown = str(said).strip()[:60]
-                    rule = f"the chat template leaves out {what} of {chat.names[number]}: {shown!r}"
-                    remedy = "Give a template that writes it (data.chat_template), or take it out here"
-                    raise wrong(name, rule, remedy)
+                    raise _lost(name, chat, index, what, said)
             start = max(ends)
         at = at if system else start
+
+
+def _lost(name: str, chat: Chat, index: int, what: str, said: object) -> DataError:
+    shown = str(said).strip()[:60]
+    rule = f"the chat template leaves out {what} of {chat.names[index]}: {shown!r}"
+    return wrong(name, rule, "Give a template that writes it (data.chat_template), or take it out here")
 
 
 def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str, object]]]:
@@ -298,7 +320,7 @@ def _end_in(text: str, said: object, start: int) -> int:
         forms += (json.dumps(said, ensure_ascii=to_ascii)[1:-1] for to_ascii in (False, True))
     else:
         forms = [""] if said is None else [str(said), json.dumps(said)]
-    ends = [place + len(form) for form in forms if (place := text.find(form, start)) >= 0]
+    ends = [begin + len(form) for form in forms if (begin := text.find(form, start)) >= 0]
     return min(ends, default=-1)
 
 

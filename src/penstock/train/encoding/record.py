@@ -64,7 +64,7 @@ class Chat(NamedTuple):
     @property
     def turns(self) -> list[int]:
         """The numbers of the assistant's messages."""
-        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
 
 class Texts(NamedTuple):
@@ -291,7 +291,7 @@ def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
     if not isinstance(value, list) or not value:
         rule = f"{field} is a list of messages, and here is {_kind(value)}"
         raise wrong(name, rule, "Mend it, or name another field with data.messages_field")
-    return [(f"message {number} of {field}", message) for number, message in enumerate(value, start=1)]
+    return [(f"message {index} of {field}", message) for index, message in enumerate(value, start=1)]
 
 
 def _system(name: str, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -310,8 +310,8 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     return [
         *_system(name, row),
         *(
-            (f"turn {number} of its history", {"role": role, "content": text})
-            for number, pair in enumerate([*history, own], start=1)
+            (f"turn {index} of its history", {"role": role, "content": text})
+            for index, pair in enumerate([*history, own], start=1)
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ),
     ]
@@ -403,8 +403,8 @@ def check_unicode(name: str, at: str, value: object) -> None:
             check_unicode(name, f"a key of {at}", key)
             check_unicode(name, f"{key} of {at}", inner)
     elif isinstance(value, list):
-        for number, inner in enumerate(value, start=1):
-            check_unicode(name, f"entry {number} of {at}", inner)
+        for index, inner in enumerate(value, start=1):
+            check_unicode(name, f"entry {index} of {at}", inner)
 
 
 def _json(name: str, at: str, value: object) -> Any:
