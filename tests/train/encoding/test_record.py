@@ -53,8 +53,7 @@ def test_calls_of_tools_in_sharegpts_words_are_calls(own: str) -> None:
     told = [{"from": who, "value": text} for who, text in turns]
     row: dict[str, Any] = {"conversations": told, "tools": json.dumps(TOOLS)}
     made = encoder(template(own))
-    plain = [{**CALL, "tool_calls": [{"name": "weather", "arguments": json.loads(calls)["arguments"]}]}]
-    expected = labels(made, {"messages": [ASK, *plain, RESULT, SAY], "tools": TOOLS})
+    expected = labels(made, {"messages": [ASK, CALL, RESULT, SAY], "tools": TOOLS})
     assert labels(made, row) == expected
     assert "weather" in text_of(expected[1])  # it is trained
     two = copy.deepcopy(row)
@@ -65,6 +64,14 @@ def test_calls_of_tools_in_sharegpts_words_are_calls(own: str) -> None:
                        ("3", "is a list of calls"), ('{"name": 3}', "is a list of calls")):  # fmt: skip
         row["conversations"][1]["value"] = text
         assert rule in refused(row, template(own))
+
+
+def test_a_name_that_the_template_passes_over_is_refused() -> None:
+    """A template that reads no message.name loses who spoke; of a tool's result, the call says it."""
+    chosen = template("qwen3_training")
+    assert "nothing reads 'name'" in refused({"messages": [{**ASK, "name": "Ada"}, SAY]}, chosen)
+    row: dict[str, Any] = {"messages": [ASK, CALL, {**RESULT, "name": "weather"}, SAY], "tools": TOOLS}
+    assert "weather" in text_of(labels(encoder(chosen), row)[1])
 
 
 @pytest.mark.parametrize("name", ["gpt", "chatgpt", "bing", "bard", "model", "assistant"])
@@ -432,7 +439,8 @@ def in_plain_words(message: dict[str, Any]) -> tuple[dict[str, Any], bool | None
     if role == "function_call" and "tool_calls" not in message:
         thought, mark, content = content.rpartition("</think>")
         calls = json.loads(content)
-        message["tool_calls"] = calls if isinstance(calls, list) else [calls]
+        calls = calls if isinstance(calls, list) else [calls]
+        message["tool_calls"] = [{"type": "function", "function": call} for call in calls]
         role, content = "assistant", thought + mark
     elif role == "function_call":
         role = "assistant"

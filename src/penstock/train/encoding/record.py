@@ -34,8 +34,11 @@ _OTHER_NAMES = {
 _CALLS = "function_call"  # LLaMA-Factory's role of a turn whose text is calls of tools, in JSON
 SYSTEMS = ("system", "developer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
-_OF_MESSAGES = ("role", "content", "from", "value", "weight", "train", "tool_calls", "tool_call_id", "name",
-                *THOUGHTS)  # fmt: skip
+_OF_MESSAGES = {"role", "content", "from", "value", "weight", "train", "tool_calls", *THOUGHTS}
+_OF_RESULTS = {
+    "tool_call_id",
+    "name",
+}  # which call a message of the role tool answers; many templates pass it over
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
 # what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
@@ -171,8 +174,8 @@ class ChatReader:
             key
             for field in messages if isinstance(row[field], list)
             for message in row[field] if isinstance(message, dict)
-            for key in self._kept(message).keys() - {*_OF_MESSAGES}
-            if not _reads(template, key)
+            for key in self._kept(message).keys() - _OF_MESSAGES
+            if not (_reads(template, key) or (key in _OF_RESULTS and _answers_call(message)))
         }  # fmt: skip
         refuse_keys(name, of_row, of_messages, self.ignored)
 
@@ -345,9 +348,13 @@ def _split_calls(name: str, at: str, message: dict[str, Any]) -> None:
     thought, mark, calls = text.rpartition("</think>")
     parsed = _json(name, f"{at}, of the role {_CALLS},", calls)
     message["content"] = thought + mark
-    message["tool_calls"] = parsed if isinstance(parsed, list) else [parsed]
-    if not message["tool_calls"]:
+    listed = parsed if isinstance(parsed, list) else [parsed]
+    if not listed:
         raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing", _MEND)
+    # in the form of which every template knows `call.function.name`
+    message["tool_calls"] = [
+        {"type": "function", "function": call} if isinstance(call, dict) else call for call in listed
+    ]
 
 
 def _with_tools(name: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -413,6 +420,11 @@ def _json(name: str, at: str, value: object) -> Any:
         return parse_json(value) if isinstance(value, str) else value
     except ValueError as error:
         raise wrong(name, f"{at} is not JSON: {error}", _MEND) from None
+
+
+def _answers_call(message: Mapping[str, Any]) -> bool:
+    role = message.get("role", message.get("from"))
+    return role == "tool" or (isinstance(role, str) and _OTHER_NAMES.get(role) == "tool")
 
 
 def _reads(template: str, key: str) -> bool:
