@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,9 +114,12 @@ def test_an_override_means_the_same_wherever_it_stands(
     """A first launch, a resume from a path or from the newest, and a restart have the same config."""
     commands: list[list[str]] = []
     monkeypatch.setattr(restart, "Launcher", lambda *_: nullcontext())
-    monkeypatch.setattr(
-        restart, "keep_running", lambda _, __, command, *___: commands.append(command(1)) or 0
-    )
+
+    def keep_running(_: object, __: int, command: Callable[[int], list[str]], *___: object) -> int:
+        commands.append(command(1))
+        return 0
+
+    monkeypatch.setattr(restart, "keep_running", keep_running)
     file, server = config_file(tmp_path), SimpleNamespace(follow=lambda _: None)
     for number in cases:
         with seeded(number) as choices:

@@ -318,14 +318,15 @@ def test_the_note_of_another_rank_names_no_folder_outside_the_cache(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range
 ) -> None:
     """0.5.0: a note of this launch was believed: it gave any folder, or ended with an AttributeError."""
-    (tmp_path / "elsewhere").mkdir()
+    elsewhere = tmp_path / "elsewhere" / ("a" * 40)  # named as a commit is
+    elsewhere.mkdir(parents=True)
     folder = hubs.fetch(NAME)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(hubs, "_fetched", lambda *_, **__: folder)
     (note,) = (tmp_path / "cache" / ".locks").glob("penstock-*.json")
     good = {"launch": hubs._launch(), "folder": str(folder)}
     odd = [
-        {**good, "folder": str(tmp_path / "elsewhere")},
+        {**good, "folder": str(elsewhere)},
         {**good, "folder": str(folder / ".." / ".." / "..")},
     ]
     for number in cases:

@@ -428,7 +428,7 @@ def test_steps_to_profile_are_a_range_of_the_run(tmp_path: Path, steps: str, mes
         ("1_000", "1_000"), ("+7", 7), ("1e3", 1e3), ("1e-3", 1e-3), (".5", 0.5), ("5.", 5.0),
         ("-.inf", -float("inf")),
         ("1e", "1e"), ("yes", True), ("off", False), ("~", None), ("null", None), ("", None), ("=", "="),
-        ("'1'", "1"), ("2026-02-28", "2026-02-28"),
+        ("'1'", "1"), ("'1e3'", "1e3"), ("'0o17'", "0o17"), ("2026-02-28", "2026-02-28"),
     ],
 )  # fmt: skip
 def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: object) -> None:

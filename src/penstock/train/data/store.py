@@ -65,7 +65,7 @@ class Facts(NamedTuple):
     dropped: records that were left out
     highest, at: the highest id or label, and the record that has it
     longest: tokens of the longest document
-    digest: of tokens, labels and lengths
+    digest: of the files of tokens, labels and lengths
     """
 
     documents: int
@@ -309,7 +309,6 @@ def write_store(
     shown: list[bytes] = []
     counted = dropped = highest = 0
     at = ""
-    hashes = [hashlib.blake2b(digest_size=16) for _ in range(2)]
     between = np.array([separator or 0], dtype=dtype)
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
         for block in blocks:
@@ -334,25 +333,21 @@ def write_store(
             if pieces:
                 written = np.concatenate(pieces).astype(dtype)
                 tokens.write(written.data)
-                hashes[0].update(written.data)
                 if labelled:
                     written = np.concatenate(marks)
                     labels.write(written.data)
-                    hashes[1].update(written.data)
                 counted += int((written != IGNORED).sum()) if labelled else len(written)
     array = np.array(lengths, dtype=np.int64)
     array.tofile(folder / "lengths")
     total = int(array.sum())
     if not labelled or _all_count(folder, dtype, total, counted):
         (folder / "labels").unlink()
-        hashes.pop()
-    whole = hashlib.blake2b(array.tobytes() + b"".join(each.digest() for each in hashes), digest_size=16)
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
         np.cumsum([len(each) for each in shown], dtype=np.int64).tofile(folder / "shown_ends")
-        whole.update(b"".join(shown))
     longest = int(array.max(initial=0))
-    facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, whole.hexdigest())
+    digest = _checksum(folder, "")  # of what is on the disk by now
+    facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, digest)
     _write_facts(folder, facts, dtype)
 
 
