@@ -69,7 +69,8 @@ def unrecorded() -> Iterator[None]:
 def _generators() -> Callable[[], None]:
     """What sets the generators of Python, numpy and torch to their state of now."""
     numpy = sys.modules.get("numpy")
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if on_gpu else []
     states = random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state()
     on_devices = [torch.cuda.get_rng_state(device) for device in devices]
 

@@ -45,7 +45,7 @@ def checkpointed(model: PreTrainedModel) -> None:
     model.activation_checkpointing_enable({"use_reentrant": False})
 
 
-def routing_of(model: PreTrainedModel, change: Callable[[], None] = lambda: None) -> StageRouting:
+def routing_of(model: PreTrainedModel, change: Callable[[], object] = lambda: None) -> StageRouting:
     """change: made to the model before its routers are attached, as other axes of a mesh do"""
     with shadow(model) as without_values, Provenance() as marks:
         whole = ModelRouting(without_values, marks)
@@ -239,6 +239,17 @@ def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
 def test_a_choice_by_something_else_is_refused() -> None:
     with pytest.raises(ModelError, match="top-k"):
         routing_of(mixture("phimoe", torch.float32))
+
+
+def test_a_choice_of_as_many_groups_is_none_of_experts() -> None:
+    """The choice among experts is made of that among groups, and comes after it."""
+    model = mixture("deepseek_v3", torch.float64, n_group=4, topk_group=2, n_routed_experts=8)
+    batch = ragged_batch()
+    loss, expected = plain_step(model, batch)
+    routing = routing_of(model)
+    assert float(step(model, routing, 0, batch)) == pytest.approx(loss, rel=1e-12)
+    assert int(routing.recorded[0].chosen.max()) > 3  # of experts, not of groups
+    assert_gradients(gradients_of(model), expected, 1e-10)
 
 
 def replayed() -> list[str]:
