@@ -426,14 +426,19 @@ MUTANTS = [
         "parallel/test_fsdp.py::test_a_layer_that_shares_a_weight_with_the_rest_is_sharded_with_the_rest",
     ),
     # ---- loss
-    Mutant(LOSS, "else labels[:, 1:]) != IGNORED", "else labels) != IGNORED", f"batch/test_loss.py {EVERY}"),
+    Mutant(
+        LOSS,
+        "else labels[:, 1:]\n\n    def _compared",
+        "else labels\n\n    def _compared",
+        f"batch/test_loss.py {EVERY}",
+    ),
     Mutant(
         LOSS, "logits[:, :-1], labels[:, 1:]", "logits[:, 1:], labels[:, 1:]", f"batch/test_loss.py {EVERY}"
     ),
     Mutant(PLACEMENT, "or version != tensor._version ", "", OF_PLACEMENT),
     Mutant(PLACEMENT, "tensor.stride(), tensor.storage_offset())", "tensor.stride(), 0)", OF_PLACEMENT),
     Mutant(PLACEMENT, " and _fills_its_memory(leaf)]", "]", OF_PLACEMENT),
-    Mutant(LOSS, 'reduction="sum"', 'reduction="mean"', f"batch/test_loss.py {EVERY}"),
+    Mutant(LOSS, 'reduction="sum", label', 'reduction="mean", label', f"batch/test_loss.py {EVERY}"),
     Mutant(
         LOSS,
         ".to(total.device) * items",

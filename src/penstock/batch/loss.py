@@ -8,6 +8,7 @@ differentiated. The gradients need no second pass, also if microbatches differ i
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, signature
 from typing import Any, Literal, Protocol, Self
@@ -44,7 +45,7 @@ class Loss(Protocol):
         """
 
 
-class OwnLoss:
+class OwnLoss(ABC):
     """A loss that transformers' own models compute of the labels of a batch.
 
     of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
@@ -64,9 +65,17 @@ class OwnLoss:
             rule = "the model's own loss is not that of next tokens, and reads 'labels'"
             raise BatchError("shift_labels in a batch", rule, "Take them out")
 
+    @abstractmethod
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def weight(self, microbatch: Microbatch) -> int:
+        """As Loss.weight."""
+
+    @abstractmethod
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        """As Loss.total."""
 
 
 class TokenLabels(OwnLoss):

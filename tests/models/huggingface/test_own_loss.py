@@ -81,7 +81,7 @@ def test_gradients_are_those_of_the_models_own_loss(kind: str) -> None:
     assert model.config.problem_type == changes.get("problem_type")
 
 
-class Sharper(LlamaForCausalLM):
+class Sharper(LlamaForCausalLM):  # type: ignore[misc]
     """Its loss has half the temperature."""
 
     def forward(self, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
@@ -291,3 +291,29 @@ def own_or_typed(random: Random) -> bool:
     assert result.loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
     assert_gradients(gradients_of(pipe), expected, 1e-10)
     return True
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("suffix", ["ForTokenClassification", "ForSequenceClassification", "ForMaskedLM"])
+def test_every_class_has_the_loss_that_it_returns_or_is_refused(suffix: str) -> None:
+    """Of all classes of the installed transformers: their real forward's loss, with other values."""
+    exact_ones = 0
+    for model_type, kind in heads.classes_of((suffix,)):
+        try:
+            model = heads.built(kind, model_type, is_decoder=False, num_labels=3, pad_token_id=0).eval()
+            found = own_loss(model, find_chain(model))
+        except ModelError:
+            continue
+        except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, ImportError, IndexError):
+            continue  # no such tiny model
+        batch = heads.row_batch(CLASS_NUMBERS % 3) if isinstance(found, RowLabels) else heads.token_batch(3)
+        del batch["attention_mask"]
+        with torch.no_grad(), heads.double():
+            output = model(**batch, use_cache=False)
+        expected = found.total(output.logits, batch) / found.weight(batch)
+        torch.testing.assert_close(
+            expected, output.loss, msg=lambda text, kind=kind: f"{kind.__name__}: {text}"
+        )
+        exact_ones += 1
+    assert exact_ones >= 30

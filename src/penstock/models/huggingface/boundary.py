@@ -228,7 +228,7 @@ def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> Non
     layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
 
 
-class WithoutWeights(PreTrainedModel):
+class WithoutWeights(nn.Module):
     """Mixed into the class of a model within a stage that holds no weight of it, as that of a head alone.
 
     transformers reads a model's dtype and device from its first weight. Some forwards make masks of them.
@@ -247,7 +247,7 @@ def mark_without_weights(stage: PreTrainedModel, dtype: torch.dtype) -> None:
     """Make models within `stage` that hold none of its weights WithoutWeights. dtype: of the whole model"""
     for module in stage.modules():
         if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
-            module.__class__ = _boundary_class(type(module), WithoutWeights)  # type: ignore[assignment]
+            module.__class__ = _boundary_class(type(module), WithoutWeights)  # type: ignore[arg-type]
             module.__dict__.update(_stage=stage, _whole_dtype=dtype)  # not as a child of its own
 
 

@@ -27,9 +27,10 @@ from penstock.batch.loss import IGNORED, NextToken, OwnLoss, Problem, RowLabels,
 from penstock.errors import ModelError
 from penstock.models.mtp import PredictionModel
 from penstock.models.tracing.chain import Chain, remembered
-from penstock.models.tracing.meta import deep_copy, meta_like
+from penstock.models.tracing.meta import deep_copy
 from penstock.models.tracing.placeholder import hidden_of
 from penstock.models.tracing.probe import Identity
+from penstock.runtime.sharded_weights import meta_like
 
 _SHAPE = (2, 5)  # rows and sequence
 _CLOSE = 1e-4  # relative; some models compute their loss in half precision's logits
@@ -153,7 +154,7 @@ class _Trial:
         output, microbatch = self._run(labels=labels, **inputs), {"input_ids": self._ids, "labels": labels}
         expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
         found = output.loss
-        return found is not None and torch.isclose(found.double(), expected.double(), _CLOSE, 0.0).item()
+        return found is not None and bool(torch.isclose(found.double(), expected.double(), _CLOSE, 0.0))
 
     def _run(self, **inputs: Tensor) -> Any:
         with _ValuesWhereNeeded(self._generator):

@@ -213,9 +213,11 @@ def chosen_experts(built: BuiltStages, microbatches: int, lengths: Sequence[int]
             "they are those of the last step, in a pipeline with replay_routing=True and in training mode",
             "Call step() first",
         )
-    chosen = [_in_layer_order(pieces[number]) for number in range(microbatches)]
-    each = lengths if len(lengths) == microbatches else [*lengths] * microbatches
-    return in_rows([c[:, :length] for c, length in zip(chosen, each, strict=True)] if each else chosen)  # type: ignore[no-any-return]
+    rows = [_in_layer_order(pieces[number]) for number in range(microbatches)]
+    ends = lengths if len(lengths) == microbatches else [*lengths] * microbatches
+    if ends:
+        rows = [of_tokens[:, :end] for of_tokens, end in zip(rows, ends, strict=True)]
+    return in_rows(rows)  # type: ignore[no-any-return]
 
 
 def _in_layer_order(pieces: list[tuple[list[int], Tensor]]) -> Tensor:
