@@ -11,6 +11,7 @@ import random
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
+from penstock.cli.merge import _adapter_config
 from penstock.errors import PenstockError
 from penstock.models.adapters import names_in_file
 from penstock.models.source import open_source
@@ -171,6 +173,10 @@ def test_weights_are_transformers_or_refused(tmp_path: Path, whole: Path, kind: 
     assert seen == {"equal", "refused"}
 
 
+def encoded(folder: Path, text: str) -> list[int]:
+    return open_tokenizer(str(folder), chat=True).prompt(text)
+
+
 @pytest.mark.parametrize("cases", CASES)
 def test_tokenizers_are_transformers_or_refused(tmp_path: Path, whole: Path, cases: range) -> None:
     text, seen = "Keep the pipe full, 100 % \u00e4", set()
@@ -180,7 +186,7 @@ def test_tokenizers_are_transformers_or_refused(tmp_path: Path, whole: Path, cas
             edited_text(
                 choices, choices.choice([folder / "tokenizer.json", folder / "tokenizer_config.json"])
             )
-            found = outcome(lambda folder=folder: open_tokenizer(str(folder)).prompt(text), PenstockError)
+            found = outcome(partial(encoded, folder, text), PenstockError)
             seen.add(isinstance(found, PenstockError))
             if not isinstance(found, PenstockError):
                 assert found == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
@@ -206,8 +212,6 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
 
 def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
     """The state of the base model with the adapter of a folder, read as `penstock merge` reads it."""
-    from penstock.cli.merge import _adapter_config
-
     config = _adapter_config(folder)
     config.init_lora_weights = True
     source = open_source(base, None, None, config)
@@ -217,7 +221,8 @@ def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
         check_adapter(file, source.model, names, ties)
     source.fill(source.model, 0)
     load_adapter(write_through(source.model), folder, names, ties)
-    return source.model.state_dict()
+    state: dict[str, Tensor] = source.model.state_dict()
+    return state
 
 
 @pytest.mark.filterwarnings("ignore:Unexpected keyword arguments")  # PEFT's, of keys that it does not know
@@ -231,7 +236,7 @@ def test_adapters_are_pefts_or_refused(tmp_path: Path, whole: Path, adapter: Pat
                 edited_text(choices, folder / "adapter_config.json")
             else:
                 edited_header(choices, folder / "adapter_model.safetensors")
-            found = outcome(lambda folder=folder: adapted(whole, folder), PenstockError)
+            found = outcome(partial(adapted, whole, folder), PenstockError)
             seen.add(isinstance(found, PenstockError))
             if isinstance(found, PenstockError):
                 continue
