@@ -17,10 +17,13 @@ from support.reference import TOLERANCE, assert_gradients, gradients_of
 
 # a plain one, Mamba-2 with its infinity, tied ends without a prefix in files, experts that files hold apart
 FEW = ("llama", "mamba2", "gpt2", "mixtral")
+# their configs name the whole that they are a part of, or a type that AutoModelForCausalLM does not know
+NO_AUTO_CLASS = (*zoo.PART_OF_WHOLE, "emu3")
+NO_TOWER = "gemma3n"  # its files make a tower of timm, which is not installed
 TYPES = [
     pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.sweep])
     for kind in zoo.TYPES
-    if kind not in zoo.SKIPPED
+    if kind not in zoo.SKIPPED and kind != NO_TOWER
 ]
 
 
@@ -39,10 +42,10 @@ def test_it_is_saved_loaded_resumed_and_stepped(tmp_path: Path, kind: str) -> No
     two, four = (AutoPipeline(ranks=ranks, microbatches=census.MICROBATCHES) for ranks in (2, 4))
     try:
         pipe = two.build(model)
+        pipe.step(batch)
     except ModelError as refused:
         pytest.skip(f"refused by name: {refused.rule}")
     optimizer = optimizer_of(pipe)
-    pipe.step(batch)
     optimizer.step()
     save_checkpoint(tmp_path / "one", pipe, optimizer)
 
@@ -51,8 +54,7 @@ def test_it_is_saved_loaded_resumed_and_stepped(tmp_path: Path, kind: str) -> No
     for name, value in weights_of(pipe).items():
         assert torch.equal(value, theirs.get_parameter(name)), name
 
-    whole = kind in zoo.PART_OF_WHOLE  # whose config names the model that it is a part of
-    resumed = four.build(theirs if whole else tmp_path / "one")
+    resumed = four.build(theirs if kind in NO_AUTO_CLASS else tmp_path / "one")
     again = optimizer_of(resumed)
     load_checkpoint(tmp_path / "one", resumed, again)
     loss, gradients = census.plain(theirs.train(), batch)

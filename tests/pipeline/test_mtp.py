@@ -16,7 +16,6 @@ from penstock.batch import head_logits
 from penstock.cli.merge import merge_folder
 from penstock.errors import ConfigError, InputError, ModelError, PartitionError
 from penstock.models.split.multiply_adds import multiply_adds
-from penstock.models.tracing.meta import bare
 from penstock.pipeline.building.build_plan import balance
 from support import zoo
 from support.covering import every
@@ -112,8 +111,6 @@ def test_weights_in_and_out(tmp_path: Path) -> None:
     for name, source in copies.items():  # as in DeepSeek-V3's files
         held[f"model.layers.4.{name}.weight"] = held[f"{source}.weight"].clone()
     save_file(held, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
-    plan = auto.build_plan(tmp_path / "theirs")
-    plan.source.check(bare(plan.source.model), whole=True)
     pipe = auto.build(tmp_path / "theirs")
     model.config.mtp_loss_scaling_factor = 0.3
     pipe.verify_against(model, BATCH)

@@ -175,13 +175,15 @@ def add_adapter(
             "it is made from values of the whole model, which no rank has",
             "Take True or 'gaussian', or use PEFT itself: build(get_peft_model(...)), merge_and_unload()",
         )
-    _check_names(model, config)
     config.base_model_name_or_path = None  # PEFT takes the model's name, and warns where there is another one
     try:
+        _check_names(model, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of transformers, for PEFT to heed
             peft.get_peft_model(model, config, low_cpu_mem_usage=True)
-    except (ValueError, TypeError, re.error) as cause:
+    except ConfigError:
+        raise
+    except Exception as cause:  # PEFT checks some of its keys, and stumbles over others
         said = " ".join(str(cause).split()).rstrip(".")
         raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
     _widen(model)

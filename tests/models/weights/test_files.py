@@ -312,6 +312,23 @@ def test_files_that_do_not_fit_the_whole_model_are_refused(tmp_path: Path, case:
         AutoPipeline(ranks=2, microbatches=2).build(folder)
 
 
+def test_two_values_of_one_tied_weight_are_refused(tmp_path: Path) -> None:
+    """0.5.0: both ends of the model were read, and trained as one weight of two values.
+
+    transformers leaves them untied then. Equal copies are read.
+    """
+    folder = changed(tmp_path / "apart", same, tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"ties them to one weight, .* Set tie_word"):
+        AutoPipeline(ranks=2, microbatches=2).build(folder)
+    name = "model.embed_tokens.weight"
+    equal = changed(
+        tmp_path / "equal",
+        lambda tensors: {**tensors, "lm_head.weight": tensors[name].clone()},
+        tie_word_embeddings=True,
+    )
+    AutoPipeline(ranks=2, microbatches=2).build(equal)
+
+
 def test_what_transformers_ignores_is_ignored(tmp_path: Path) -> None:
     """Old checkpoints have inv_freq in each layer; prediction layers (MTP) are left out unless asked for."""
     frequencies = {f"model.layers.{n}.self_attn.rotary_emb.inv_freq": torch.ones(4) for n in range(4)}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
@@ -38,7 +39,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from penstock.errors import CheckpointError
 from penstock.models.tracing.meta import destinations
 from penstock.models.weights.folder import UNREADABLE
-from penstock.models.weights.reading import maps_for_results, reader_for
+from penstock.models.weights.reading import HostReader, maps_for_results, reader_for
 from penstock.models.weights.tensor_file import TensorFile, check_complete
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
@@ -61,6 +62,7 @@ _WRAPPERS = {
     "module.": "DistributedDataParallel",
 }
 _SCALE = re.compile(r"(_scale(_inv)?|\.(scales|qweight|qzeros|g_idx|absmax|quant_map|SCB))$|\.quant_state\.")
+_ROWS = 4096  # of a tied weight, compared at a time
 _HOST = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
@@ -121,9 +123,10 @@ def named_files(folder: Path) -> list[str]:
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return [SINGLE]
     try:
-        names = sorted({_inside(name) for name in read_json(folder / INDEX)["weight_map"].values()})
-        if not names:
-            raise ValueError("its weight_map names no file")
+        index = read_json(folder / INDEX)
+        names = sorted({_inside(name) for name in index["weight_map"].values()})
+        if not names or not isinstance(index["metadata"], dict):
+            raise ValueError("its weight_map names no file" if not names else "its metadata has no keys")
     except UNREADABLE as cause:
         raise CheckpointError(
             str(folder / INDEX),
@@ -319,7 +322,31 @@ def _fill(
     if problems := _problems(info, foreign):
         value = f"the weights in {files[0].parent}"
         raise CheckpointError(value, "; ".join(problems), _remedy(stage, info.missing_keys, stored, foreign))
+    _check_ties(files, ties, {name: key for key, name in renamed.items()}, stage.dtype)
     return sorted(fresh)
+
+
+def _check_ties(files: Sequence[Path], ties: Ties, stored: Mapping[str, str], dtype: torch.dtype) -> None:
+    """Raise CheckpointError where files have several values of one weight. stored: their keys by our names"""
+    pairs = [pair for names in ties for pair in pairwise(name for name in names if name in stored)]
+    with ExitStack() as opened:
+        holders: dict[str, TensorFile] = {}
+        for path in files if pairs else ():
+            file = opened.enter_context(TensorFile(path))
+            holders |= dict.fromkeys(file.names(), file)
+        for one, other in pairs:
+            keys, reader = (stored[one], stored[other]), HostReader()
+            count = holders[keys[0]].like(keys[0]).shape[0]
+            for begin in range(0, count, _ROWS):
+                rows = slice(begin, min(begin + _ROWS, count))
+                parts = [holders[key].read(key, reader, rows, dtype)[rows] for key in keys]
+                if not torch.equal(*parts):
+                    raise CheckpointError(
+                        f"{keys[0]} and {keys[1]} in {files[0].parent}",
+                        "the config ties them to one weight, and their values differ",
+                        "Set tie_word_embeddings to false in config.json, as transformers does for itself, "
+                        "or remove one of them",
+                    )
 
 
 def _without_prediction_layers(stage: PreTrainedModel, names: set[str]) -> set[str]:

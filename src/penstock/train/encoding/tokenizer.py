@@ -205,7 +205,9 @@ def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
 def _read(folder: str, trusted: bool) -> Any:
     check_folder(Path(folder), DataError)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        made("a", verbose=False)  # some settings are only read now
+        return made
     except Exception as error:  # transformers raises a dozen kinds for a folder without a tokenizer
         if not trusted and names_code(Path(folder), "AutoTokenizer"):
             raise code_refused(f"data.tokenizer={folder}", DataError) from None
