@@ -106,6 +106,10 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
         raise ModelError(
             str(folder / _CONFIG), f"transformers cannot read it: {cause}", "Fix or replace the file"
         ) from cause
+    if (file := getattr(config, "transformers_weights", None)) is not None:
+        rule = "transformers reads the weights from that file, and penstock reads model.safetensors"
+        remedy = "Rename the file, or save the model anew with transformers"
+        raise ModelError(f"{folder / _CONFIG}: transformers_weights={file!r}", rule, remedy)
     return config
 
 

@@ -215,7 +215,7 @@ def open_source(
 
     model: a transformers model, which already has this dtype and attention, or a PeftModel of one; a config,
         a local folder, or a Hub name, whose files are fetched
-    dtype, attention: None takes the config's
+    dtype, attention: None takes the config's; of a config without a dtype, that of the files
     adapter: of a new adapter; not for an object
     quantize: of the matrices under an adapter
     revision: of a Hub name
@@ -254,6 +254,8 @@ def open_source(
         )
     if found.weights:
         _check_not_quantized(config, found.weights[0].parent)
+        if dtype is None and config.dtype is None:  # as transformers does
+            dtype = weights.first_dtype(found.weights)
     built = _built_from_config(config, dtype, attention, mtp_factor, trusted=trusted)
     _check_causal(built)
     _check_gradient_hooks(built)

@@ -395,3 +395,35 @@ def test_weights_that_are_read_back_have_a_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"1 that the model has no place for: model\.gate\.weight"):
         pipe.load_weights(folder)
     assert all(torch.equal(was, now) for was, now in zip(before, pipe.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16])
+def test_a_config_without_a_dtype_has_that_of_the_files(tmp_path: Path, first: torch.dtype) -> None:
+    """0.5.0: weights of bfloat16 trained in float32 without a word, as their config had no dtype.
+
+    transformers takes the dtype of the first weight, by its name.
+    """
+
+    def mixed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value.to(first if name == min(tensors) else torch.float16)
+            for name, value in tensors.items()
+        }
+
+    folder = changed(tmp_path, mixed)
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config))
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    found = values(2, folder)
+    assert expected.dtype == first
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+        assert found[name].dtype == value.dtype
+
+
+def test_weights_in_a_file_that_the_config_names_are_refused(tmp_path: Path) -> None:
+    """0.5.0: transformers_weights was passed over, and other weights than transformers' were read."""
+    folder = changed(tmp_path, same, transformers_weights="other.safetensors")
+    with pytest.raises(ModelError, match="transformers_weights='other"):
+        values(2, folder)

@@ -157,6 +157,16 @@ def _why(cause: Exception) -> str:
     return str(cause) if isinstance(cause, ValueError) else repr(cause)
 
 
+def first_dtype(files: Sequence[Path]) -> torch.dtype | None:
+    """The dtype that transformers takes for a model whose config has none: of the first file's first weight.
+
+    None where it holds no floating point.
+    """
+    with TensorFile(files[0]) as file:
+        dtypes = (file.like(name).dtype for name in sorted(file.names()))
+        return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)
+
+
 class Reads(Protocol):
     """How the processes that need the same tensors get them: one reads each, and passes it on."""
 
