@@ -101,7 +101,7 @@ def classes_of(suffixes: tuple[str, ...]) -> Iterator[tuple[str, type[PreTrained
             module = importlib.import_module(config.__module__.replace("configuration_", "modeling_"))
         except (ImportError, KeyError):
             continue
-        for name, kind in vars(module).items():
+        for name, kind in list(vars(module).items()):  # it grows as transformers imports
             if not inspect.isclass(kind) or kind.__module__ != module.__name__ or not name.endswith(suffixes):
                 continue
             if issubclass(kind, PreTrainedModel) and getattr(kind, "config_class", None) is config:

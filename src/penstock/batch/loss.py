@@ -273,7 +273,8 @@ class RowLabels(OwnLoss):
             rule = f"they ask for {problem}, which the model's own loss does not compute"
             raise BatchError(f"labels of {labels.dtype}", rule, f"Give those of {' or '.join(self._proven)}")
         single = problem == "single_label_classification"
-        wanted = (rows,) if single or self._classes == 1 else (rows, self._classes)
+        one = single or (problem == "regression" and self._classes == 1)
+        wanted = (rows,) if one else (rows, self._classes)
         column = labels.shape == (*wanted, 1) and len(wanted) == 1
         if labels.is_floating_point() == single or not (column or labels.shape == wanted):
             raise BatchError(

@@ -263,5 +263,5 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
 
 def _rope_types(module: nn.Module) -> Collection[str]:
     """The kinds of rotary positions that a module computes: one, or one for each kind of layer."""
-    kinds = getattr(module, "rope_type", ())
+    kinds: Any = getattr(module, "rope_type", ())
     return tuple(kinds.values()) if isinstance(kinds, Mapping) else (kinds,)
