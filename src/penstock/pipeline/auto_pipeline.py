@@ -186,7 +186,8 @@ class AutoPipeline(Options):
         self._check_model(source)
         routed = self._routed(source.model)
         chain = self._find_chain(source.model, trains=chosen.trains)
-        self.loss_of(source.model)
+        with source.with_room():  # the loss is found on logits with values
+            self.loss_of(source.model)
         staged = self._in_stages_of_size(chain.count, chosen)
         stages = plan_stages(source.model, chain, staged, self._ranges(source.model, chain, staged))
         trained = without_weight_gradients(staged, frozen_stages(source.model, stages))

@@ -30,6 +30,7 @@ from penstock.models.tracing.chain import Chain, remembered
 from penstock.models.tracing.meta import deep_copy
 from penstock.models.tracing.placeholder import hidden_of
 from penstock.models.tracing.probe import Identity
+from penstock.models.weights.reading import ran_out_of_memory
 from penstock.runtime.sharded_weights import meta_like
 
 _SHAPE = (2, 5)  # rows and sequence
@@ -60,6 +61,8 @@ def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
         try:
             loss = trial.loss()
         except Exception as error:  # whatever the model's own code raises
+            if ran_out_of_memory(error):
+                raise
             said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
             _refuse(model, f"its own loss could not be followed: {said}", error)
     if loss is None:
