@@ -228,7 +228,7 @@ def test_a_config_and_a_folder_are_built_with_their_towers(tmp_path: Any) -> Non
 def test_padding_that_tokens_would_see_is_refused() -> None:
     """In float32 the loss was 1e-3 off."""
     auto = AutoPipeline(ranks=2, microbatches=2, shapes="padded")
-    with pytest.raises(ModelError, match="its tokens of type 0, which padding has, see each other"):
+    with pytest.raises(ModelError, match=r"PaliGemma.* when it is padded on the right"):
         auto.build_plan(pictures.tiny_model("paligemma"))
 
 
