@@ -249,6 +249,74 @@ def test_what_a_forward_leaves_alone_is_forgotten() -> None:
 TYPES = ("mixtral", "qwen3_moe", "jamba", "olmoe", "gpt_oss", "granitemoehybrid", "qwen3_next", "minimax")
 
 
+class Averaging(nn.Module):
+    """Counts its forwards in a buffer, and adds what it remembers of them: the buffer reaches gradients."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.seen += 1  # type: ignore[operator]
+        output = self.inner(hidden, *args, **kwargs)
+        return output * (1 + 0.01 * self.seen)  # type: ignore[operator]
+
+
+FEATURES: tuple[dict[str, Any], ...] = (
+    {"activation_checkpointing": "full"},
+    {"replay_routing": True, "activation_checkpointing": "selective"},
+    {"replay_routing": True},
+    {"shapes": "exchanged"},
+)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        pytest.param(schedule, options, marks=() if at == number else pytest.mark.sweep)
+        for at, schedule in enumerate(("zb_v", "1f1b", "dualpipe_v"))
+        for number, options in enumerate(FEATURES)
+    ],
+)
+def test_dropout_hooks_and_buffers_do_not_notice(schedule: str, options: dict[str, Any]) -> None:
+    """Gradients of two steps, calls of hooks, buffers and generators have the bits of a step without it."""
+    batch = zoo.tiny_batch("mixtral", 4)
+
+    def stepped(**more: Any) -> tuple[list[dict[str, Tensor]], Counter[str], dict[str, Tensor], Tensor]:
+        model = mixture("mixtral", torch.float64, layers=4, output_router_logits=True, attention_dropout=0.3)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = Averaging(layer.self_attn.o_proj)
+        calls = Counter[str]()
+
+        def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            calls["forwards"] += 1
+            return output / 2
+
+        model.model.embed_tokens.register_forward_hook(halve)
+        torch.manual_seed(7)
+        pipe = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, **more).build(model)
+        gradients = []
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(batch)
+            gradients.append({name: value.clone() for name, value in gradients_of(pipe).items()})
+        buffers = {n: b.clone() for m in pipe.modules.values() for n, b in m.named_buffers() if "seen" in n}
+        return gradients, calls, buffers, torch.get_rng_state()
+
+    (plain, plain_calls, plain_buffers, plain_state), (with_it, calls, buffers, state) = (
+        stepped(),
+        stepped(**options),
+    )
+    for before, after in zip(plain, with_it, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not torch.equal(plain[0]["lm_head.weight"], plain[1]["lm_head.weight"])  # other numbers were drawn
+    assert calls == plain_calls == Counter(forwards=8)
+    assert {name: float(value) for name, value in buffers.items()} == dict.fromkeys(plain_buffers, 8.0)
+    assert torch.equal(state, plain_state)
+
+
 @pytest.mark.parametrize("cases", CASES)
 def test_random_mixtures_are_exact(cases: range) -> None:
     """Type, schedule, replay, checkpointing, auxiliary loss, hooks that change values, and lengths."""

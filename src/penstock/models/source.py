@@ -312,6 +312,7 @@ def _built_from_config(
         if is_refused_code(cause):
             raise code_refused(f"model_type={config.model_type!r}") from None
         said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+        said = f"it knows no {said}" if isinstance(cause, KeyError) else said
         if attention is not None and "attention" in said.lower().replace("attn", "attention"):
             rule = f"transformers knows no such attention for {config.model_type}: {said}"
             raise ModelError(f"attention={attention!r}", rule, "Take 'sdpa' or 'eager'") from cause
