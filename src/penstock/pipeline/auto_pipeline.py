@@ -187,7 +187,7 @@ class AutoPipeline(Options):
         routed = self._routed(source.model)
         chain = self._find_chain(source.model, trains=chosen.trains)
         with source.with_room():  # the loss is found on logits with values
-            self.loss_of(source.model)
+            replace(self, compile=False).loss_of(source.model)  # a build looks at the compiler
         staged = self._in_stages_of_size(chain.count, chosen)
         stages = plan_stages(source.model, chain, staged, self._ranges(source.model, chain, staged))
         trained = without_weight_gradients(staged, frozen_stages(source.model, stages))
@@ -475,8 +475,8 @@ class _Build:
         schedule, source = plan.schedule, plan.source
         if auto.chunked_loss == "liger":
             check_liger("chunked_loss='liger'", world.device.type)
-        completer, loss = plan.completer(), auto.loss_of(source.model)
         compile_layers = auto.layer_compiler(schedule, world.device)
+        completer, loss = plan.completer(), auto.loss_of(source.model)
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
         stages = [self._stage(index, model, completer, compile_layers) for index, model in models.items()]

@@ -37,6 +37,7 @@ class SplitModel:
     """
 
     not_finite = ""
+    _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -170,19 +171,24 @@ class SplitModel:
         """The ranks with gradients that are not finite, each with the first of these. Collective.
 
         Returns words for an error, the same on all ranks of the pipeline; empty where all are finite, as of a
-        norm that is larger than its dtype. Of a sharded gradient a process looks at its own shard.
+        norm that is larger than its dtype. Of a sharded gradient a process looks at its own shard. After
+        `clip_grad_norm_`, which then spoils the others too, as torch's does, they are those from before it.
         """
-        found: dict[int, list[str]] = {}
-        for index, stage in self._stages.items():
-            for name, parameter in stage.module.named_parameters():
-                if parameter.grad is not None and not local_shard(parameter.grad).isfinite().all():
-                    found.setdefault(self.schedule.placement.rank_of[index], []).append(name)
-        ours = [(rank, names[0], len(names) - 1) for rank, names in found.items()]
+        ours = self._not_finite_here() if self._spoiled is None else self._spoiled
         everyone = sorted(tuple(each) for process in self.processes.gather(ours) for each in process)
         return " and ".join(
             f"{self._world.transport.name_of(rank)} ({name}{f' and {more} more' if more else ''})"
             for rank, name, more in everyone
         )
+
+    def _not_finite_here(self) -> list[tuple[int, str, int]]:
+        """Of this process's ranks: the first gradient that is not finite, and how many more."""
+        names: dict[int, list[str]] = {}
+        for index, stage in self._stages.items():
+            for name, parameter in stage.module.named_parameters():
+                if parameter.grad is not None and not local_shard(parameter.grad).isfinite().all():
+                    names.setdefault(self.schedule.placement.rank_of[index], []).append(name)
+        return [(rank, first, len(more)) for rank, (first, *more) in names.items()]
 
     def _gather_squares(self, squares: Tensor) -> list[Tensor]:
         """The squared norm of each rank, which the first rank of a process gives for all of its ranks."""
@@ -193,12 +199,14 @@ class SplitModel:
         """The norm over all ranks, from the squared norm of each in their order."""
         by_rank = torch.stack(list(squares)).cpu()  # a GPU may add in another order
         odd = [rank for rank, finite in enumerate(by_rank.isfinite().flatten().tolist()) if not finite]
-        self.not_finite = " and ".join(map(self._world.transport.name_of, odd))
+        self.not_finite, self._spoiled = " and ".join(map(self._world.transport.name_of, odd)), None
         return float(by_rank.sum().sqrt())
 
     @torch.no_grad()
     def _clip(self, norm: float, max_norm: float) -> None:
         scale = clip_scale(norm, max_norm)
+        if not math.isfinite(norm):
+            self._spoiled = self._not_finite_here()
         if not scale >= 1:  # a norm of NaN makes all gradients NaN, as in torch
             torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
 

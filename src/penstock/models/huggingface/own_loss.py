@@ -32,6 +32,7 @@ from penstock.models.tracing.placeholder import hidden_of
 from penstock.models.tracing.probe import Identity
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.runtime.sharded_weights import meta_like
+from penstock.runtime.unseen import unseen
 
 _SHAPE = (2, 5)  # rows and sequence
 _CLOSE = 1e-4  # relative; some models compute their loss in half precision's logits
@@ -56,7 +57,7 @@ _found: dict[object, OwnLoss] = {}
 
 
 def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with unseen(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial = _Trial(model, chain)
         try:
             loss = trial.loss()
