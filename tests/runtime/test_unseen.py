@@ -252,15 +252,17 @@ TYPES = ("mixtral", "qwen3_moe", "jamba", "olmoe", "gpt_oss", "granitemoehybrid"
 class Averaging(nn.Module):
     """Counts its forwards in a buffer, and adds what it remembers of them: the buffer reaches gradients."""
 
+    seen: Tensor
+
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
         self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.seen += 1  # type: ignore[operator]
+        self.seen += 1
         output = self.inner(hidden, *args, **kwargs)
-        return output * (1 + 0.01 * self.seen)  # type: ignore[operator]
+        return output * (1 + 0.01 * self.seen)
 
 
 FEATURES: tuple[dict[str, Any], ...] = (
