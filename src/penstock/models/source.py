@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,16 +24,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from penstock.errors import CheckpointError, ConfigError, ModelError
 from penstock.models import hub
@@ -58,8 +46,6 @@ from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprin
 from penstock.models.weights.folder import MANIFEST, check_lengths
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved import FileLayout
-
-_log = logging.getLogger(__name__)
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
@@ -153,7 +139,8 @@ class Source:
             remedy = "Save the model with its new weights first, and train the adapter on that"
             raise ConfigError(f"new_weights={', '.join(new)} under an adapter", rule, remedy)
         if allowed:
-            _say_new(self.files[0].parent, tuple(allowed))
+            lacking = f"initialised, as its files lack them: {', '.join(allowed)}"
+            weights.say_once(self.files[0].parent, lacking)
         return replace(self, new=tuple(allowed))
 
     def base_fingerprint(self, seed: int) -> Callable[[], str]:
@@ -243,7 +230,7 @@ def open_source(
             rule = "a model object is taken as it is"
             raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
         return Source(model, adapter=adapter_of(model), quantize=quantize).checked(new_weights)
-    config, found = model, _NO_FOLDER
+    config, found = model, _Folder()
     if isinstance(model, str | Path):
         config, found = config_of(Path(model), trusted), _folder(Path(model).absolute(), trusted=trusted)
     if not isinstance(config, PretrainedConfig):
@@ -268,17 +255,12 @@ def open_source(
 class _Folder(NamedTuple):
     """The files of a model's folder: its weights, others by name, and itself where penstock wrote it."""
 
-    weights: tuple[Path, ...]
-    others: Mapping[str, Path]
-    written: Path | None
-
-
-_NO_FOLDER = _Folder((), {}, None)
+    weights: tuple[Path, ...] = ()
+    others: Mapping[str, Path] = {}
+    written: Path | None = None
 
 
 def _folder(path: Path, *, trusted: bool) -> _Folder:
-    if not path.is_dir():
-        return _NO_FOLDER
     written = (path / MANIFEST).is_file()
     if written:
         check_lengths(path, added=True)
@@ -322,21 +304,27 @@ def _built_from_config(
         ) from cause
 
 
-# heads that are no causal language model's: by model type, the names of their classes
-_HEADS: tuple[tuple[Any, Mapping[str, str]], ...] = (
-    (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
-    (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    (AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
-    (AutoModelForMultipleChoice, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+# transformers' classes of models whose head is no causal language model's
+_HEADS: tuple[Any, ...] = (
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForMultipleChoice,
 )
+
+
+def _name_in(kind: Any, model_type: str) -> str | None:
+    """The name of the class that `kind`, one of transformers' auto classes, makes of a model type."""
+    name: str | None = kind._model_mapping._model_mapping.get(model_type)
+    return name
 
 
 def _head_of(model_type: str, names: Sequence[str]) -> Any:
     """The class with a head of another kind that one of `names` is; None for a causal language model."""
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) in names:
+    if _name_in(AutoModelForCausalLM, model_type) in names:
         return None
-    return next((kind for kind, known in _HEADS if known.get(model_type) in names), None)
+    return next((kind for kind in _HEADS if _name_in(kind, model_type) in names), None)
 
 
 def is_language_model(model: PreTrainedModel) -> bool:
@@ -360,8 +348,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """
     if (head := _head_of(config.model_type, config.architectures or ())) is not None:
         return head
-    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    seeing = _name_in(AutoModelForImageTextToText, config.model_type)
+    known = type(config) in AutoModelForCausalLM._model_mapping
     sees = seeing is not None and (not known or seeing in (config.architectures or ()))
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
@@ -388,19 +376,12 @@ def _check_gradient_hooks(built: PreTrainedModel) -> None:
         )
 
 
-@functools.cache
-def _say_new(folder: Path, names: tuple[str, ...]) -> None:
-    """Log, once, what the files lack."""
-    if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s: initialised, as its files lack them: %s", folder, ", ".join(names))
-
-
 def _check_causal(model: PreTrainedModel) -> None:
     """Raise ModelError for an encoder, such as BERT: transformers makes a causal LM of it, in name only."""
     config = model.config
     if (
         is_language_model(model)
-        and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and _name_in(AutoModelForMaskedLM, config.model_type) is not None
         and getattr(config, "is_decoder", None) is False
     ):
         trained = f" ({', '.join(config.architectures)})" if config.architectures else ""
@@ -413,29 +394,23 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def open_without_flash(
-    model: ModelLike,
-    dtype: torch.dtype | None,
-    attention: str | None,
-    adapter: LoraConfig | None = None,
-    quantize: Quantize | None = None,
-    mtp_factor: float | None = None,
-    *,
-    trusted: bool = False,
-    new_weights: Sequence[str] = (),
+    model: ModelLike, attention: str | None, *, trusted: bool = False, **options: Any
 ) -> tuple[Source, str | None]:
-    """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
+    """Open it for a plan; with the name of the flash attention that it wants and that is not installed here.
 
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
+
+    options: more of `open_source`
     """
-    options = adapter, quantize, mtp_factor
+    opened = functools.partial(open_source, model, trusted=trusted, **options)
     try:
-        return open_source(model, dtype, attention, *options, trusted=trusted, new_weights=new_weights), None
+        return opened(attention=attention), None
     except ModelError as error:
         config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)), trusted)
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa", *options, trusted=trusted, new_weights=new_weights)
+    source = opened(attention="sdpa")
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash

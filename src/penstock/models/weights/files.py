@@ -98,7 +98,7 @@ def weight_files(folder: Path) -> list[Path]:
             )
         return []
     if single.is_file() and index.is_file():
-        _say_ignored(folder)
+        say_once(folder, f"{SINGLE} is read, as transformers does, and {INDEX} is ignored")
     files = [folder / name for name in named_files(folder)]
     for file in files:
         if not file.is_file():
@@ -109,10 +109,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @cache
-def _say_ignored(folder: Path) -> None:
-    """Log, once, that a folder has two sets of weights."""
+def say_once(folder: Path, what: str) -> None:
+    """Log what the user should know of a folder's weights, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s: %s is read, as transformers does, and %s is ignored", folder, SINGLE, INDEX)
+        _log.warning("%s: %s", folder, what)
 
 
 def named_files(folder: Path) -> list[str]:
