@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import Hashed, together
 from penstock.models.weights.reading import HostReader
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
-from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
+from penstock.models.weights.tensor_file import TensorFile, open_all, widest_first, write_tensors
 from penstock.reading import read_json
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
@@ -215,15 +214,9 @@ def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[st
 
 def _join(folder: Path, parts: list[str]) -> Any:
     """Write one file with the tensors of all parts, one tensor after the other, and remove the parts."""
-    with ExitStack() as opened:
-        layout: dict[str, Tensor] = {}
-        where: dict[str, TensorFile] = {}
-        for part in parts:
-            file = opened.enter_context(TensorFile(folder / part))
-            layout |= {key: file.like(key) for key in file.names()}
-            where |= dict.fromkeys(file.names(), file)
-        layout, reader = widest_first(layout), HostReader()
-        values = ((key, where[key].read(key, reader)) for key in layout)
+    with open_all(folder / part for part in parts) as file_of:
+        layout, reader = widest_first({key: file.like(key) for key, file in file_of.items()}), HostReader()
+        values = ((key, file_of[key].read(key, reader)) for key in layout)
         entry = write_tensors(folder / ADAPTER, layout, values)
     for part in parts:
         (folder / part).unlink()

@@ -11,7 +11,8 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -50,12 +51,23 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_complete(path)
         self.path = path
-        with open_regular(path) as opened:
-            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
-            header: dict[str, Any] = json.loads(opened.read(length))
-            self._file = os.dup(opened.fileno())
+        remedy = "Copy or write it again"
+        try:
+            with open_regular(path) as opened:
+                length = int.from_bytes(opened.read(_LENGTH.size), "little")
+                if LARGEST_JSON < length < path.stat().st_size:  # of another one the error says more
+                    rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
+                    raise CheckpointError(str(path), rule, "Write its tensors into several files")
+                with safe_open(path, framework="pt", backend="pread"):  # fits its length
+                    header: dict[str, Any] = json.loads(opened.read(length))
+                self._file = os.dup(opened.fileno())
+        except SafetensorError as cause:
+            rule = f"it is no complete safetensors file ({cause})"
+            raise CheckpointError(f"{path} of {path.stat().st_size} bytes", rule, remedy) from cause
+        except OSError as cause:
+            rule = f"it cannot be read ({cause.strerror or cause})"
+            raise CheckpointError(str(path), rule, remedy) from cause
         header.pop("__metadata__", None)
         self._begin, self._header = _LENGTH.size + length, header
 
@@ -126,32 +138,12 @@ def _flat(shape: Sequence[int], rows: slice | None) -> tuple[int, int]:
     return rows.start * row, rows.stop * row
 
 
-def check_complete(file: Path) -> None:
-    """Raise CheckpointError unless a safetensors file's header fits its length. No tensor is read."""
-    check_header(file)
-    try:
-        with safe_open(file, framework="pt", backend="pread"):
-            pass
-    except SafetensorError as cause:
-        rule = f"it is no complete safetensors file ({cause})"
-        raise CheckpointError(
-            f"{file} of {file.stat().st_size} bytes", rule, "Copy or write it again"
-        ) from cause
-    except OSError as cause:
-        raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
-
-
-def check_header(file: Path) -> None:
-    """Raise CheckpointError for a header of which nobody knows what it takes once it is parsed."""
-    try:
-        with open_regular(file) as opened:
-            length = int.from_bytes(opened.read(8), "little")
-    except OSError as cause:
-        rule = f"it cannot be read ({cause.strerror or cause})"
-        raise CheckpointError(str(file), rule, "Copy or write it again") from cause
-    if LARGEST_JSON < length < file.stat().st_size:  # of another one the error says more
-        rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
-        raise CheckpointError(str(file), rule, "Write its tensors into several files")
+@contextmanager
+def open_all(paths: Iterable[Path]) -> Iterator[dict[str, TensorFile]]:
+    """The file of each tensor of several files, which the block reads. Raises CheckpointError."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(TensorFile(path)) for path in paths]
+        yield {name: file for file in files for name in file.names()}
 
 
 def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
