@@ -86,35 +86,35 @@ class Source:
         reads: who reads the files, where several processes fill the same stage; None for this one
         Raises CheckpointError, ModelError.
         """
-        has_values = not is_empty(self.model)
-        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
-            ties = weights.tied_names(self.model)
+        if not is_empty(self.model):
+            weights.copy_values(model, self.model)
+        with self._base_of(model) as ties:
             if self.files:
                 weights.load(model, self.files, ties, device or torch.device("cpu"), reads, self.new)
-            elif has_values:
-                weights.copy_values(model, self.model)
             initial.initialise(model, self.model, ties, seed)
         if self.adapter is not None:
-            if has_values:
-                weights.copy_values(model, self.model)
             initialise_adapter(model, self.adapter, seed)
             weights.tie_within(model, weights.tied_names(self.model))
         if self.quantize is not None:
             quantize_base(model)
 
     @contextmanager
-    def _frozen_stays_frozen(self, model: PreTrainedModel) -> Iterator[None]:
-        """transformers unfreezes what it reads, and so the base model of an adapter."""
+    def _base_of(self, model: PreTrainedModel) -> Iterator[weights.Ties]:
+        """Inside of the block `model` is as before PEFT wrapped its modules. Gives the base model's ties.
+
+        Then an adapter's base model is frozen again: transformers unfreezes what it reads.
+        """
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        yield
+        with without_adapters(model, self.model):
+            yield weights.tied_names(self.model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if self.adapter is not None:
                 parameter.requires_grad_(trained[name])
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values."""
-        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
-            weights.check(model, self.files, weights.tied_names(self.model), new=self.new)
+        with self._base_of(model) as ties:
+            weights.check(model, self.files, ties, new=self.new)
 
     def checked(self, new: Sequence[str]) -> Source:
         """The same once the files' headers fit the whole model, with what `new` leaves to initial values.
@@ -126,10 +126,8 @@ class Source:
         allowed: list[str] = []
         if self.files:
             whole = bare(self.model)
-            with without_adapters(whole, self.model):
-                names = whole.state_dict().keys()
-                ties = weights.tied_names(self.model)
-                allowed = weights.check(whole, self.files, ties, whole=names, new=new)
+            with self._base_of(whole) as ties:
+                allowed = weights.check(whole, self.files, ties, whole=whole.state_dict().keys(), new=new)
         for pattern in new:
             if not any(fnmatchcase(name, pattern) for name in allowed):
                 rule = "it is for weights that the model's files lack, and they lack none of that name"
