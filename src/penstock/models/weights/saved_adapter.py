@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
@@ -115,7 +116,7 @@ class SavedAdapter(SavedModel):
         """
         self.check(folder, stages)
         for stage in stages.values():
-            load_adapter(write_through(stage.module), Path(folder), self.names, self.ties)
+            load_adapter(stage.module, Path(folder), self.names, self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         folder = Path(folder)
@@ -170,11 +171,12 @@ def check_adapter(file: TensorFile, module: nn.Module, names: Mapping[str, str],
         raise _unfit(folder, f"{ADAPTER}: it holds {foreign[0]}", "the model's adapter has no such tensor")
 
 
-def load_adapter(twin: nn.Module, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
-    """Give a `write_through` twin, of the whole model or of a stage, the values of the adapter in `folder`.
+def load_adapter(module: PreTrainedModel, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
+    """Give `module`, the whole model or a stage of it, the values of the adapter in `folder`.
 
     names: those in the file, of the whole model's parameters
     """
+    twin = write_through(module)
     with adapter_file(folder) as file:
         keys, reader = _keys(twin, names, ties, set(file.names())), HostReader()
         for prefix, owner in twin.named_modules():

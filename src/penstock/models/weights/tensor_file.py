@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from penstock.models.weights.folder import Entry, made_entry
 from penstock.models.weights.reading import Reader
 from penstock.reading import LARGEST_JSON, open_regular, size
 
-_LENGTH = struct.Struct("<Q")  # of the header, in front of it
+_LENGTH = 8  # bytes that say the header's length, in front of it
 _HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
 # torch's dtypes by their names in safetensors
@@ -39,6 +38,7 @@ DTYPES = {
     "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorFile:
@@ -55,7 +55,7 @@ class TensorFile:
         remedy = "Copy or write it again"
         try:
             with open_regular(path) as opened:
-                length = int.from_bytes(opened.read(_LENGTH.size), "little")
+                length = int.from_bytes(opened.read(_LENGTH), "little")
                 if LARGEST_JSON < length < path.stat().st_size:  # of another one the error says more
                     rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
                     raise CheckpointError(str(path), rule, "Write its tensors into several files")
@@ -69,7 +69,7 @@ class TensorFile:
             rule = f"it cannot be read ({cause.strerror or cause})"
             raise CheckpointError(str(path), rule, remedy) from cause
         header.pop("__metadata__", None)
-        self._begin, self._header = _LENGTH.size + length, header
+        self._begin, self._header = _LENGTH + length, header
 
     def names(self) -> list[str]:
         """Of the tensors, in the order of the header."""
@@ -210,17 +210,16 @@ def is_finite(flat: Tensor) -> bool:
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:
-    dtypes = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in layout.items():
-        if value.dtype not in dtypes:
+        if value.dtype not in NAMES:
             raise CheckpointError(
                 f"{name} of {value.dtype}", "safetensors has no such dtype", "Convert it to another first"
             )
-        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape),
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape),
                         "data_offsets": [end, end + value.nbytes]}  # fmt: skip
         end += value.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return len(text).to_bytes(_LENGTH, "little") + text
