@@ -16,7 +16,6 @@ from penstock import AutoPipeline
 from penstock.errors import DataError, InputError, ModelError
 from penstock.models.model_folder import check_folder, config_from, config_of, other_files
 from penstock.models.source import open_source
-from penstock.models.weights.files import weight_files
 from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
 from support.tiny import QWEN3
 from support.zoo import tiny_config
@@ -211,10 +210,11 @@ def test_headers_and_indices_of_weights_are_read_within_limits(
 
     content: a text, or the length that a header claims
     """
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     if isinstance(content, str):
         (tmp_path / name).write_text(content)
     else:
         (tmp_path / name).write_bytes(content.to_bytes(8, "little"))
         os.truncate(tmp_path / name, 1 << 27)
     with pytest.raises(InputError, match=message):
-        weight_files(tmp_path)
+        AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.loss import NextToken
 from penstock.errors import AlteredError, BatchError
-from penstock.models.weights import hashes
+from penstock.models.weights import folder
 from penstock.models.weights.folder import MANIFEST, sha256_of
 from penstock.pipeline.compare import whole_backward
 from support import jobs
@@ -77,7 +77,7 @@ def hashed(path: Path, ranks: int) -> tuple[list[str], str]:
 
     replicas = dist.get_world_size() // ranks
     axes = Axes(dp_shard=replicas) if replicas > 1 else None
-    with patch.object(hashes, "sha256_of", noted):
+    with patch.object(folder, "sha256_of", noted):
         try:
             AutoPipeline(ranks=ranks, microbatches=2, timeout=30, axes=axes).build(path).close()
         except AlteredError as error:

@@ -17,7 +17,6 @@ from penstock.models.mtp import FACTOR
 from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
-from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
@@ -127,11 +126,11 @@ class _Merger:
         saved = SavedModel(config, None, self._merged_ties, files, type(self._source.model))
         layers = range(self._chain.count)
         with without_adapters(self._source.model):
-            sizes = {index: self._layout(self._part(index), saved).sizes for index in layers}
+            sizes = {index: FileLayout.of(self._part(index), saved.copies).sizes for index in layers}
         shards, entries = make_shards(sizes, limit), Hashed()
         for index in layers:
             part = self._merged(index)
-            layout = self._layout(part, saved)
+            layout = FileLayout.of(part, saved.copies)
             mine = {file: shard for file, shard in shards.items() if shard.stage == index}
             entries |= {file: layout.write(folder / file, shard.names) for file, shard in mine.items()}
         saved.write_rest(folder, shards, sizes)
@@ -145,9 +144,6 @@ class _Merger:
     def _merged(self, index: int) -> PreTrainedModel:
         part = self._part(index)
         self._source.fill(part, 0, torch.device("cpu"))
-        load_adapter(write_through(part), self._folder, self._names, self._ties)
+        load_adapter(part, self._folder, self._names, self._ties)
         merge(part, self._adapter)
         return part
-
-    def _layout(self, part: PreTrainedModel, saved: SavedModel) -> FileLayout:
-        return FileLayout.of(part, saved.copies)

@@ -236,16 +236,8 @@ def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
 
 
 def _check_pattern(model: str, key: str, wanted: str, names: Iterable[str], some: Sequence[str]) -> None:
-    """Raise ConfigError for a regular expression that matches no name; `some` are names to propose.
-
-    One that is no expression is PEFT's to refuse.
-    """
-    if wanted.lower() == _ALL:
-        return
-    try:
-        if any(re.fullmatch(wanted, name) for name in names):
-            return
-    except re.error:
+    """Raise ConfigError for a regular expression that matches no name; `some` are names to propose."""
+    if wanted.lower() == _ALL or any(re.fullmatch(wanted, name) for name in names):
         return
     if wanted.lower().replace("_", "-") == _ALL:
         remedy = f"Write {_ALL}"
@@ -285,11 +277,10 @@ def without_adapters(*models: nn.Module) -> Iterator[None]:
             table[name] = child
 
 
-def _base_of(module: Any) -> nn.Module | None:
+def _base_of(module: Any) -> Any:
     while is_wrapper(module):
         module = module.base_layer if hasattr(module, "base_layer") else module.original_module
-    found: nn.Module | None = module
-    return found
+    return module
 
 
 def forget_tied_tokens(stage: nn.Module) -> None:
@@ -371,7 +362,7 @@ def _initial_lora(name: str, module: Any, adapter: Adapter, seed: int) -> Iterat
 
 def _weight(module: Any) -> Tensor:
     """The base model's. Other wrappers may lie between it and `module`."""
-    weight: Tensor = _base_of(module)._parameters[getattr(module, "parameter_name", "weight")]  # type: ignore
+    weight: Tensor = _base_of(module)._parameters[getattr(module, "parameter_name", "weight")]
     return weight
 
 
@@ -441,7 +432,7 @@ def _values_after_merge(model: nn.Module, name: str) -> tuple[int, ...]:
         return (id(module._parameters[key]),)
     if hasattr(module, "modules_to_save"):
         return (id(module.modules_to_save[module.active_adapters[0]]._parameters[key]),)
-    base = id(_base_of(module)._parameters[key])  # type: ignore[union-attr]
+    base = id(_base_of(module)._parameters[key])
     if hasattr(module, "token_adapter"):
         deltas = module.token_adapter.trainable_tokens_delta
         return (base, *(id(delta) for delta in deltas.parameters()))

@@ -10,6 +10,7 @@ import errno
 import re
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,10 +33,14 @@ _CODE = "*.py"  # where it is trusted, it belongs to the model too
 _LARGEST = 64 * MIB  # of a tokenizer's file: those of 260,000 tokens have 33
 _UNPARSED = MIB  # JSON from this size on is a vocabulary, which takes transformers long enough to read once
 _MOST_LAYERS = 10_000  # the deepest models have some 1,000
-_LAYERS = re.compile(r"(.*_)?(n_layer|layers|depth)")
-_DROPOUT = re.compile(r"(.*_)?(dropout|pdrop|drop)(_(p|prob|rate))?")
-_POSITIONS = re.compile(r"max_position_embeddings|max_sequence_length|n_positions|n_ctx")
-_AT_LEAST_ONE = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+
+# numbers of a config: a pattern of their keys, the smallest and the largest of any model, and the rule
+_BOUNDS = (
+    (r"(.*_)?(n_layer|layers|depth)", -inf, _MOST_LAYERS, f"a model has at most {_MOST_LAYERS:,} layers"),
+    (r"num_hidden_layers|n_layers?|num_layers|decoder_layers", 1, inf, "a model has one layer or more"),
+    (r"max_position_embeddings|max_sequence_length|n_positions|n_ctx", 1, inf, "a row has one token or more"),
+    (r"(.*_)?(dropout|pdrop|drop)(_(p|prob|rate))?", 0, 1, "it is a share, from 0 to 1"),
+)
 
 
 def other_files(
@@ -93,9 +98,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
             "it holds no config.json" if folder.is_dir() else "there is no such folder",
             remedy,
         )
-    if wrong := wrong_number(read_json(folder / _CONFIG)):
-        key, number, rule = wrong
-        raise ModelError(f"{folder / _CONFIG}: {key}={number}", rule, "Fix that number")
+    check_numbers(read_json(folder / _CONFIG), f"{folder / _CONFIG}: ")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trusted
@@ -124,27 +127,16 @@ def config_from(kind: type[PretrainedConfig], text: str) -> PretrainedConfig:
         return kind.from_json_file(file)
 
 
-def wrong_number(keys: object, prefix: str = "") -> tuple[str, str, str] | None:
-    """The first number in a config's keys that no model has: its key, the number, and the rule."""
+def check_numbers(keys: object, prefix: str, kind: type[InputError] = ModelError) -> None:
+    """Raise an error of `kind` for a number in a config's keys that no model has.
+
+    prefix: what its error has in front of the key
+    """
     for key, value in keys.items() if isinstance(keys, Mapping) else ():
-        rule = _rule_broken(str(key), value) if type(value) in (int, float) else ""
-        if rule:
-            return f"{prefix}{key}", str(value), rule
-        if wrong := wrong_number(value, f"{prefix}{key}."):
-            return wrong
-    return None
-
-
-def _rule_broken(key: str, number: float) -> str:
-    if _LAYERS.fullmatch(key) and number > _MOST_LAYERS:
-        return f"a model has at most {_MOST_LAYERS:,} layers"
-    if key in _AT_LEAST_ONE and number < 1:
-        return "a model has one layer or more"
-    if _POSITIONS.fullmatch(key) and not number >= 1:
-        return "a row has one token or more"
-    if _DROPOUT.fullmatch(key) and not 0 <= number <= 1:
-        return "it is a share, from 0 to 1"
-    return ""
+        for pattern, smallest, largest, rule in _BOUNDS if type(value) in (int, float) else ():
+            if re.fullmatch(pattern, str(key)) and not smallest <= value <= largest:
+                raise kind(f"{prefix}{key}={value}", rule, "Fix that number")
+        check_numbers(value, f"{prefix}{key}.", kind)
 
 
 # ---- Code of a folder

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,16 +24,6 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from penstock.errors import CheckpointError, ConfigError, ModelError
 from penstock.models import hub
@@ -58,8 +46,6 @@ from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprin
 from penstock.models.weights.folder import MANIFEST, check_lengths
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved import FileLayout
-
-_log = logging.getLogger(__name__)
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 
@@ -100,35 +86,35 @@ class Source:
         reads: who reads the files, where several processes fill the same stage; None for this one
         Raises CheckpointError, ModelError.
         """
-        has_values = not is_empty(self.model)
-        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
-            ties = weights.tied_names(self.model)
+        if not is_empty(self.model):
+            weights.copy_values(model, self.model)
+        with self._base_of(model) as ties:
             if self.files:
                 weights.load(model, self.files, ties, device or torch.device("cpu"), reads, self.new)
-            elif has_values:
-                weights.copy_values(model, self.model)
             initial.initialise(model, self.model, ties, seed)
         if self.adapter is not None:
-            if has_values:
-                weights.copy_values(model, self.model)
             initialise_adapter(model, self.adapter, seed)
             weights.tie_within(model, weights.tied_names(self.model))
         if self.quantize is not None:
             quantize_base(model)
 
     @contextmanager
-    def _frozen_stays_frozen(self, model: PreTrainedModel) -> Iterator[None]:
-        """transformers unfreezes what it reads, and so the base model of an adapter."""
+    def _base_of(self, model: PreTrainedModel) -> Iterator[weights.Ties]:
+        """Inside of the block `model` is as before PEFT wrapped its modules. Gives the base model's ties.
+
+        Then an adapter's base model is frozen again: transformers unfreezes what it reads.
+        """
         trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-        yield
+        with without_adapters(model, self.model):
+            yield weights.tied_names(self.model)
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if self.adapter is not None:
                 parameter.requires_grad_(trained[name])
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values."""
-        with self._frozen_stays_frozen(model), without_adapters(model, self.model):
-            weights.check(model, self.files, weights.tied_names(self.model), new=self.new)
+        with self._base_of(model) as ties:
+            weights.check(model, self.files, ties, new=self.new)
 
     def checked(self, new: Sequence[str]) -> Source:
         """The same once the files' headers fit the whole model, with what `new` leaves to initial values.
@@ -140,10 +126,8 @@ class Source:
         allowed: list[str] = []
         if self.files:
             whole = bare(self.model)
-            with without_adapters(whole, self.model):
-                names = whole.state_dict().keys()
-                ties = weights.tied_names(self.model)
-                allowed = weights.check(whole, self.files, ties, whole=names, new=new)
+            with self._base_of(whole) as ties:
+                allowed = weights.check(whole, self.files, ties, whole=whole.state_dict().keys(), new=new)
         for pattern in new:
             if not any(fnmatchcase(name, pattern) for name in allowed):
                 rule = "it is for weights that the model's files lack, and they lack none of that name"
@@ -153,7 +137,8 @@ class Source:
             remedy = "Save the model with its new weights first, and train the adapter on that"
             raise ConfigError(f"new_weights={', '.join(new)} under an adapter", rule, remedy)
         if allowed:
-            _say_new(self.files[0].parent, tuple(allowed))
+            lacking = f"initialised, as its files lack them: {', '.join(allowed)}"
+            weights.say_once(self.files[0].parent, lacking)
         return replace(self, new=tuple(allowed))
 
     def base_fingerprint(self, seed: int) -> Callable[[], str]:
@@ -243,7 +228,7 @@ def open_source(
             rule = "a model object is taken as it is"
             raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
         return Source(model, adapter=adapter_of(model), quantize=quantize).checked(new_weights)
-    config, found = model, _NO_FOLDER
+    config, found = model, _Folder()
     if isinstance(model, str | Path):
         config, found = config_of(Path(model), trusted), _folder(Path(model).absolute(), trusted=trusted)
     if not isinstance(config, PretrainedConfig):
@@ -268,17 +253,12 @@ def open_source(
 class _Folder(NamedTuple):
     """The files of a model's folder: its weights, others by name, and itself where penstock wrote it."""
 
-    weights: tuple[Path, ...]
-    others: Mapping[str, Path]
-    written: Path | None
-
-
-_NO_FOLDER = _Folder((), {}, None)
+    weights: tuple[Path, ...] = ()
+    others: Mapping[str, Path] = {}
+    written: Path | None = None
 
 
 def _folder(path: Path, *, trusted: bool) -> _Folder:
-    if not path.is_dir():
-        return _NO_FOLDER
     written = (path / MANIFEST).is_file()
     if written:
         check_lengths(path, added=True)
@@ -323,21 +303,27 @@ def _built_from_config(
         ) from cause
 
 
-# heads that are no causal language model's: by model type, the names of their classes
-_HEADS: tuple[tuple[Any, Mapping[str, str]], ...] = (
-    (AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
-    (AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES),
-    (AutoModelForSequenceClassification, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
-    (AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES),
-    (AutoModelForMultipleChoice, MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES),
+# transformers' classes of models whose head is no causal language model's
+_HEADS: tuple[Any, ...] = (
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    AutoModelForSequenceClassification,
+    AutoModelForQuestionAnswering,
+    AutoModelForMultipleChoice,
 )
+
+
+def _name_in(kind: Any, model_type: str) -> str | None:
+    """The name of the class that `kind`, one of transformers' auto classes, makes of a model type."""
+    name: str | None = kind._model_mapping._model_mapping.get(model_type)
+    return name
 
 
 def _head_of(model_type: str, names: Sequence[str]) -> Any:
     """The class with a head of another kind that one of `names` is; None for a causal language model."""
-    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) in names:
+    if _name_in(AutoModelForCausalLM, model_type) in names:
         return None
-    return next((kind for kind, known in _HEADS if known.get(model_type) in names), None)
+    return next((kind for kind in _HEADS if _name_in(kind, model_type) in names), None)
 
 
 def is_language_model(model: PreTrainedModel) -> bool:
@@ -361,8 +347,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """
     if (head := _head_of(config.model_type, config.architectures or ())) is not None:
         return head
-    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    seeing = _name_in(AutoModelForImageTextToText, config.model_type)
+    known = type(config) in AutoModelForCausalLM._model_mapping
     sees = seeing is not None and (not known or seeing in (config.architectures or ()))
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
@@ -389,19 +375,12 @@ def _check_gradient_hooks(built: PreTrainedModel) -> None:
         )
 
 
-@functools.cache
-def _say_new(folder: Path, names: tuple[str, ...]) -> None:
-    """Log, once, what the files lack."""
-    if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s: initialised, as its files lack them: %s", folder, ", ".join(names))
-
-
 def _check_causal(model: PreTrainedModel) -> None:
     """Raise ModelError for an encoder, such as BERT: transformers makes a causal LM of it, in name only."""
     config = model.config
     if (
         is_language_model(model)
-        and config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        and _name_in(AutoModelForMaskedLM, config.model_type) is not None
         and getattr(config, "is_decoder", None) is False
     ):
         trained = f" ({', '.join(config.architectures)})" if config.architectures else ""
@@ -414,29 +393,23 @@ def _check_causal(model: PreTrainedModel) -> None:
 
 
 def open_without_flash(
-    model: ModelLike,
-    dtype: torch.dtype | None,
-    attention: str | None,
-    adapter: LoraConfig | None = None,
-    quantize: Quantize | None = None,
-    mtp_factor: float | None = None,
-    *,
-    trusted: bool = False,
-    new_weights: Sequence[str] = (),
+    model: ModelLike, attention: str | None, *, trusted: bool = False, **options: Any
 ) -> tuple[Source, str | None]:
-    """The same for a plan, with the name of the flash attention that is not installed here, if it wants one.
+    """Open it for a plan; with the name of the flash attention that it wants and that is not installed here.
 
     The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
+
+    options: more of `open_source`
     """
-    options = adapter, quantize, mtp_factor
+    opened = functools.partial(open_source, model, trusted=trusted, **options)
     try:
-        return open_source(model, dtype, attention, *options, trusted=trusted, new_weights=new_weights), None
+        return opened(attention=attention), None
     except ModelError as error:
         config = model if isinstance(model, PretrainedConfig) else config_of(Path(str(model)), trusted)
         flash = attention or str(config._attn_implementation)
         if not isinstance(error.__cause__, ImportError) or flash not in ALL_ATTENTION_FUNCTIONS:
             raise
-    source = open_source(model, dtype, "sdpa", *options, trusted=trusted, new_weights=new_weights)
+    source = opened(attention="sdpa")
     for part in source.model.modules():
         if isinstance(getattr(part, "config", None), PretrainedConfig):
             part.config._attn_implementation_internal = flash

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
 from penstock.models import hub
-from penstock.models.model_folder import config_of, wrong_number
+from penstock.models.model_folder import check_numbers, config_of
 from penstock.models.source import ModelLike
 from penstock.train.config.sections import ModelSection, TrainConfig
 
@@ -90,9 +90,7 @@ def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
         if key not in names:
             remedy = _suggest(key, names, f"See the keys of {kind} in transformers")
             raise ConfigError(f"model.config.{key}={value}", f"{kind} has no such key", remedy)
-    if wrong := wrong_number(keys):
-        key, number, rule = wrong
-        raise ConfigError(f"model.config.{key}={number}", rule, "Fix that number")
+    check_numbers(keys, "model.config.", ConfigError)
     try:
         config: PretrainedConfig = AutoConfig.for_model(model_type, **keys)
     except Exception as error:  # each config class checks its keys in its own way

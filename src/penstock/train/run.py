@@ -185,11 +185,11 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     auto = replace(make_auto(config), revision=None)
     source, flash = open_without_flash(
         named,
-        auto.dtype,
         auto.attention,
-        auto.adapter,
-        auto.quantize,
-        auto.mtp_loss_scaling_factor,
+        dtype=auto.dtype,
+        adapter=auto.adapter,
+        quantize=auto.quantize,
+        mtp_factor=auto.mtp_loss_scaling_factor,
         trusted=auto.trust_remote_code,
         new_weights=() if has_hub_weights(config.model) else auto.new_weights,
     )

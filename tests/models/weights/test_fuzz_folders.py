@@ -26,7 +26,6 @@ from penstock.cli.merge import _adapter_config
 from penstock.errors import PenstockError
 from penstock.models.adapters import names_in_file
 from penstock.models.source import open_source
-from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import INDEX, SINGLE, tied_names
 from penstock.models.weights.saved_adapter import adapter_file, check_adapter, load_adapter
 from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
@@ -219,7 +218,7 @@ def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
     with adapter_file(folder) as file:
         check_adapter(file, source.model, names, ties)
     source.fill(source.model, 0)
-    load_adapter(write_through(source.model), folder, names, ties)
+    load_adapter(source.model, folder, names, ties)
     state: dict[str, Tensor] = source.model.state_dict()
     return state
 

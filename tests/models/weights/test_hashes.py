@@ -11,7 +11,6 @@ import pytest
 
 from models.weights.test_folder import on_threads, write_two
 from penstock.errors import AlteredError, CheckpointError, ConfigError, PeerLostError
-from penstock.models.weights import hashes
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.hashes import hashed_meanwhile, share
 from penstock.runtime.transport.groups import OneProcess, Processes
@@ -95,7 +94,7 @@ def test_who_was_interrupted_waits_for_nobody(
             time.sleep(0.01)
         return ""
 
-    monkeypatch.setattr(hashes, "sha256_of", endless)
+    monkeypatch.setattr("penstock.models.weights.folder.sha256_of", endless)
     flip(folder / "weights.bin")
     with pytest.raises(type(error)), hashed_meanwhile(folder, OneProcess()):
         raise error

@@ -40,8 +40,8 @@ from penstock.errors import CheckpointError
 from penstock.models.tracing.meta import destinations
 from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import HostReader, maps_for_results, reader_for
-from penstock.models.weights.tensor_file import TensorFile, check_complete
-from penstock.reading import read_json
+from penstock.models.weights.tensor_file import TensorFile, open_all
+from penstock.reading import path_fault, read_json
 from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
 from penstock.runtime.sharded_weights import own_part
 from penstock.runtime.transport.groups import Processes
@@ -49,7 +49,6 @@ from penstock.runtime.transport.groups import Processes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _NAMED = 5  # tensors of each kind that an error names
-_LONGEST_NAME = 255  # bytes, of file systems
 _LAYER = re.compile(r"(.*?\.)??(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
 # what stands in the names of a wrapped model's tensors, and what put it there
@@ -85,7 +84,7 @@ def tied_names(model: nn.Module) -> Ties:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers reads in a folder; none where it holds no weights.
 
-    Raises CheckpointError where one is missing, cut short or altered in length. Only headers are read.
+    Raises CheckpointError where one is missing. None is opened.
     """
     single, index = folder / SINGLE, folder / INDEX
     if not single.is_file() and not index.is_file():
@@ -98,21 +97,20 @@ def weight_files(folder: Path) -> list[Path]:
             )
         return []
     if single.is_file() and index.is_file():
-        _say_ignored(folder)
+        say_once(folder, f"{SINGLE} is read, as transformers does, and {INDEX} is ignored")
     files = [folder / name for name in named_files(folder)]
     for file in files:
         if not file.is_file():
             remedy = f"Copy the folder again, or remove {INDEX} and save the weights anew"
             raise CheckpointError(str(file), "the index names it and it is missing", remedy)
-        check_complete(file)
     return files
 
 
 @cache
-def _say_ignored(folder: Path) -> None:
-    """Log, once, that a folder has two sets of weights."""
+def say_once(folder: Path, what: str) -> None:
+    """Log what the user should know of a folder's weights, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s: %s is read, as transformers does, and %s is ignored", folder, SINGLE, INDEX)
+        _log.warning("%s: %s", folder, what)
 
 
 def named_files(folder: Path) -> list[str]:
@@ -128,33 +126,18 @@ def named_files(folder: Path) -> list[str]:
         if not names or not isinstance(index["metadata"], dict):
             raise ValueError("its weight_map names no file" if not names else "its metadata has no keys")
     except UNREADABLE as cause:
-        raise CheckpointError(
-            str(folder / INDEX),
-            f"it is no index of weight files ({_why(cause)})",
-            "Copy the folder again",
-        ) from cause
+        why = getattr(cause, "strerror", None) or (cause if isinstance(cause, ValueError) else repr(cause))
+        rule = f"it is no index of weight files ({why})"
+        raise CheckpointError(str(folder / INDEX), rule, "Copy the folder again") from cause
     return names
 
 
 def _inside(name: str) -> str:
     """The name of a file of the folder; an index from elsewhere may name any file of this machine."""
     parts = PurePosixPath(name).parts
-    if (
-        not parts
-        or ".." in parts
-        or parts[0] == "/"
-        or "\0" in name
-        or max(map(len, map(os.fsencode, parts))) > _LONGEST_NAME
-        or not name.endswith(".safetensors")
-    ):
+    if path_fault(name) or ".." in parts or parts[0] == "/" or not name.endswith(".safetensors"):
         raise ValueError(f"{name[:80]!r} is no safetensors file of this folder")
     return name
-
-
-def _why(cause: Exception) -> str:
-    if isinstance(cause, OSError):
-        return cause.strerror or str(cause)
-    return str(cause) if isinstance(cause, ValueError) else repr(cause)
 
 
 def first_dtype(files: Sequence[Path]) -> torch.dtype | None:
@@ -201,23 +184,17 @@ def load(
     Raises CheckpointError where a parameter is in no file or has another shape; HandshakeError where the
     processes of `reads` have other files.
     """
-    reader = reader_for(device)
+    reader, unread = reader_for(device), dict[str, Unread]()
     with ExitStack() as opened:
-
-        def unread(path: Path) -> dict[str, Unread]:
-            with shared_errors(reads.processes) if reads else nullcontext():
-                file = opened.enter_context(TensorFile(path))
-            own = {name: partial(file.read, name, reader) for name in file.names()}
-            if reads is not None:
-                _check_agreed(file, reads.processes)
-                return {
-                    name: Unread(partial(reads.read, name, read, file.like(name)))
-                    for name, read in own.items()
-                }
-            return {name: Unread(read, partial(file.like, name)) for name, read in own.items()}
-
+        with shared_errors(reads.processes) if reads else nullcontext():
+            file_of = opened.enter_context(open_all(files))
+        if reads is not None:
+            _check_agreed(file_of, reads.processes)
+        for name, file in file_of.items():
+            read, like = partial(file.read, name, reader), partial(file.like, name)
+            unread[name] = Unread(partial(reads.read, name, read, like())) if reads else Unread(read, like)
         with maps_for_results(device):
-            _fill(stage, files, ties, unread, str(device), new=new)
+            _fill(stage, files[0].parent, file_of, ties, unread, str(device), new=new)
 
 
 def check(
@@ -239,12 +216,9 @@ def check(
 
     Returns the names without values that `new` allows.
     """
-
-    def shapes(path: Path) -> dict[str, Unread]:
-        with TensorFile(path) as file:
-            return {name: Unread(partial(file.like, name)) for name in file.names()}
-
-    return _fill(stage, files, ties, shapes, "meta", whole=whole, new=new)
+    with open_all(files) as file_of:
+        unread = {name: Unread(partial(file.like, name)) for name, file in file_of.items()}
+        return _fill(stage, files[0].parent, file_of, ties, unread, "meta", whole=whole, new=new)
 
 
 def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
@@ -273,10 +247,6 @@ class Unread:
     def __getitem__(self, index: object) -> Tensor:
         return self._read()
 
-    @property
-    def reads_rows(self) -> bool:
-        return self._like is not None
-
     def for_shard(self, shard: DTensor) -> Unread:
         """One that reads only the shard's rows, in its dtype, if the tensor has the shard's full shape."""
         if self._like is None or self._like().shape != shard.shape or not (own := own_part(shard)):
@@ -284,18 +254,21 @@ class Unread:
         return Unread(partial(self._read, rows=own[0], dtype=shard.dtype))
 
 
-def _check_agreed(file: TensorFile, processes: Processes) -> None:
-    """Raise HandshakeError on all processes unless each has opened a file of the same tensors. Collective."""
-    like = {name: file.like(name) for name in file.names()}
-    known = json.dumps([(name, [*each.shape], str(each.dtype)) for name, each in like.items()])
-    shake_hands(processes, {f"tensors of {file.path.name}": digest(known)})
+def _check_agreed(file_of: Mapping[str, TensorFile], processes: Processes) -> None:
+    """Raise HandshakeError on all processes unless each has opened files of the same tensors. Collective."""
+    known: dict[str, list[Any]] = defaultdict(list)
+    for name, file in file_of.items():
+        like = file.like(name)
+        known[f"tensors of {file.path.name}"].append([name, [*like.shape], str(like.dtype)])
+    shake_hands(processes, {what: digest(json.dumps(tensors)) for what, tensors in known.items()})
 
 
 def _fill(
     stage: PreTrainedModel,
-    files: Sequence[Path],
+    folder: Path,
+    file_of: Mapping[str, TensorFile],
     ties: Ties,
-    tensors: Callable[[Path], Mapping[str, Unread]],
+    unread: dict[str, Unread],
     device: str,
     *,
     whole: Collection[str] | None = None,
@@ -303,15 +276,11 @@ def _fill(
 ) -> list[str]:
     if next(stage.parameters(), None) is None:  # a stage that only passes on its input
         return []
-    unread: dict[str, Any] = {}
-    for file in files:
-        unread |= tensors(file)
-    stored = list(unread)
     mapping = get_model_conversion_mapping(stage)
     for entry in mapping:  # where one asks for the CPU, it would move what has no values
         if device == "meta" and isinstance(entry, WeightConverter):
             entry.force_cpu = False
-    renamed = {} if whole is None else {key: name for key, name, _ in _renamed(stored, stage, mapping, whole)}
+    renamed = {} if whole is None else {key: name for key, name, _ in _renamed(unread, stage, mapping, whole)}
     _add_names_of_ties(unread, stage, ties, mapping)
     _read_own_rows(unread, stage, mapping)
     config = LoadStateDictConfig(
@@ -330,33 +299,29 @@ def _fill(
     info.missing_keys -= fresh
     foreign = [key for key, name in renamed.items() if name in info.unexpected_keys]
     if problems := _problems(info, foreign):
-        value = f"the weights in {files[0].parent}"
-        raise CheckpointError(value, "; ".join(problems), _remedy(stage, info.missing_keys, stored, foreign))
-    _check_ties(files, ties, {name: key for key, name in renamed.items()}, stage.dtype)
+        value = f"the weights in {folder}"
+        raise CheckpointError(value, "; ".join(problems), _remedy(stage, info.missing_keys, file_of, foreign))
+    _check_ties(file_of, ties, {name: key for key, name in renamed.items()}, stage.dtype)
     return sorted(fresh)
 
 
-def _check_ties(files: Sequence[Path], ties: Ties, stored: Mapping[str, str], dtype: torch.dtype) -> None:
+def _check_ties(
+    file_of: Mapping[str, TensorFile], ties: Ties, stored: Mapping[str, str], dtype: torch.dtype
+) -> None:
     """Raise CheckpointError where files have several values of one weight. stored: their keys by our names"""
-    pairs = [pair for names in ties for pair in pairwise(name for name in names if name in stored)]
-    with ExitStack() as opened:
-        holders: dict[str, TensorFile] = {}
-        for path in files if pairs else ():
-            file = opened.enter_context(TensorFile(path))
-            holders |= dict.fromkeys(file.names(), file)
-        for one, other in pairs:
-            keys, reader = (stored[one], stored[other]), HostReader()
-            count = holders[keys[0]].like(keys[0]).shape[0]
-            for begin in range(0, count, _ROWS):
-                rows = slice(begin, min(begin + _ROWS, count))
-                parts = [holders[key].read(key, reader, rows, dtype)[rows] for key in keys]
-                if not torch.equal(*parts):
-                    raise CheckpointError(
-                        f"{keys[0]} and {keys[1]} in {files[0].parent}",
-                        "the config ties them to one weight, and their values differ",
-                        "Set tie_word_embeddings to false in config.json, as transformers does for itself, "
-                        "or remove one of them",
-                    )
+    for keys in (pair for names in ties for pair in pairwise(stored[n] for n in names if n in stored)):
+        first, reader = file_of[keys[0]], HostReader()
+        count = first.like(keys[0]).shape[0]
+        for begin in range(0, count, _ROWS):
+            rows = slice(begin, min(begin + _ROWS, count))
+            parts = [file_of[key].read(key, reader, rows, dtype)[rows] for key in keys]
+            if not torch.equal(*parts):
+                raise CheckpointError(
+                    f"{keys[0]} and {keys[1]} in {first.path.parent}",
+                    "the config ties them to one weight, and their values differ",
+                    "Set tie_word_embeddings to false in config.json, as transformers does for itself, "
+                    "or remove one of them",
+                )
 
 
 def _without_prediction_layers(stage: PreTrainedModel, names: set[str]) -> set[str]:
@@ -383,7 +348,7 @@ def _problems(info: Any, foreign: Collection[str]) -> list[str]:
 
 
 def _remedy(
-    stage: PreTrainedModel, missing: Collection[str], stored: Sequence[str], foreign: Collection[str]
+    stage: PreTrainedModel, missing: Collection[str], stored: Collection[str], foreign: Collection[str]
 ) -> str:
     """What to do where the files give `stored`, and the model lacks `missing`."""
     for wrapper, writer in _WRAPPERS.items():
@@ -431,7 +396,7 @@ def _one_tensor_at_a_time() -> Iterator[None]:
 
 
 def _add_names_of_ties(
-    unread: dict[str, Any], stage: PreTrainedModel, ties: Ties, mapping: Sequence[WeightTransform]
+    unread: dict[str, Unread], stage: PreTrainedModel, ties: Ties, mapping: Sequence[WeightTransform]
 ) -> None:
     """A tied weight is stored under one of its names; offer it under the name that this stage holds, too."""
     held = set(dict(stage.named_parameters(remove_duplicate=False)))
@@ -449,11 +414,11 @@ def _add_names_of_ties(
 
 
 def _read_own_rows(
-    unread: dict[str, Any], stage: PreTrainedModel, mapping: Sequence[WeightTransform]
+    unread: dict[str, Unread], stage: PreTrainedModel, mapping: Sequence[WeightTransform]
 ) -> None:
     """Of a tensor that becomes a sharded parameter as it is, a process reads no row of another's shard."""
     shards = {name: live for name, live in destinations(stage).items() if isinstance(live, DTensor)}
-    if not shards or not all(each.reads_rows for each in unread.values()):
+    if not shards:
         return
     for key, name, is_converted in _renamed(unread, stage, mapping):
         if name in shards and not is_converted:

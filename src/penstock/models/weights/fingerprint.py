@@ -14,28 +14,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.models.weights.tensor_file import DTYPES, TensorFile
+from penstock.models.weights.tensor_file import NAMES, open_all
 
 _END = 2048  # bytes of each end of a weight
 
 
 def fingerprint_of_files(files: Sequence[Path]) -> str:
     """Of the weights in safetensors files."""
-    found: dict[str, bytes] = {}
-    for path in files:
-        with TensorFile(path) as file:
-            found |= {name: _described(*file.described(name, _END)) for name in file.names()}
-    return _digest(found)
+    with open_all(files) as file_of:
+        return _digest({n: _described(*file.described(n, _END)) for n, file in file_of.items()})
 
 
 def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same of weights in memory, by the names and in the shapes that their files have."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
     found: dict[str, bytes] = {}
     for name, tensor in tensors:
         flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
         ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
-        found[name] = _described(names.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)
+        found[name] = _described(NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)
     return _digest(found)
 
 

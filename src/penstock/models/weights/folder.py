@@ -145,14 +145,14 @@ def check_contents(path: Path, name: str) -> None:
     files = read_manifest(path)
     if name not in files:
         raise broken(path, name, "the manifest does not list this file")
+    check_digest(path, name, files[name])
+
+
+def check_digest(path: Path, name: str, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` says so."""
     with readable(path, name):
-        found = sha256_of(path / name)
-    check_digest(path, name, found, files)
-
-
-def check_digest(path: Path, name: str, found: str, files: Mapping[str, Entry]) -> None:
-    """Raise AlteredError unless `found` is the digest that the manifest has of `name`."""
-    if found != files[name]["sha256"]:
+        found = sha256_of(path / name, stopped)
+    if not stopped() and found != entry["sha256"]:
         raise broken(path, name, "its contents differ from what was written (sha256)", AlteredError)
 
 
@@ -231,9 +231,7 @@ def _prepare(temporary: Path, target: Path) -> None:
 
 def _check_replaceable(target: Path) -> None:
     """Only a checkpoint may be replaced: a mistyped path must not cost anybody their files."""
-    held = _files_in(target)
-    if not target.is_dir():
-        held = {target.name}
+    held = _files_in(target) if target.is_dir() else {target.name}
     listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
     if foreign := sorted(held - listed):
         raise CheckpointError(
@@ -248,7 +246,7 @@ def _files_in(folder: Path) -> set[str]:
 
 
 def _agreed_names(folder: Path, processes: Processes) -> list[str]:
-    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    names = sorted(_files_in(folder))
     for index, others in enumerate(processes.gather(names)):
         if others != names:
             raise CheckpointError(
@@ -319,13 +317,12 @@ def read_manifest(path: Path) -> Hashed:
     try:
         held = json.loads(text, object_pairs_hook=_each_once)
         files = {name: _entry(name, **entry) for name, entry in held["files"].items()}
+        if not files:
+            raise ValueError("it lists no file")
+        if held.keys() != {"files"} and text != _manifest(files):
+            raise ValueError("its digest is another")
     except UNREADABLE as error:
         raise broken(path, MANIFEST, f"the manifest itself is damaged ({error})") from error
-    if not files:
-        raise broken(path, MANIFEST, "the manifest itself is damaged (it lists no file)")
-    if held.keys() != {"files"} and text != _manifest(files):
-        rule = "the manifest itself is damaged (its digest is another)"
-        raise broken(path, MANIFEST, rule)
     return files
 
 

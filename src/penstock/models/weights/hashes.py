@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event
 
 from penstock.errors import PeerError
-from penstock.models.weights.folder import Entry, check_digest, read_manifest, readable, sha256_of
+from penstock.models.weights.folder import Entry, check_digest, read_manifest
 from penstock.runtime.health.agreement import shared_errors
 from penstock.runtime.transport.groups import Processes
 
@@ -55,11 +55,8 @@ def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
 def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
     files = read_manifest(path)
     for name in share(files, index, count):
-        with readable(path, name):
-            found = sha256_of(path / name, stopped.is_set)
-        if stopped.is_set():
-            return
-        check_digest(path, name, found, files)
+        if not stopped.is_set():
+            check_digest(path, name, files[name], stopped.is_set)
 
 
 def share(files: Mapping[str, Entry], index: int, count: int) -> list[str]:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
@@ -27,7 +27,7 @@ from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import Hashed, together
 from penstock.models.weights.reading import HostReader
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
-from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
+from penstock.models.weights.tensor_file import TensorFile, open_all, widest_first, write_tensors
 from penstock.reading import read_json
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
@@ -116,7 +116,7 @@ class SavedAdapter(SavedModel):
         """
         self.check(folder, stages)
         for stage in stages.values():
-            load_adapter(write_through(stage.module), Path(folder), self.names, self.ties)
+            load_adapter(stage.module, Path(folder), self.names, self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         folder = Path(folder)
@@ -171,11 +171,12 @@ def check_adapter(file: TensorFile, module: nn.Module, names: Mapping[str, str],
         raise _unfit(folder, f"{ADAPTER}: it holds {foreign[0]}", "the model's adapter has no such tensor")
 
 
-def load_adapter(twin: nn.Module, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
-    """Give a `write_through` twin, of the whole model or of a stage, the values of the adapter in `folder`.
+def load_adapter(module: PreTrainedModel, folder: Path, names: Mapping[str, str], ties: Ties) -> None:
+    """Give `module`, the whole model or a stage of it, the values of the adapter in `folder`.
 
     names: those in the file, of the whole model's parameters
     """
+    twin = write_through(module)
     with adapter_file(folder) as file:
         keys, reader = _keys(twin, names, ties, set(file.names())), HostReader()
         for prefix, owner in twin.named_modules():
@@ -215,15 +216,9 @@ def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[st
 
 def _join(folder: Path, parts: list[str]) -> Any:
     """Write one file with the tensors of all parts, one tensor after the other, and remove the parts."""
-    with ExitStack() as opened:
-        layout: dict[str, Tensor] = {}
-        where: dict[str, TensorFile] = {}
-        for part in parts:
-            file = opened.enter_context(TensorFile(folder / part))
-            layout |= {key: file.like(key) for key in file.names()}
-            where |= dict.fromkeys(file.names(), file)
-        layout, reader = widest_first(layout), HostReader()
-        values = ((key, where[key].read(key, reader)) for key in layout)
+    with open_all(folder / part for part in parts) as file_of:
+        layout, reader = widest_first({key: file.like(key) for key, file in file_of.items()}), HostReader()
+        values = ((key, file_of[key].read(key, reader)) for key in layout)
         entry = write_tensors(folder / ADAPTER, layout, values)
     for part in parts:
         (folder / part).unlink()

@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import os
-import struct
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -26,7 +26,7 @@ from penstock.models.weights.folder import Entry, made_entry
 from penstock.models.weights.reading import Reader
 from penstock.reading import LARGEST_JSON, open_regular, size
 
-_LENGTH = struct.Struct("<Q")  # of the header, in front of it
+_LENGTH = 8  # bytes that say the header's length, in front of it
 _HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
 # torch's dtypes by their names in safetensors
@@ -38,6 +38,7 @@ DTYPES = {
     "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorFile:
@@ -50,14 +51,25 @@ class TensorFile:
     """
 
     def __init__(self, path: Path) -> None:
-        check_complete(path)
         self.path = path
-        with open_regular(path) as opened:
-            (length,) = _LENGTH.unpack(opened.read(_LENGTH.size))
-            header: dict[str, Any] = json.loads(opened.read(length))
-            self._file = os.dup(opened.fileno())
+        remedy = "Copy or write it again"
+        try:
+            with open_regular(path) as opened:
+                length = int.from_bytes(opened.read(_LENGTH), "little")
+                if LARGEST_JSON < length < path.stat().st_size:  # of another one the error says more
+                    rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
+                    raise CheckpointError(str(path), rule, "Write its tensors into several files")
+                with safe_open(path, framework="pt", backend="pread"):  # fits its length
+                    header: dict[str, Any] = json.loads(opened.read(length))
+                self._file = os.dup(opened.fileno())
+        except SafetensorError as cause:
+            rule = f"it is no complete safetensors file ({cause})"
+            raise CheckpointError(f"{path} of {path.stat().st_size} bytes", rule, remedy) from cause
+        except OSError as cause:
+            rule = f"it cannot be read ({cause.strerror or cause})"
+            raise CheckpointError(str(path), rule, remedy) from cause
         header.pop("__metadata__", None)
-        self._begin, self._header = _LENGTH.size + length, header
+        self._begin, self._header = _LENGTH + length, header
 
     def names(self) -> list[str]:
         """Of the tensors, in the order of the header."""
@@ -126,32 +138,12 @@ def _flat(shape: Sequence[int], rows: slice | None) -> tuple[int, int]:
     return rows.start * row, rows.stop * row
 
 
-def check_complete(file: Path) -> None:
-    """Raise CheckpointError unless a safetensors file's header fits its length. No tensor is read."""
-    check_header(file)
-    try:
-        with safe_open(file, framework="pt", backend="pread"):
-            pass
-    except SafetensorError as cause:
-        rule = f"it is no complete safetensors file ({cause})"
-        raise CheckpointError(
-            f"{file} of {file.stat().st_size} bytes", rule, "Copy or write it again"
-        ) from cause
-    except OSError as cause:
-        raise CheckpointError(str(file), f"it cannot be read ({cause})", "Copy it again") from cause
-
-
-def check_header(file: Path) -> None:
-    """Raise CheckpointError for a header of which nobody knows what it takes once it is parsed."""
-    try:
-        with open_regular(file) as opened:
-            length = int.from_bytes(opened.read(8), "little")
-    except OSError as cause:
-        rule = f"it cannot be read ({cause.strerror or cause})"
-        raise CheckpointError(str(file), rule, "Copy or write it again") from cause
-    if LARGEST_JSON < length < file.stat().st_size:  # of another one the error says more
-        rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
-        raise CheckpointError(str(file), rule, "Write its tensors into several files")
+@contextmanager
+def open_all(paths: Iterable[Path]) -> Iterator[dict[str, TensorFile]]:
+    """The file of each tensor of several files, which the block reads. Raises CheckpointError."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(TensorFile(path)) for path in paths]
+        yield {name: file for file in files for name in file.names()}
 
 
 def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,17 +210,16 @@ def is_finite(flat: Tensor) -> bool:
 
 
 def _header(layout: Mapping[str, Tensor]) -> bytes:
-    dtypes = {dtype: name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in layout.items():
-        if value.dtype not in dtypes:
+        if value.dtype not in NAMES:
             raise CheckpointError(
                 f"{name} of {value.dtype}", "safetensors has no such dtype", "Convert it to another first"
             )
-        header[name] = {"dtype": dtypes[value.dtype], "shape": list(value.shape),
+        header[name] = {"dtype": NAMES[value.dtype], "shape": list(value.shape),
                         "data_offsets": [end, end + value.nbytes]}  # fmt: skip
         end += value.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return len(text).to_bytes(_LENGTH, "little") + text

@@ -34,7 +34,6 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.adapters import names_in_file
 from penstock.models.source import Source
-from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved_adapter import load_adapter
@@ -93,7 +92,7 @@ class Reference:
         self.source.fill(model, self.seed)
         if adapter is not None and self.trained is not None:
             names = names_in_file(whole, adapter)
-            load_adapter(write_through(model), self.trained, names, tied_names(whole))
+            load_adapter(model, self.trained, names, tied_names(whole))
         model.to(device)
         return model
 
