@@ -27,6 +27,7 @@ from penstock.train.config.sections import DummySection, SourceSection
 Columns = Callable[[list[str]], list[str]]
 Format = Literal["text", "jsonl", "parquet", "dataset", "megatron", "dummy"]
 TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
+MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
@@ -39,6 +40,11 @@ class Record(NamedTuple):
 
     name: str
     content: bytes | dict[str, Any]
+
+
+def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
+    """The error of a record, or of a file."""
+    return DataError(f"data file {name}", rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -191,12 +197,10 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"it cannot be read ({error.strerror or error})"
-        raise DataError(
-            f"data file {path}", rule, "Give regular files that you may read, or exclude it"
-        ) from None
+        raise wrong(str(path), rule, "Give regular files that you may read, or exclude it") from None
     except MemoryError:
         rule = "it is one document, and memory does not hold it"
-        raise DataError(f"data file {path}", rule, "Write several files, or JSONL") from None
+        raise wrong(str(path), rule, "Write several files, or JSONL") from None
 
 
 def _texts(path: Path) -> Iterator[Record]:
@@ -215,7 +219,7 @@ def _lines(path: Path) -> Iterator[Record]:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), start=1):
             if len(line) > _LONGEST:
                 rule = f"a record has {size(_LONGEST)} at most, and this line has more"
-                raise DataError(f"data file {path} line {number}", rule, "Write an object a line")
+                raise wrong(f"{path} line {number}", rule, "Write an object a line")
             if line.strip():
                 yield Record(f"{path} line {number}", line)
 
@@ -225,7 +229,7 @@ def _entries(path: Path) -> Iterator[Record]:
     for number, entry in enumerate(_listed(path), start=1):
         if not isinstance(entry, dict):
             rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
-            raise DataError(f"data file {path} entry {number}", rule, "Mend it, or remove it")
+            raise wrong(f"{path} entry {number}", rule)
         yield Record(f"{path} entry {number}", entry)
 
 
@@ -245,8 +249,8 @@ def _listed(path: Path) -> Iterator[Any]:
             if separator != "]" or text.peek():
                 raise ValueError("a list goes on with a comma, or ends with a bracket and the file")
     except ValueError as error:
-        value = f"data file {path} entry {number}"
-        raise DataError(value, f"it is not JSON: {error}", "Mend it, or write JSONL") from None
+        rule = f"it is not JSON: {error}"
+        raise wrong(f"{path} entry {number}", rule, "Mend it, or write JSONL") from None
 
 
 class _JsonText:
@@ -302,7 +306,7 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         rule = f"pyarrow cannot read it as Parquet ({error})"
-        raise DataError(f"data file {path}", rule, "Write it again") from None
+        raise wrong(str(path), rule, "Write it again") from None
 
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:

@@ -33,7 +33,8 @@ from jinja2 import TemplateSyntaxError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
-from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Columns, Texts, wrong
+from penstock.train.data.sources import wrong
+from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Columns, Texts
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]

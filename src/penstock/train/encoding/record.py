@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from penstock.errors import DataError
 from penstock.reading import parse_json
+from penstock.train.data.sources import MEND, wrong
 from penstock.train.encoding.tokenizer import HuggingFace, Messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,10 +35,8 @@ _CALLS = "function_call"  # LLaMA-Factory's role of a turn whose text is calls o
 SYSTEMS = ("system", "developer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 _OF_MESSAGES = {"role", "content", "from", "value", "weight", "train", "tool_calls", *THOUGHTS}
-_OF_RESULTS = {
-    "tool_call_id",
-    "name",
-}  # which call a message of the role tool answers; many templates pass it over
+# of a message of the role tool: which call it answers; many templates pass it over
+_OF_RESULTS = {"tool_call_id", "name"}
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
 # what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
@@ -46,7 +44,7 @@ _ANSWERS = ("output", "response")
 _DIGITS = 9  # of a number of a completion, given as text
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _HALF = re.compile("[\ud800-\udfff]")
-_MEND = "Mend it, or remove it"
+_NAME_FIELDS = "Name its fields in data.columns, or mend the record"
 
 
 class Chat(NamedTuple):
@@ -92,10 +90,10 @@ class Columns(NamedTuple):
 
     def read(self, name: str, row: Mapping[str, Any]) -> Texts:
         """Raises DataError that names the record and the field."""
-        said = _field(name, row, self.completion)
+        said = field_of(name, row, self.completion, _NAME_FIELDS)
         if self.choice is not None:
-            said = self._chosen(name, said, _field(name, row, self.choice))
-        prompt = _field(name, row, self.prompt)
+            said = self._chosen(name, said, field_of(name, row, self.choice, _NAME_FIELDS))
+        prompt = field_of(name, row, self.prompt, _NAME_FIELDS)
         for field, text in ((self.prompt, prompt), (self.completion, said)):
             if not isinstance(text, str):
                 remedy = "Mend it" if self.choice else "Mend it; of a list of texts name data.columns.choice"
@@ -239,18 +237,18 @@ class ChatReader:
         for key in ("content", "tool_call_id", "name", *THOUGHTS):
             wanted = (str, list) if key == "content" and self.tokenizer.sees else str
             if not isinstance(message.get(key, ""), wanted):
-                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}", _MEND)
+                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}")
 
     def _calls(self, name: str, at: str, calls: object) -> list[dict[str, Any]]:
         """Calls of tools with their arguments as the template takes them."""
         rule = f"tool_calls of {at} is a list of calls, each with a name and an object of arguments"
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise wrong(name, f"{rule}, and here is {_kind(calls)}", _MEND)
+            raise wrong(name, f"{rule}, and here is {_kind(calls)}")
         made = []
         for call in map(self._kept, calls):
             function = call.get("function", call)
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise wrong(name, f"{rule}, and here is {str(call)[:80]}", _MEND)
+                raise wrong(name, f"{rule}, and here is {str(call)[:80]}")
             function = self._kept(function)
             if "arguments" in function:
                 function["arguments"] = self._arguments(name, at, function["arguments"])
@@ -259,7 +257,9 @@ class ChatReader:
 
     def _arguments(self, name: str, at: str, given: object) -> Any:
         """An object, which OpenAI writes as a text in JSON."""
-        arguments = _json(name, f"the arguments of a call in {at}", given)
+        arguments = given
+        if isinstance(given, str):
+            arguments = parsed(name, f"the arguments of a call in {at}", given)
         if not isinstance(arguments, dict):
             rule = f"the arguments of a call in {at} are an object, and here is {_kind(arguments)}"
             raise wrong(name, rule, 'Write {"NAME": VALUE}')
@@ -307,7 +307,7 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     history = row.get("history", [])
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise wrong(name, "history is a list of pairs, each a question and its answer", _MEND)
+            raise wrong(name, "history is a list of pairs, each a question and its answer")
     asked = [_text_in(name, row, key) for key in ("instruction", "input")]
     own = ["\n".join(text for text in asked if text), _text_in(name, row, answer)]
     return [
@@ -323,7 +323,7 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
 def _text_in(name: str, row: Mapping[str, Any], key: str) -> str:
     text = row.get(key, "")
     if not isinstance(text, str):
-        raise wrong(name, f"{key} is a text, and here is {_kind(text)}", _MEND)
+        raise wrong(name, f"{key} is a text, and here is {_kind(text)}")
     return text
 
 
@@ -333,7 +333,7 @@ def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             wanted = "0 or 1" if key == "weight" else "true or false"
-            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}", _MEND)
+            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}")
     if len(answers := {bool(value) for value in said.values()}) > 1:
         raise wrong(name, f"weight and train of {at} contradict each other", "Remove one of them")
     return answers.pop() if answers else None
@@ -344,13 +344,13 @@ def _split_calls(name: str, at: str, message: dict[str, Any]) -> None:
     text = message.get("content")
     if not isinstance(text, str):
         rule = f"{at}, of the role {_CALLS}, is a text in JSON, and here is {_kind(text)}"
-        raise wrong(name, rule, _MEND)
+        raise wrong(name, rule)
     thought, mark, calls = text.rpartition("</think>")
-    parsed = _json(name, f"{at}, of the role {_CALLS},", calls)
+    listed = parsed(name, f"{at}, of the role {_CALLS},", calls)
     message["content"] = thought + mark
-    listed = parsed if isinstance(parsed, list) else [parsed]
+    listed = listed if isinstance(listed, list) else [listed]
     if not listed:
-        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing", _MEND)
+        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing")
     # in the form of which every template knows `call.function.name`
     message["tool_calls"] = [
         {"type": "function", "function": call} if isinstance(call, dict) else call for call in listed
@@ -362,9 +362,11 @@ def _with_tools(name: str, row: dict[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         check_unicode(name, "a key", key)
         check_unicode(name, key, value)
-    tools = _json(name, "tools", row.pop("tools", None) or [])
+    tools = row.pop("tools", None) or []
+    if isinstance(tools, str):
+        tools = parsed(name, "tools", tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}", _MEND)
+        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}")
     return row | ({"tools": tools} if tools else {})
 
 
@@ -383,11 +385,6 @@ def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
 # ---- What is wrong
 
 
-def wrong(name: str, rule: str, remedy: str) -> DataError:
-    """The error of a record."""
-    return DataError(f"data file {name}", rule, remedy)
-
-
 def refuse_keys(name: str, of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
     """Raise DataError for keys that nothing reads, with the line of a config that leaves them out."""
     unread = {"the record": sorted(of_row), "its messages": sorted(of_messages)}
@@ -404,7 +401,7 @@ def check_unicode(name: str, at: str, value: object) -> None:
             f"{at} is not Unicode text: its character {half.start()} is U+{ord(half[0]):04X}, half of a "
             "surrogate pair"
         )
-        raise wrong(name, rule, f"{_MEND}: a text may have been cut within a character")
+        raise wrong(name, rule, f"{MEND}: a text may have been cut within a character")
     if isinstance(value, dict):
         for key, inner in value.items():
             check_unicode(name, f"a key of {at}", key)
@@ -414,12 +411,12 @@ def check_unicode(name: str, at: str, value: object) -> None:
             check_unicode(name, f"entry {index} of {at}", inner)
 
 
-def _json(name: str, at: str, value: object) -> Any:
-    """The value, or what it holds in JSON where it is a text."""
+def parsed(name: str, at: str, text: str | bytes) -> Any:
+    """What a text holds in JSON. Raises DataError. at: the text's name"""
     try:
-        return parse_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise wrong(name, f"{at} is not JSON: {error}", _MEND) from None
+        return parse_json(text)
+    except ValueError as error:  # json's own, and Unicode's
+        raise wrong(name, f"{at} is not JSON: {error}") from None
 
 
 def _answers_call(message: Mapping[str, Any]) -> bool:
@@ -433,10 +430,10 @@ def _reads(template: str, key: str) -> bool:
     return bool(re.search(rf"{message}(?:\.{named}\b|(?:\[|\.get\()['\"]{named}['\"])", template))
 
 
-def _field(name: str, row: Mapping[str, Any], field: str) -> Any:
+def field_of(name: str, row: Mapping[str, Any], field: str, remedy: str) -> Any:
+    """A field that a record must have. Raises DataError."""
     if field not in row:
-        rule = f"it has no field {field!r}, only {_names(row)}"
-        raise wrong(name, rule, "Name its fields in data.columns, or mend the record")
+        raise wrong(name, f"it has no field {field!r}, only {_names(row)}", remedy)
     return row[field]
 
 
