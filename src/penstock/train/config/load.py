@@ -131,42 +131,34 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
-# keys of other trainers
-_ELSEWHERE = {
-    **dict.fromkeys(("lr", "peak_lr"), "Write optimizer.learning_rate"),
-    **dict.fromkeys(
-        ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), "Write train.clip_norm"
-    ),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches"),
-        "Write pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many "
-        "do not fit into one pipeline call, train.accumulate calls",
-    ),
-    **dict.fromkeys(
-        ("micro_batch_size", "per_device_train_batch_size"),
-        "Write train.batch_size, the rows of a step, and pipeline.microbatches, their parts",
-    ),
-    **dict.fromkeys(("save_every", "save_steps", "save_interval"), "Write train.checkpoint_every"),
-    **dict.fromkeys(("eval_every", "eval_steps", "eval_interval"), "Write train.evaluate_every"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), "Write train.steps"),
-    **dict.fromkeys(
-        ("dp", "data_parallel_size"),
-        "Write parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)",
-    ),
-    **dict.fromkeys(("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"), "Write pipeline.ranks"),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "Write parallel.tp"),
-    **dict.fromkeys(("context_parallel_size",), "Write parallel.cp"),
-    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size"), "Write parallel.ep"),
-    **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "block_size"), "Write data.sequence_length"),
-    **dict.fromkeys(("gradient_checkpointing",), "Write train.activation_checkpointing"),
-    **dict.fromkeys(("bf16", "mixed_precision"), "Write train.precision=mixed, or bfloat16"),
-    **dict.fromkeys(("optim",), "Write optimizer.name, and optimizer.states for AdamW in 8 bits"),
-    **dict.fromkeys(("output_dir", "out_dir"), "Write output.folder"),
-    **dict.fromkeys(("lora_r", "lora_rank"), "Write adapter.r"),
-    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "Write adapter.targets"),
-    **{f"lora_{key}": f"Write adapter.{key}" for key in ("alpha", "dropout", "modules_to_save")},
-    **dict.fromkeys(("load_in_4bit", "quantization_bit"), "Write adapter.quantize=nf4"),
-}
+# what is written here for keys of other trainers
+_HERE = {
+    "optimizer.learning_rate": "lr peak_lr",
+    "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
+    "pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many do not fit "
+    "into one pipeline call, train.accumulate calls": "gradient_accumulation_steps accumulate_grad_batches",
+    "train.batch_size, the rows of a step, and pipeline.microbatches, their parts":
+        "micro_batch_size per_device_train_batch_size",
+    "train.checkpoint_every": "save_every save_steps save_interval",
+    "train.evaluate_every": "eval_every eval_steps eval_interval",
+    "train.steps": "max_steps num_steps train_iters",
+    "parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)":
+        "dp data_parallel_size",
+    "pipeline.ranks": "pp pipeline_parallel_size pipeline_model_parallel_size",
+    "parallel.tp": "tensor_parallel_size tensor_model_parallel_size",
+    "parallel.cp": "context_parallel_size",
+    "parallel.ep": "expert_parallel_size expert_model_parallel_size",
+    "data.sequence_length": "seq_len seq_length max_seq_length block_size",
+    "train.activation_checkpointing": "gradient_checkpointing",
+    "train.precision=mixed, or bfloat16": "bf16 mixed_precision",
+    "optimizer.name, and optimizer.states for AdamW in 8 bits": "optim",
+    "output.folder": "output_dir out_dir",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.targets": "lora_target_modules lora_target target_modules",
+    **{f"adapter.{key}": f"lora_{key}" for key in ("alpha", "dropout", "modules_to_save")},
+    "adapter.quantize=nf4": "load_in_4bit quantization_bit",
+}  # fmt: skip
+_ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in keys.split()}
 
 
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:

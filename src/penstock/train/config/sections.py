@@ -182,9 +182,8 @@ class DataSection(RecordSection):
     path: PathText | None = None  # a local file or folder
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
-    tokenizer: PathText | None = (
-        None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
-    )
+    # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
+    tokenizer: PathText | None = None
     chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own
     # Chats show images: the folder that their paths are relative to. A processor takes the tokenizer's place
     images: PathText | None = None
@@ -217,10 +216,8 @@ class DataSection(RecordSection):
         """Chats have defaults of their own; sources have the keys of the section."""
         if not isinstance(keys, dict):
             return keys
-        mixture, shared = (
-            keys.get("mixture"),
-            {key: keys[key] for key in RecordSection.model_fields if key in keys},
-        )
+        mixture = keys.get("mixture")
+        shared = {key: keys[key] for key in RecordSection.model_fields if key in keys}
         sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
         if any(isinstance(source, dict) and source.get("kind") == "chat" for source in sources):
             keys = {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"} | keys
@@ -393,7 +390,7 @@ class PipelineSection(Section):
         return schedule
 
     @model_validator(mode="after")
-    def measured_alone(self) -> Self:
+    def keys_fit_together(self) -> Self:
         names = ("embedding_weight", "head_weight", "layout", "layers_per_stage", "first_stage_layers",
                  "last_stage_layers", "modules_per_stage")  # fmt: skip
         for name in names:
@@ -402,10 +399,6 @@ class PipelineSection(Section):
                     f"pipeline.balance={self.balance} and pipeline.{name} each say which layers go to which "
                     f"stage; give one of the two"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def padding_needs_padded_shapes(self) -> Self:
         if self.padding is not None and self.shapes != "padded":
             raise ValueError(
                 f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
@@ -570,32 +563,20 @@ class TrainSection(Section):
     peak_tflops: Positive | None = None
 
     @model_validator(mode="after")
-    def profiled_steps_are_run(self) -> Self:
+    def keys_fit_together(self) -> Self:
         if self.profile is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
-        return self
-
-    @model_validator(mode="after")
-    def rewinds_have_a_checkpoint(self) -> Self:
         if self.spike is not None and self.spike.then == "rewind" and self.checkpoint_every is None:
             rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not given"
             raise ValueError(f"{rule}; give checkpoint_every, or spike.then=skip")
-        return self
-
-    @model_validator(mode="after")
-    def phases_follow_each_other(self) -> Self:
         last = 0
         for phase in self.ramp:
             if phase.until <= last:
                 rule = f"ramp has a phase until step {phase.until} after one until step {last}"
                 raise ValueError(f"{rule}; give the phases in their order, each with a later step")
             last = phase.until
-        return self
-
-    @model_validator(mode="after")
-    def memory_is_no_file(self) -> Self:
         if self.memory_checkpoint_every is not None and self.check == "always":
             raise ValueError(
                 "check=always compares a resumed run with the files of its checkpoint, and there are none in "
