@@ -22,7 +22,7 @@ from penstock.train.data.rows import HeldRows, Piece
 from penstock.train.data.sampler import Mixture
 from penstock.train.data.sources import Record, Source
 from penstock.train.encoding.chat import Encoded
-from penstock.train.encoding.encode import Encoder
+from penstock.train.encoding.encode import Encoder, check_highest
 
 Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
 
@@ -259,10 +259,5 @@ class Stream:
 def _checked(name: str, found: Encoded, vocabulary: int) -> Piece:
     ids = found.ids.astype(np.int64)
     labels = ids if found.labels is None else found.labels.astype(np.int64)
-    highest = max(ids.max(initial=0), labels.max(initial=0))
-    if highest >= vocabulary:
-        rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size)"
-        raise DataError(
-            f"data file {name}", rule, f"Take the model's own tokenizer, or a vocab_size above {highest}"
-        )
+    check_highest(f"data file {name}", max(ids.max(initial=0), labels.max(initial=0)), vocabulary)
     return Piece(ids, labels)

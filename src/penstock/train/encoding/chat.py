@@ -25,6 +25,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,7 +204,7 @@ class ChatEncoder:
         texts = [self.tokenizer.chat_text(*each) for each in ((first, more), (messages, options))]
         if not texts[1].startswith(texts[0]):
             some = "message" if count == 1 else f"{count} messages"
-            at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[1]))
+            at = _common(*texts)
             raise wrong(
                 name,
                 f"the template writes its first {some} in another way where more follow (from "
@@ -336,12 +338,9 @@ def _after(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, C
     return np.asarray(ids, dtype=np.uint32), counted
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with: the last of a prompt may have merged with what follows it."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many both begin with: the last token of a prompt may have merged with what follows it."""
+    return sum(takewhile(bool, map(eq, first, second)))
 
 
 def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from typing import Any, Literal, assert_never
 import numpy as np
 
 from penstock.batch.loss import IGNORED
-from penstock.errors import RunError
+from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, Record, Source, wrong
 from penstock.train.encoding.chat import ChatEncoder, Encoded
@@ -187,6 +187,13 @@ def _numbers(name: str, field: str, found: object) -> Any:
         rule = f"{field} is a list of whole numbers, and here is a {type(found).__name__} of something else"
         raise wrong(name, rule)
     return numbers
+
+
+def check_highest(value: str, highest: int, vocabulary: int, first: str = "") -> None:
+    """Raise DataError where the highest id is none of the model's. first: where it is, if `value` says not"""
+    if highest >= vocabulary:
+        rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size){first}"
+        raise DataError(value, rule, f"Take the model's own tokenizer, or a vocab_size above {highest}")
 
 
 # ---- Over a whole source
