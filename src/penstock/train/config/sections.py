@@ -238,7 +238,7 @@ class DataSection(RecordSection):
         return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
 
     @model_validator(mode="after")
-    def one_source(self) -> Self:
+    def keys_fit_together(self) -> Self:
         if (self.path is None) == (not self.mixture):
             found = "neither is" if self.path is None else "both are"
             raise ValueError(
@@ -250,35 +250,25 @@ class DataSection(RecordSection):
                 "the weights of data.mixture sum to 0, so that no row is taken; "
                 "give one of them a weight above 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def documents_fit_their_rows(self) -> Self:
         length = self.document_length
-        if length is None:
-            return self
-        if self.packing not in ("sequential", "best_fit"):
+        if length is not None and self.packing not in ("sequential", "best_fit"):
             raise ValueError(
                 f"data.document_length={length} is of rows that hold several documents, and "
                 f"data.packing={self.packing} makes others; take sequential or best_fit, or leave it out"
             )
-        if length > self.sequence_length:
+        if length is not None and length > self.sequence_length:
             raise ValueError(
                 f"data.document_length={length} is above data.sequence_length={self.sequence_length}, a "
                 "whole row; give that or less"
             )
+        if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
+            raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
         return self
 
     @property
     def longest_document(self) -> int:
         """Tokens of a document, or of a piece of one, at most."""
         return self.document_length or self.sequence_length
-
-    @model_validator(mode="after")
-    def dummy_is_of_its_kind(self) -> Self:
-        if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
-            raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
-        return self
 
     @model_validator(mode="after")
     def images_are_whole(self) -> Self:
@@ -665,13 +655,6 @@ class TrainConfig(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def optimizer_fits(self) -> Self:
-        with as_finding():
-            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
-            check_optimizer(self.optimizer, run)
-        return self
-
     @property
     def computed(self) -> str:
         """The dtype that products are computed in."""
@@ -683,6 +666,8 @@ class TrainConfig(Section):
     def fits_together(self) -> Self:
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
+            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+            check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_ramp("train.batch_size", [phase.batch_size for phase in self.train.ramp])
         lengths = [phase.sequence_length for phase in self.train.ramp]
@@ -744,16 +729,12 @@ def check_rows(rows: int, microbatches: int, parts: int, calls: int = 1) -> None
     needed = microbatches * calls * parts
     if rows >= needed:
         return
-    times = f" in each of train.accumulate={calls} calls" if calls > 1 else ""
-    value, rule = (
-        f"train.batch_size={rows}",
-        f"its rows cannot be split into pipeline.microbatches={microbatches}{times}",
-    )
-    if parts == 1:
-        raise ConfigError(value, rule, "Give each microbatch at least one row")
-    raise ConfigError(
-        value,
-        f"{rule} for each of {parts} parts (parallel.dp_replicate x parallel.dp_shard)",
-        f"Give {needed} rows or more"
-        + (f", or pipeline.microbatches={rows // parts // calls} or fewer" if rows >= parts * calls else ""),
-    )
+    rule = f"its rows cannot be split into pipeline.microbatches={microbatches}"
+    rule += f" in each of train.accumulate={calls} calls" if calls > 1 else ""
+    remedy = "Give each microbatch at least one row"
+    if parts > 1:
+        rule += f" for each of {parts} parts (parallel.dp_replicate x parallel.dp_shard)"
+        remedy = f"Give {needed} rows or more"
+        if rows >= parts * calls:
+            remedy += f", or pipeline.microbatches={rows // parts // calls} or fewer"
+    raise ConfigError(f"train.batch_size={rows}", rule, remedy)

@@ -226,15 +226,6 @@ def _lines(path: Path) -> Iterator[Record]:
 
 def _entries(path: Path) -> Iterator[Record]:
     """The entries of one JSON list, of which one is parsed at a time."""
-    for number, entry in enumerate(_listed(path), start=1):
-        if not isinstance(entry, dict):
-            rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
-            raise wrong(f"{path} entry {number}", rule)
-        yield Record(f"{path} entry {number}", entry)
-
-
-def _listed(path: Path) -> Iterator[Any]:
-    """The values of one JSON list."""
     number = 1
     try:
         with _reading(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
@@ -244,7 +235,11 @@ def _listed(path: Path) -> Iterator[Any]:
                 separator = text.take()
             while separator in ("[", ","):
                 text.peek()
-                yield text.value()
+                entry = text.value()
+                if not isinstance(entry, dict):
+                    rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
+                    raise wrong(f"{path} entry {number}", rule)
+                yield Record(f"{path} entry {number}", entry)
                 number, separator = number + 1, text.take()
             if separator != "]" or text.peek():
                 raise ValueError("a list goes on with a comma, or ends with a bracket and the file")
