@@ -119,7 +119,8 @@ def open_source(section: SourceSection) -> Source:
         return Source(section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron")
     if not path.exists():
         raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
-    if section.kind == "dataset" or _is_dataset(path):
+    of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
+    if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return Source(section, (path,), "dataset")
     if not path.is_dir():
         with _reading(path):
@@ -129,10 +130,6 @@ def open_source(section: SourceSection) -> Source:
     if path.is_dir() and format == "jsonl":
         files = tuple(file for file in files if file.suffix in _JSON)
     return Source(section, files, format)
-
-
-def _is_dataset(path: Path) -> bool:
-    return path.suffix == ".arrow" or any((path / n).is_file() for n in ("state.json", "dataset_dict.json"))
 
 
 def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:

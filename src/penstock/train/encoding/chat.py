@@ -23,8 +23,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple
@@ -36,7 +34,7 @@ from jinja2 import TemplateSyntaxError
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.train.data.sources import wrong
-from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Columns, Texts
+from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]
@@ -59,32 +57,27 @@ class Encoded(NamedTuple):
     shown: bytes | None = None
 
 
-@dataclass(frozen=True)
 class ChatEncoder:
-    """Makes tokens of chats as the keys of the section data say, see there. ignored: data.ignored_fields
+    """Makes tokens of chats as the keys of the section data say, see there.
+
+    Args:
+        drop: whether chats without a token that counts are left out
+        reading: the keywords of ChatReader
 
     Raises: DataError for a tokenizer without a chat template.
     """
 
-    tokenizer: HuggingFace
-    form: str = "auto"
-    field: str | None = None
-    loss_on: str = "assistant"
-    drop: bool = False
-    columns: Columns | None = None
-    ignored: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.columns is None and not self.tokenizer.has_template:
+    def __init__(
+        self, tokenizer: HuggingFace, loss_on: str = "assistant", drop: bool = False, **reading: Any
+    ) -> None:
+        self.tokenizer, self.loss_on, self.drop = tokenizer, loss_on, drop
+        self._reader = ChatReader(tokenizer, **reading)
+        if self._reader.columns is None and not tokenizer.has_template:
             raise DataError(
                 "data.kind=chat",
                 "the tokenizer has no chat template, which says how messages become text",
                 "Give one, a Jinja file: data.chat_template=template.jinja",
             )
-
-    @cached_property
-    def _reader(self) -> ChatReader:
-        return ChatReader(self.tokenizer, self.form, self.field, self.columns, self.ignored)
 
     def encode(self, name: str, row: Mapping[str, Any]) -> Encoded | None:
         """The chat's ids and labels; None for one without a counted token that is to be dropped.

@@ -38,7 +38,7 @@ _MEND_TEXT = f"{MEND}; where all records are so, set data.text_field to the one 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of records.
+    """Makes tokens of records. Raises DataError where the tokenizer cannot write chats and is to.
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
@@ -50,6 +50,10 @@ class Encoder:
     lines: bool
     text_field: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "chat":
+            assert self._chats
 
     @property
     def labelled(self) -> bool:
@@ -71,11 +75,6 @@ class Encoder:
         assert isinstance(self.tokenizer, HuggingFace)
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
-    def check(self) -> None:
-        """Raise DataError where the tokenizer cannot write chats and is to."""
-        if self.kind == "chat":
-            assert self._chats
-
     def encode(self, records: Sequence[Record]) -> Block:
         """The tokens of each record. Raises DataError that names a wrong one."""
         made: Callable[[str, dict[str, Any]], Encoded | None]
@@ -85,7 +84,7 @@ class Encoder:
             case "chat":
                 made = self._chats.encode
             case "tokens":
-                made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
+                made = partial(tokens_of, **dict(self.options))
             case unknown:
                 assert_never(unknown)
         return [(record.name, made(record.name, _row(record))) for record in records]
@@ -119,9 +118,7 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
         )  # fmt: skip
         if keys.columns is not None:
             options += (("columns", Columns(**keys.columns.model_dump())),)
-    encoder = Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
-    encoder.check()
-    return encoder
+    return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 
 def _kind_of(source: Source) -> Kind:

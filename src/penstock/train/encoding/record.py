@@ -120,10 +120,10 @@ class ChatReader:
     """Reads records as the keys of the section data say, see there. ignored: data.ignored_fields"""
 
     tokenizer: HuggingFace
-    form: str
-    field: str | None
-    columns: Columns | None
-    ignored: tuple[str, ...]
+    form: str = "auto"
+    field: str | None = None
+    columns: Columns | None = None
+    ignored: tuple[str, ...] = ()
 
     def read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
         """The chat in a record. Raises DataError that names the record, and what is wrong with it."""
