@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -68,14 +68,6 @@ class AdapterSection(Section):
         """What PEFT calls it. Raises ConfigError where PEFT refuses it, or is not installed."""
         from penstock.models.adapters import import_peft
 
-        options: dict[str, Any] = {
-            "target_modules": self.targets if isinstance(self.targets, str) else list(self.targets),
-            "exclude_modules": list(self.exclude) or None,
-            "layers_to_transform": list(self.layers) or None,
-            "target_parameters": list(self.target_parameters) or None,
-            "modules_to_save": list(self.modules_to_save) or None,
-            "trainable_token_indices": list(self.trained_tokens) or None,
-        }
         peft = import_peft()
         try:
             return peft.LoraConfig(
@@ -88,7 +80,12 @@ class AdapterSection(Section):
                 bias=self.bias,
                 rank_pattern=dict(self.ranks),
                 alpha_pattern=dict(self.alphas),
-                **options,
+                target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+                exclude_modules=list(self.exclude) or None,
+                layers_to_transform=list(self.layers) or None,
+                target_parameters=list(self.target_parameters) or None,
+                modules_to_save=list(self.modules_to_save) or None,
+                trainable_token_indices=list(self.trained_tokens) or None,
             )
         except ValueError as cause:
             raise ConfigError("adapter", f"PEFT refuses its keys: {cause}", "Change them") from cause

@@ -146,9 +146,8 @@ class RecordSection(Section):
     def columns_are_a_chats(self) -> Self:
         if self.columns is None:
             return self
-        for key, value, right in (("kind", self.kind, ("chat",)), ("chat_form", self.chat_form, ("auto",)),
-                                  ("messages_field", self.messages_field, (None,))):  # fmt: skip
-            if value not in right:
+        for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
+            if (value := getattr(self, key)) != wanted:
                 rule = (
                     f"columns name the fields of a prompt and its completion, and {key}={value} another way"
                 )
@@ -219,7 +218,8 @@ class DataSection(RecordSection):
         mixture = keys.get("mixture")
         shared = {key: keys[key] for key in RecordSection.model_fields if key in keys}
         sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
-        if any(isinstance(source, dict) and source.get("kind") == "chat" for source in sources):
+        kinds = [source.get("kind") for source in sources if isinstance(source, dict)]
+        if "chat" in kinds:
             keys = {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"} | keys
 
         def completed(source: Any) -> Any:
@@ -228,7 +228,7 @@ class DataSection(RecordSection):
             is_chat = source.get("kind", shared.get("kind")) == "chat"
             return {key: shared[key] for key in shared if is_chat or key != "columns"} | source
 
-        if any(isinstance(source, dict) and source.get("kind") == "dummy" for source in sources):
+        if "dummy" in kinds:
             length = keys.get("document_length") or keys.get("sequence_length", 128)
             shared["dummy"] = {"tokens": length} | (keys.get("dummy") or {})
             keys = {"tokenizer": "bytes"} | ({} if keys.get("mixture") else {"path": "dummy"}) | keys
@@ -275,14 +275,12 @@ class DataSection(RecordSection):
         """An image and its tokens stay together: no row is cut, and none has two documents."""
         if self.images is None:
             return self
-        for name, value, wanted in (
-            ("packing", self.packing, "none"),
-            ("overlong", self.overlong, "drop"),
-            ("streaming", None if self.streaming is None else "on", None),
-        ):
-            if value != wanted:
-                remedy = "leave it out" if wanted is None else f"set data.{name}={wanted}"
-                raise ValueError(f"data.images with data.{name}={value} would cut images apart; {remedy}")
+        for name, wanted in (("packing", "none"), ("overlong", "drop")):
+            if (value := getattr(self, name)) != wanted:
+                rule = f"data.images with data.{name}={value} would cut images apart"
+                raise ValueError(f"{rule}; set data.{name}={wanted}")
+        if self.streaming is not None:
+            raise ValueError("data.images with data.streaming=on would cut images apart; leave it out")
         everything = [*self.sources, *([self.validation] if self.validation else [])]
         if odd := next((source.kind for source in everything if source.kind != "chat"), None):
             raise ValueError(f"data.images is of chats, and here is data.kind={odd}; set data.kind=chat")

@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from typing import Any, Literal, assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
@@ -151,8 +152,8 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
     A mask says which tokens count, or which are padding, and so is no field to pass over without a word.
     """
     field_of(name, row, TOKENS[0], "Take data.kind=text or chat, or tokenise it")
-    ids, labels = (_numbers(name, field, row.get(field)) for field in TOKENS)
-    assert ids is not None
+    ids = _numbers(name, TOKENS[0], row[TOKENS[0]])
+    labels = None if row.get(TOKENS[1]) is None else _numbers(name, TOKENS[1], row[TOKENS[1]])
     unread = {key for key, content in row.items() if content is not None and key not in (*TOKENS, *ignored)}
     if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
         unread.remove("attention_mask")
@@ -170,9 +171,7 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
     return Encoded(ids.astype(np.uint32), labels.astype(np.int32))
 
 
-def _numbers(name: str, field: str, found: object) -> Any:
-    if found is None and field != TOKENS[0]:
-        return None
+def _numbers(name: str, field: str, found: object) -> npt.NDArray[np.int64]:
     whole = isinstance(found, np.ndarray) or (
         isinstance(found, list) and all(type(number) is int for number in found)
     )
