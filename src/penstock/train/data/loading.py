@@ -360,18 +360,14 @@ def load_data(
         return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
     found = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in found))
-    if not held_out:
-        held_out = [held for _, held in found]
-    held = StoredRows(tuple(held_out))
+    held = StoredRows(tuple(held_out or (own for _, own in found)))
     _check_size(config, found, rows, held)
-    limits = tuple(
-        None if source.epochs is None else source.epochs * len(trained)
-        for source, (trained, _) in zip(section.sources, found, strict=True)
-    )
-    mixture = Mixture(weights, limits)
+    counts = tuple(map(len, rows.sources))
+    epochs = [source.epochs for source in section.sources]
+    limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
+    sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
     sizes = Sizes.of(config, parts)
-    sampler = Sampler(mixture, tuple(len(trained) for trained, _ in found), config.train.seed)
-    facts = tuple(trained.store.facts for trained, _ in found)
+    facts = tuple(trained.store.facts for trained in rows.sources)
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
     known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
     data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts, known=known)

@@ -25,7 +25,7 @@ from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, Record, Source, wrong
 from penstock.train.encoding.chat import ChatEncoder, Encoded
-from penstock.train.encoding.record import Columns, check_unicode, field_of, parsed, refuse_keys
+from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 Kind = Literal["text", "chat", "tokens"]  # what records hold
@@ -118,7 +118,7 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
             ("drop", section.unanswered == "drop"),
         )  # fmt: skip
         if keys.columns is not None:
-            options += (("columns", Columns(**keys.columns.model_dump())),)
+            options += (("columns", keys.columns),)
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 

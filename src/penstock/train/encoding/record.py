@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from penstock.reading import parse_json
+from penstock.train.config.sections import ColumnsSection
 from penstock.train.data.sources import MEND, wrong
 from penstock.train.encoding.tokenizer import HuggingFace, Messages
 
@@ -75,46 +76,6 @@ class Texts(NamedTuple):
     completion: str
 
 
-class Columns(NamedTuple):
-    """The fields of a prompt and its completion, see the keys of the section data.columns.
-
-        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
-
-    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
-    """
-
-    prompt: str
-    completion: str
-    choice: str | None = None
-    between: str = " "
-
-    def read(self, name: str, row: Mapping[str, Any]) -> Texts:
-        """Raises DataError that names the record and the field."""
-        said = field_of(name, row, self.completion, _NAME_FIELDS)
-        if self.choice is not None:
-            said = self._chosen(name, said, field_of(name, row, self.choice, _NAME_FIELDS))
-        prompt = field_of(name, row, self.prompt, _NAME_FIELDS)
-        for field, text in ((self.prompt, prompt), (self.completion, said)):
-            if not isinstance(text, str):
-                remedy = "Mend it" if self.choice else "Mend it; of a list of texts name data.columns.choice"
-                raise wrong(name, f"{field} is a text, and here is {_kind(text)}", remedy)
-            check_unicode(name, field, text)
-        return Texts(prompt, self.between + said)
-
-    def _chosen(self, name: str, said: object, number: object) -> object:
-        if not isinstance(said, list) or not said:
-            rule = f"{self.completion} is a list of completions, and here is {_kind(said)}"
-            raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
-        place = number
-        if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
-            place = int(number)
-        if type(place) is not int or not 0 <= place < len(said):
-            rule = f"{self.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
-            remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
-            raise wrong(name, rule, remedy)
-        return said[place]
-
-
 @dataclass(frozen=True)
 class ChatReader:
     """Reads records as the keys of the section data say, see there. ignored: data.ignored_fields"""
@@ -122,13 +83,13 @@ class ChatReader:
     tokenizer: HuggingFace
     form: str = "auto"
     field: str | None = None
-    columns: Columns | None = None
+    columns: ColumnsSection | None = None
     ignored: tuple[str, ...] = ()
 
     def read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
         """The chat in a record. Raises DataError that names the record, and what is wrong with it."""
         if self.columns is not None:
-            return self.columns.read(name, row)
+            return _columns(name, row, self.columns)
         row = _with_tools(name, self._kept(row))
         field = self.field or next((key for key in ("messages", "conversations") if key in row), "messages")
         if self.form in ("auto", "messages") and field in row:
@@ -287,6 +248,39 @@ class ChatReader:
 
 
 # ---- Parts of a record
+
+
+def _columns(name: str, row: Mapping[str, Any], columns: ColumnsSection) -> Texts:
+    """A prompt and its completion in fields of other names.
+
+        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
+
+    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
+    """
+    said = field_of(name, row, columns.completion, _NAME_FIELDS)
+    if columns.choice is not None:
+        said = _chosen(name, said, field_of(name, row, columns.choice, _NAME_FIELDS), columns)
+    prompt = field_of(name, row, columns.prompt, _NAME_FIELDS)
+    for field, text in ((columns.prompt, prompt), (columns.completion, said)):
+        if not isinstance(text, str):
+            remedy = "Mend it" if columns.choice else "Mend it; of a list of texts name data.columns.choice"
+            raise wrong(name, f"{field} is a text, and here is {_kind(text)}", remedy)
+        check_unicode(name, field, text)
+    return Texts(prompt, columns.between + said)
+
+
+def _chosen(name: str, said: object, number: object, columns: ColumnsSection) -> object:
+    if not isinstance(said, list) or not said:
+        rule = f"{columns.completion} is a list of completions, and here is {_kind(said)}"
+        raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
+    place = number
+    if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
+        place = int(number)
+    if type(place) is not int or not 0 <= place < len(said):
+        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+        remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
+        raise wrong(name, rule, remedy)
+    return said[place]
 
 
 def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
