@@ -366,25 +366,20 @@ def open_store(folder: Path, binary: Path | None = None) -> Store:
     """Map the files of a folder that `write_store` wrote; or `write_megatron`, with Megatron's `binary`."""
     written = read_json(folder / "facts.json")
     dtype, facts = np.dtype(written.pop("dtype")), Facts(**written)
-    labels = folder / "labels"
+    labels, content, shown = folder / "labels", folder / "shown", None
+    if content.exists():
+        ends = _mapped(folder / "shown_ends", np.int64, facts.documents)
+        shown = Shown(_mapped(content, np.uint8, content.stat().st_size), ends)
     return Store(
         _mapped(binary or folder / "tokens", dtype, facts.tokens),
-        _mapped(labels, np.dtype(np.int32), facts.tokens) if labels.exists() else None,
-        _mapped(folder / "lengths", np.dtype(np.int64), facts.documents),
+        _mapped(labels, np.int32, facts.tokens) if labels.exists() else None,
+        _mapped(folder / "lengths", np.int64, facts.documents),
         facts,
-        _open_shown(folder, facts.documents),
+        shown,
     )
 
 
-def _open_shown(folder: Path, documents: int) -> Shown | None:
-    file = folder / "shown"
-    if not file.exists():
-        return None
-    content = _mapped(file, np.dtype(np.uint8), file.stat().st_size)
-    return Shown(content, _mapped(folder / "shown_ends", np.dtype(np.int64), documents))
-
-
-def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> Any:
+def _mapped(file: Path, dtype: npt.DTypeLike, count: int) -> Any:
     if not count:
         return np.empty(0, dtype)
     return np.memmap(file, dtype, "r", shape=(count,))
@@ -403,7 +398,7 @@ def write_megatron(folder: Path, source: Source) -> None:
     dtype, lengths = read_index(index, binary)
     lengths.tofile(folder / "lengths")
     total = int(lengths.sum())
-    tokens, highest, lowest, place = _mapped(binary, np.dtype(dtype), total), -1, 0, 0
+    tokens, highest, lowest, place = _mapped(binary, dtype, total), -1, 0, 0
     whole = hashlib.blake2b(lengths.tobytes(), digest_size=16)
     for at, to in blocks_of(total):
         block = tokens[at:to]

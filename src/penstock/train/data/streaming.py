@@ -21,7 +21,6 @@ from penstock.errors import DataError
 from penstock.train.data.rows import HeldRows, Piece
 from penstock.train.data.sampler import Mixture
 from penstock.train.data.sources import Record, Source
-from penstock.train.encoding.chat import Encoded
 from penstock.train.encoding.encode import Encoder, check_highest
 
 Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
@@ -170,7 +169,9 @@ class Reader:
         ((name, found),) = self._encoder.encode([record])
         if found is None or not len(found.ids):
             return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
-        ids, labels, _ = _checked(name, found, self._options.vocabulary)
+        ids = found.ids.astype(np.int64)
+        labels = ids if found.labels is None else found.labels.astype(np.int64)
+        check_highest(f"data file {name}", max(ids.max(), labels.max()), self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
                 ids, labels = (np.append(each, separator) for each in (ids, labels))
@@ -254,10 +255,3 @@ class Stream:
         rows = [self._readers[source].row() for source, _ in sources]
         self._taken += count
         return rows
-
-
-def _checked(name: str, found: Encoded, vocabulary: int) -> Piece:
-    ids = found.ids.astype(np.int64)
-    labels = ids if found.labels is None else found.labels.astype(np.int64)
-    check_highest(f"data file {name}", max(ids.max(initial=0), labels.max(initial=0)), vocabulary)
-    return Piece(ids, labels)
