@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -87,8 +87,7 @@ class ModelSection(Section):
     # Whether Python code in the folders of model and tokenizer may run, for what transformers has no code for
     trust_remote_code: bool = False
 
-    @model_validator(mode="after")
-    def one_source(self) -> Self:
+    def check_keys(self) -> None:
         if (self.path is None) == (self.config is None):
             found = "neither is" if self.path is None else "both are"
             raise ValueError(f"exactly one of model.path and model.config is needed, and here {found}")
@@ -98,7 +97,6 @@ class ModelSection(Section):
             raise ValueError(
                 "model.revision and model.commit are of a Hub name, and model.config is none; leave them out"
             )
-        return self
 
 
 class DummySection(Section):
@@ -142,10 +140,9 @@ class RecordSection(Section):
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
-    @model_validator(mode="after")
-    def columns_are_a_chats(self) -> Self:
+    def check_keys(self) -> None:
         if self.columns is None:
-            return self
+            return
         for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
             if (value := getattr(self, key)) != wanted:
                 rule = (
@@ -153,7 +150,6 @@ class RecordSection(Section):
                 )
                 remedy = "set kind=chat" if key == "kind" else f"leave {key} out"
                 raise ValueError(f"{rule} to read a record; {remedy}, or leave columns out")
-        return self
 
 
 class SourceSection(RecordSection):
@@ -237,8 +233,8 @@ class DataSection(RecordSection):
             keys = keys | {"mixture": [completed(source) for source in sources[1:]]}
         return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
 
-    @model_validator(mode="after")
-    def keys_fit_together(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         if (self.path is None) == (not self.mixture):
             found = "neither is" if self.path is None else "both are"
             raise ValueError(
@@ -263,18 +259,18 @@ class DataSection(RecordSection):
             )
         if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
             raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
-        return self
+        if self.images is not None:
+            self._check_images()
+        if self.streaming is not None:
+            self._check_streaming()
 
     @property
     def longest_document(self) -> int:
         """Tokens of a document, or of a piece of one, at most."""
         return self.document_length or self.sequence_length
 
-    @model_validator(mode="after")
-    def images_are_whole(self) -> Self:
+    def _check_images(self) -> None:
         """An image and its tokens stay together: no row is cut, and none has two documents."""
-        if self.images is None:
-            return self
         for name, wanted in (("packing", "none"), ("overlong", "drop")):
             if (value := getattr(self, name)) != wanted:
                 rule = f"data.images with data.{name}={value} would cut images apart"
@@ -288,12 +284,8 @@ class DataSection(RecordSection):
             raise ValueError(
                 "data.images with data.tokenizer=bytes, which reads no image; give a processor's folder"
             )
-        return self
 
-    @model_validator(mode="after")
-    def streamed(self) -> Self:
-        if self.streaming is None:
-            return self
+    def _check_streaming(self) -> None:
         if self.validation is None:
             raise ValueError("data.streaming knows no end to hold out; give data.validation")
         if self.packing == "best_fit":
@@ -311,7 +303,6 @@ class DataSection(RecordSection):
             raise ValueError(
                 "Megatron's files are tokens that are read where they lie; leave data.streaming out"
             )
-        return self
 
     @property
     def sources(self) -> tuple[MixtureSection, ...]:
@@ -329,13 +320,11 @@ class PaddingSection(Section):
     multiple: Count = 1  # rounded up to a multiple of it
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()  # rounded up to one of these, ascending
 
-    @model_validator(mode="after")
-    def one_target(self) -> Self:
+    def check_keys(self) -> None:
         if any(a >= b for a, b in pairwise(self.buckets)):
             raise ValueError(f"buckets={list(self.buckets)} are not ascending; sort them")
         if self.length is not None and self.buckets:
             raise ValueError("length is fixed, which leaves nothing to buckets; give one of the two")
-        return self
 
 
 class PipelineSection(Section):
@@ -377,8 +366,7 @@ class PipelineSection(Section):
             schedule_config(schedule)
         return schedule
 
-    @model_validator(mode="after")
-    def keys_fit_together(self) -> Self:
+    def check_keys(self) -> None:
         names = ("embedding_weight", "head_weight", "layout", "layers_per_stage", "first_stage_layers",
                  "last_stage_layers", "modules_per_stage")  # fmt: skip
         for name in names:
@@ -391,7 +379,6 @@ class PipelineSection(Section):
             raise ValueError(
                 f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
             )
-        return self
 
 
 _SHARDING = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
@@ -422,15 +409,13 @@ class ParallelSection(Section):
             raise ValueError(f"{rule}; write pipeline.ranks={keys['pp']}")
         return keys
 
-    @model_validator(mode="after")
-    def sizes_are_right(self) -> Self:
+    def check_keys(self) -> None:
         with as_finding():
             axes = self.axes
         found = [f"{name}={getattr(self, name)}" for name in _SHARDING if getattr(self, name)]
         if found and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
             rule = "configures the weights that FSDP2 shards, and here no weight is sharded"
             raise ValueError(f"{' and '.join(found)} {rule}; set dp_shard to 2 or more, or leave it out")
-        return self
 
     @property
     def axes(self) -> Axes:
@@ -452,13 +437,11 @@ class ProfileSection(Section):
 
     steps: Annotated[tuple[Count, Count], Field(strict=False)]  # [first, last]
 
-    @model_validator(mode="after")
-    def in_order(self) -> Self:
+    def check_keys(self) -> None:
         first, last = self.steps
         if first > last:
             rule = f"steps=[{first}, {last}]: the first step to profile comes after the last"
             raise ValueError(f"{rule}; write [{last}, {first}], or one step twice")
-        return self
 
 
 class PhaseSection(Section):
@@ -550,8 +533,7 @@ class TrainSection(Section):
     # metrics.jsonl); null: as its data sheet says, where penstock knows the GPU
     peak_tflops: Positive | None = None
 
-    @model_validator(mode="after")
-    def keys_fit_together(self) -> Self:
+    def check_keys(self) -> None:
         if self.profile is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
@@ -570,7 +552,6 @@ class TrainSection(Section):
                 "check=always compares a resumed run with the files of its checkpoint, and there are none in "
                 "memory; take check=auto, or leave memory_checkpoint_every out"
             )
-        return self
 
     @field_validator("check", mode="before")
     @classmethod
@@ -584,11 +565,9 @@ class KeepSection(Section):
     last: Count | None = None  # so many of the newest; null: all
     every: Count | None = None  # and for ever those whose step is a multiple of this
 
-    @model_validator(mode="after")
-    def every_needs_last(self) -> Self:
+    def check_keys(self) -> None:
         if self.every is not None and self.last is None:
             raise ValueError("every is given and last is not, which keeps all; give last, 1 or more, too")
-        return self
 
 
 class OutputSection(Section):
@@ -637,8 +616,7 @@ class TrainConfig(Section):
             return {**keys, "model": {"dtype": "bfloat16", **model}}
         return keys
 
-    @model_validator(mode="after")
-    def precision_fits(self) -> Self:
+    def _check_precision(self) -> None:
         dtype, precision = self.model.dtype, self.train.precision
         wanted = "float32" if precision == "mixed" else precision
         if wanted not in (None, dtype):
@@ -651,7 +629,6 @@ class TrainConfig(Section):
                 f"train.precision=mixed and parallel.param_dtype={self.parallel.param_dtype} are two ways to "
                 "compute in half precision; leave param_dtype out"
             )
-        return self
 
     @property
     def computed(self) -> str:
@@ -660,8 +637,8 @@ class TrainConfig(Section):
             return "bfloat16"
         return self.parallel.param_dtype or self.model.dtype
 
-    @model_validator(mode="after")
-    def fits_together(self) -> Self:
+    def check_keys(self) -> None:
+        self._check_precision()
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
             run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
@@ -695,7 +672,6 @@ class TrainConfig(Section):
         if self.data.tokenizer is None and self.model.path is None:
             rule = "data.tokenizer is missing and model.config brings none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
-        return self
 
     def _check_images(self, lengths: list[int | None]) -> None:
         """Raise ValueError for settings that would cut rows, and with them images."""

@@ -31,6 +31,14 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",  # of a model's config, which may hold an infinity
     )  # fmt: skip
 
+    @model_validator(mode="after")
+    def checked(self) -> Self:
+        self.check_keys()
+        return self
+
+    def check_keys(self) -> None:
+        """Raise ValueError "rule; remedy" for keys that do not fit together."""
+
 
 @contextmanager
 def as_finding() -> Iterator[None]:
@@ -139,11 +147,9 @@ class CheckpointingSection(Section):
     in_flight: InFlight = None  # only the first so many of a rank's microbatches in flight; a list: by rank
     memory_limit: Bytes = None  # a rank's, which chooses in_flight: bytes, or text like 8 GiB
 
-    @model_validator(mode="after")
-    def chosen_once(self) -> Self:
+    def check_keys(self) -> None:
         if self.in_flight is not None and self.memory_limit is not None:
             raise ValueError("memory_limit chooses in_flight, and here both are given; leave one of them out")
-        return self
 
 
 class OffloadingSection(Section):
