@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,18 +112,16 @@ class Reader:
     def _find(self, wanted: set[int]) -> dict[int, Record]:
         if not wanted:
             return {}
-        records = enumerate(self._source.records(min(wanted)), start=min(wanted))
-        found = {}
-        for number, record in records:
-            if number in wanted:
-                found[number] = record
-            if len(found) == len(wanted):
-                return found
-        raise DataError(
-            f"data.path={self._source.section.path}",
-            f"the checkpoint names its record {max(wanted)}, and it has fewer",
-            "Give the files that the run began with, or start without --resume",
-        )
+        first, last = min(wanted), max(wanted)
+        read = islice(enumerate(self._source.records(first), start=first), last - first + 1)
+        found = {number: record for number, record in read if number in wanted}
+        if last not in found:
+            raise DataError(
+                f"data.path={self._source.section.path}",
+                f"the checkpoint names its record {last}, and it has fewer",
+                "Give the files that the run began with, or start without --resume",
+            )
+        return found
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         """Records with their numbers, epoch after epoch."""

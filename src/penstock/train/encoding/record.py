@@ -261,11 +261,9 @@ def _columns(name: str, row: Mapping[str, Any], columns: ColumnsSection) -> Text
     if columns.choice is not None:
         said = _chosen(name, said, field_of(name, row, columns.choice, _NAME_FIELDS), columns)
     prompt = field_of(name, row, columns.prompt, _NAME_FIELDS)
+    remedy = "Mend it" if columns.choice else "Mend it; of a list of texts name data.columns.choice"
     for field, text in ((columns.prompt, prompt), (columns.completion, said)):
-        if not isinstance(text, str):
-            remedy = "Mend it" if columns.choice else "Mend it; of a list of texts name data.columns.choice"
-            raise wrong(name, f"{field} is a text, and here is {_kind(text)}", remedy)
-        check_unicode(name, field, text)
+        check_unicode(name, field, _text(name, field, text, remedy))
     return Texts(prompt, columns.between + said)
 
 
@@ -292,7 +290,7 @@ def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
 
 
 def _system(name: str, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    text = _text_in(name, row, "system")
+    text = _text(name, "system", row.get("system", ""))
     return [("system", {"role": "system", "content": text})] if text else []
 
 
@@ -302,8 +300,8 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise wrong(name, "history is a list of pairs, each a question and its answer")
-    asked = [_text_in(name, row, key) for key in ("instruction", "input")]
-    own = ["\n".join(text for text in asked if text), _text_in(name, row, answer)]
+    *asked, said = [_text(name, key, row.get(key, "")) for key in ("instruction", "input", answer)]
+    own = ["\n".join(text for text in asked if text), said]
     return [
         *_system(name, row),
         *(
@@ -314,11 +312,10 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     ]
 
 
-def _text_in(name: str, row: Mapping[str, Any], key: str) -> str:
-    text = row.get(key, "")
-    if not isinstance(text, str):
-        raise wrong(name, f"{key} is a text, and here is {_kind(text)}")
-    return text
+def _text(name: str, at: str, value: object, remedy: str = MEND) -> str:
+    if not isinstance(value, str):
+        raise wrong(name, f"{at} is a text, and here is {_kind(value)}", remedy)
+    return value
 
 
 def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:

@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's prin
 from penstock.errors import DataError
 from penstock.models.model_folder import TOKENIZER, check_folder, code_refused, names_code, other_files
 from penstock.reading import MIB, read_text
+from penstock.train.data.sources import wrong
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Messages = Sequence[Mapping[str, Any]]
@@ -227,8 +228,6 @@ def _text(name: str, document: bytes) -> str:
     try:
         return document.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"data file {name}",
-            f"it is not UTF-8 text (byte {error.start} is 0x{document[error.start]:02x})",
-            "Convert or exclude it, or set data.tokenizer=bytes, which reads any bytes",
-        ) from None
+        rule = f"it is not UTF-8 text (byte {error.start} is 0x{document[error.start]:02x})"
+        remedy = "Convert or exclude it, or set data.tokenizer=bytes, which reads any bytes"
+        raise wrong(name, rule, remedy) from None
