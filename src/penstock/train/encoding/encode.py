@@ -85,7 +85,7 @@ class Encoder:
             case "chat":
                 made = self._chats.encode
             case "tokens":
-                made = partial(tokens_of, **dict(self.options))
+                made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
             case unknown:
                 assert_never(unknown)
         return [(record.name, made(record.name, _row(record))) for record in records]
