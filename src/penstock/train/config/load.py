@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -234,6 +235,9 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
 
 
+_refused = partial(yaml.MarkedYAMLError, None, None)  # takes what is wrong, and where
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
         first: [each for each in resolvers if each[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
@@ -254,12 +258,12 @@ class _Loader(yaml.SafeLoader):
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {DEEPEST} levels", mark)
+            raise _refused(f"it nests deeper than {DEEPEST} levels", mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._expanded:
-            raise yaml.composer.ComposerError(None, None, "an alias stands within what it stands for", mark)
+            raise _refused("an alias stands within what it stands for", mark)
         if node is not None and not is_alias:
             self._expanded[node] = self._size(node, mark)
         return node
@@ -271,17 +275,15 @@ class _Loader(yaml.SafeLoader):
         inner = [each for pair in node.value for each in pair] if pairs else node.value
         size = 1 + sum(self._expanded[each] for each in inner)
         if size > _EXPANDED:
-            problem = f"with its aliases expanded it has more than {_EXPANDED:,} characters"
-            raise yaml.composer.ComposerError(None, None, problem, mark)
+            raise _refused(f"with its aliases expanded it has more than {_EXPANDED:,} characters", mark)
         return size
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if node.tag in _NUMBERS and len(node.value) > _DIGITS:
-            problem = f"a number of more than {_DIGITS} digits"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise _refused(f"a number of more than {_DIGITS} digits", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and _UNWRITABLE.search(node.value):
-            problem = "a text with a NUL or half a surrogate pair, which no file can hold"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            rule = "a text with a NUL or half a surrogate pair, which no file can hold"
+            raise _refused(rule, node.start_mark)
         return super().construct_scalar(node)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
@@ -293,8 +295,7 @@ class _Loader(yaml.SafeLoader):
         known = set[str]()
         for key in keys:
             if key.value in known:
-                problem = f"key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise _refused(f"key {key.value!r} is given twice", key.start_mark)
             known.add(key.value)
         return super().construct_mapping(node, deep)
 

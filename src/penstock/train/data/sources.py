@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, assert_never
 
@@ -289,13 +289,9 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for block in file.iter_batches(_BLOCK, columns=columns(file.schema_arrow.names)):
-                for row in block.to_pylist():
-                    yield Record(f"{path} row {number}", row)
-                    number += 1
+            yield from _rows(path, file.iter_batches(_BLOCK, columns=columns(file.schema_arrow.names)))
     except (pyarrow.ArrowException, OSError) as error:
         rule = f"pyarrow cannot read it as Parquet ({error})"
         raise wrong(str(path), rule, "Write it again") from None
@@ -320,10 +316,13 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
             f"Give one of them, e.g. {path / next(iter(loaded), '')}",
         )
     rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
-    for first in range(0, len(rows), _BLOCK):
-        block = rows[first : first + _BLOCK]
-        for number, row in enumerate(block.to_pylist(), start=first):
-            yield Record(f"{path} row {number}", row)
+    yield from _rows(path, rows.iter(_BLOCK))
+
+
+def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
+    """The rows of Arrow's blocks."""
+    rows = chain.from_iterable(block.to_pylist() for block in blocks)
+    return (Record(f"{path} row {number}", row) for number, row in enumerate(rows))
 
 
 def _need_datasets(path: Path, what: str) -> Any:

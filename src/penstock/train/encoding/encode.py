@@ -115,10 +115,8 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
     if kind == "chat":
         options += (
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
-            ("drop", section.unanswered == "drop"),
+            ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
-        if keys.columns is not None:
-            options += (("columns", keys.columns),)
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 
