@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -360,7 +359,7 @@ def load_data(
         return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
     found = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in found))
-    held = StoredRows(tuple(held_out or (own for _, own in found)))
+    held = StoredRows(tuple(held_out or (rest for _, rest in found)))
     _check_size(config, found, rows, held)
     counts = tuple(map(len, rows.sources))
     epochs = [source.epochs for source in section.sources]
@@ -495,9 +494,9 @@ class _Loader:
         return store
 
     def _tokenise(self, folder: Path, source: Source, encoder: Encoder) -> None:
-        dtype: npt.DTypeLike = np.uint32
-        if encoder.kind != "tokens" and self.tokenizer.count <= 1 << 16:
-            dtype = np.uint8 if self.tokenizer.count <= 1 << 8 else np.uint16
+        dtype = np.dtype(np.uint32)
+        if encoder.kind != "tokens":
+            dtype = np.min_scalar_type(self.tokenizer.count - 1)
         blocks = _shown(source, encoded(encoder, source, self.section.workers))
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 
