@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from penstock.errors import ConfigError
 from penstock.train.config.values import Count, Natural, Patterns, Section
@@ -53,8 +53,7 @@ class AdapterSection(Section):
     quantize: Literal["nf4"] | None = None
     trained_tokens: Numbers = ()  # rows of the embedding that are trained, such as those of new tokens
 
-    @model_validator(mode="after")
-    def fits(self) -> Self:
+    def check_keys(self) -> None:
         if self.kind == "dora" and self.target_parameters:
             raise ValueError("kind=dora with target_parameters: PEFT has no such; take kind: lora")
         if self.layers and isinstance(self.targets, str):
@@ -62,20 +61,11 @@ class AdapterSection(Section):
         if self.dropout and self.target_parameters:
             rule = f"dropout={self.dropout} with target_parameters: PEFT has no such"
             raise ValueError(f"{rule}; set dropout: 0")
-        return self
 
     def lora_config(self) -> LoraConfig:
         """What PEFT calls it. Raises ConfigError where PEFT refuses it, or is not installed."""
         from penstock.models.adapters import import_peft
 
-        options: dict[str, Any] = {
-            "target_modules": self.targets if isinstance(self.targets, str) else list(self.targets),
-            "exclude_modules": list(self.exclude) or None,
-            "layers_to_transform": list(self.layers) or None,
-            "target_parameters": list(self.target_parameters) or None,
-            "modules_to_save": list(self.modules_to_save) or None,
-            "trainable_token_indices": list(self.trained_tokens) or None,
-        }
         peft = import_peft()
         try:
             return peft.LoraConfig(
@@ -88,7 +78,12 @@ class AdapterSection(Section):
                 bias=self.bias,
                 rank_pattern=dict(self.ranks),
                 alpha_pattern=dict(self.alphas),
-                **options,
+                target_modules=self.targets if isinstance(self.targets, str) else list(self.targets),
+                exclude_modules=list(self.exclude) or None,
+                layers_to_transform=list(self.layers) or None,
+                target_parameters=list(self.target_parameters) or None,
+                modules_to_save=list(self.modules_to_save) or None,
+                trainable_token_indices=list(self.trained_tokens) or None,
             )
         except ValueError as cause:
             raise ConfigError("adapter", f"PEFT refuses its keys: {cause}", "Change them") from cause

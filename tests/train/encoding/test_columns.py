@@ -13,9 +13,8 @@ import endings
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.train.config.load import load_config
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import ColumnsSection, TrainConfig
 from penstock.train.encoding.chat import ChatEncoder
-from penstock.train.encoding.record import Columns
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.run import preflight, run
 from support.reference import assert_gradients, gradients_of
@@ -29,7 +28,7 @@ ROW = {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "
 END = 257  # the tokenizer's end of text
 
 
-def encoded(row: dict[str, Any], columns: Columns, **options: Any) -> tuple[str, str]:
+def encoded(row: dict[str, Any], columns: ColumnsSection, **options: Any) -> tuple[str, str]:
     """What the loss does not count, and what it counts, as text."""
     tokenizer = HuggingFace("bytes")
     tokenizer.own.chat_template = None  # texts need none
@@ -43,10 +42,10 @@ def encoded(row: dict[str, Any], columns: Columns, **options: Any) -> tuple[str,
 
 
 def test_the_right_ending_counts_alone() -> None:
-    assert encoded(ROW, Columns(**COLUMNS)) == ("A rank waits. It", " computes.")
-    assert encoded({**ROW, "label": 0}, Columns(**COLUMNS)) == ("A rank waits. It", " sings.")
-    assert encoded(ROW, Columns(**COLUMNS), loss_on="all") == ("", "A rank waits. It computes.")
-    plain = Columns("question", "answer", between="\n")
+    assert encoded(ROW, ColumnsSection(**COLUMNS)) == ("A rank waits. It", " computes.")
+    assert encoded({**ROW, "label": 0}, ColumnsSection(**COLUMNS)) == ("A rank waits. It", " sings.")
+    assert encoded(ROW, ColumnsSection(**COLUMNS), loss_on="all") == ("", "A rank waits. It computes.")
+    plain = ColumnsSection(prompt="question", completion="answer", between="\n")
     assert encoded({"question": "2 + 3?", "answer": "5"}, plain) == ("2 + 3?", "\n5")
 
 
@@ -68,7 +67,7 @@ def test_the_right_ending_counts_alone() -> None:
 )
 def test_wrong_records_are_named(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=r"^data file a.jsonl line 1: ") as refused:
-        encoded(ROW | change, Columns(**COLUMNS))
+        encoded(ROW | change, ColumnsSection(**COLUMNS))
     assert message in str(refused.value)
 
 
@@ -76,9 +75,9 @@ def test_missing_fields_are_named() -> None:
     with pytest.raises(
         DataError, match=r"no field 'context', only 'ctx', 'endings', 'label'\. Name its fields"
     ):
-        encoded(ROW, Columns("context", "endings", "label"))
+        encoded(ROW, ColumnsSection(prompt="context", completion="endings", choice="label"))
     with pytest.raises(DataError, match=r"a list\. Mend it; of a list of texts name data\.columns\.choice"):
-        encoded(ROW, Columns("ctx", "endings"))
+        encoded(ROW, ColumnsSection(prompt="ctx", completion="endings"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Hashable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -131,42 +132,34 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
-# keys of other trainers
-_ELSEWHERE = {
-    **dict.fromkeys(("lr", "peak_lr"), "Write optimizer.learning_rate"),
-    **dict.fromkeys(
-        ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"), "Write train.clip_norm"
-    ),
-    **dict.fromkeys(
-        ("gradient_accumulation_steps", "accumulate_grad_batches"),
-        "Write pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many "
-        "do not fit into one pipeline call, train.accumulate calls",
-    ),
-    **dict.fromkeys(
-        ("micro_batch_size", "per_device_train_batch_size"),
-        "Write train.batch_size, the rows of a step, and pipeline.microbatches, their parts",
-    ),
-    **dict.fromkeys(("save_every", "save_steps", "save_interval"), "Write train.checkpoint_every"),
-    **dict.fromkeys(("eval_every", "eval_steps", "eval_interval"), "Write train.evaluate_every"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_iters"), "Write train.steps"),
-    **dict.fromkeys(
-        ("dp", "data_parallel_size"),
-        "Write parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)",
-    ),
-    **dict.fromkeys(("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"), "Write pipeline.ranks"),
-    **dict.fromkeys(("tensor_parallel_size", "tensor_model_parallel_size"), "Write parallel.tp"),
-    **dict.fromkeys(("context_parallel_size",), "Write parallel.cp"),
-    **dict.fromkeys(("expert_parallel_size", "expert_model_parallel_size"), "Write parallel.ep"),
-    **dict.fromkeys(("seq_len", "seq_length", "max_seq_length", "block_size"), "Write data.sequence_length"),
-    **dict.fromkeys(("gradient_checkpointing",), "Write train.activation_checkpointing"),
-    **dict.fromkeys(("bf16", "mixed_precision"), "Write train.precision=mixed, or bfloat16"),
-    **dict.fromkeys(("optim",), "Write optimizer.name, and optimizer.states for AdamW in 8 bits"),
-    **dict.fromkeys(("output_dir", "out_dir"), "Write output.folder"),
-    **dict.fromkeys(("lora_r", "lora_rank"), "Write adapter.r"),
-    **dict.fromkeys(("lora_target_modules", "lora_target", "target_modules"), "Write adapter.targets"),
-    **{f"lora_{key}": f"Write adapter.{key}" for key in ("alpha", "dropout", "modules_to_save")},
-    **dict.fromkeys(("load_in_4bit", "quantization_bit"), "Write adapter.quantize=nf4"),
-}
+# what is written here for keys of other trainers
+_HERE = {
+    "optimizer.learning_rate": "lr peak_lr",
+    "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
+    "pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many do not fit "
+    "into one pipeline call, train.accumulate calls": "gradient_accumulation_steps accumulate_grad_batches",
+    "train.batch_size, the rows of a step, and pipeline.microbatches, their parts":
+        "micro_batch_size per_device_train_batch_size",
+    "train.checkpoint_every": "save_every save_steps save_interval",
+    "train.evaluate_every": "eval_every eval_steps eval_interval",
+    "train.steps": "max_steps num_steps train_iters",
+    "parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)":
+        "dp data_parallel_size",
+    "pipeline.ranks": "pp pipeline_parallel_size pipeline_model_parallel_size",
+    "parallel.tp": "tensor_parallel_size tensor_model_parallel_size",
+    "parallel.cp": "context_parallel_size",
+    "parallel.ep": "expert_parallel_size expert_model_parallel_size",
+    "data.sequence_length": "seq_len seq_length max_seq_length block_size",
+    "train.activation_checkpointing": "gradient_checkpointing",
+    "train.precision=mixed, or bfloat16": "bf16 mixed_precision",
+    "optimizer.name, and optimizer.states for AdamW in 8 bits": "optim",
+    "output.folder": "output_dir out_dir",
+    "adapter.r": "lora_r lora_rank",
+    "adapter.targets": "lora_target_modules lora_target target_modules",
+    **{f"adapter.{key}": f"lora_{key}" for key in ("alpha", "dropout", "modules_to_save")},
+    "adapter.quantize=nf4": "load_in_4bit quantization_bit",
+}  # fmt: skip
+_ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in keys.split()}
 
 
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
@@ -242,6 +235,9 @@ def _parse(text: str) -> Any:
         raise yaml.YAMLError(f"a value is not what its tag says ({error})") from error
 
 
+_refused = partial(yaml.MarkedYAMLError, None, None)  # takes what is wrong, and where
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
         first: [each for each in resolvers if each[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
@@ -262,12 +258,12 @@ class _Loader(yaml.SafeLoader):
         mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
         self._depth += 1
         if self._depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"it nests deeper than {DEEPEST} levels", mark)
+            raise _refused(f"it nests deeper than {DEEPEST} levels", mark)
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._expanded:
-            raise yaml.composer.ComposerError(None, None, "an alias stands within what it stands for", mark)
+            raise _refused("an alias stands within what it stands for", mark)
         if node is not None and not is_alias:
             self._expanded[node] = self._size(node, mark)
         return node
@@ -279,17 +275,15 @@ class _Loader(yaml.SafeLoader):
         inner = [each for pair in node.value for each in pair] if pairs else node.value
         size = 1 + sum(self._expanded[each] for each in inner)
         if size > _EXPANDED:
-            problem = f"with its aliases expanded it has more than {_EXPANDED:,} characters"
-            raise yaml.composer.ComposerError(None, None, problem, mark)
+            raise _refused(f"with its aliases expanded it has more than {_EXPANDED:,} characters", mark)
         return size
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if node.tag in _NUMBERS and len(node.value) > _DIGITS:
-            problem = f"a number of more than {_DIGITS} digits"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise _refused(f"a number of more than {_DIGITS} digits", node.start_mark)
         if isinstance(node, yaml.ScalarNode) and _UNWRITABLE.search(node.value):
-            problem = "a text with a NUL or half a surrogate pair, which no file can hold"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            rule = "a text with a NUL or half a surrogate pair, which no file can hold"
+            raise _refused(rule, node.start_mark)
         return super().construct_scalar(node)
 
     def construct_integer(self, node: yaml.ScalarNode) -> int:
@@ -301,8 +295,7 @@ class _Loader(yaml.SafeLoader):
         known = set[str]()
         for key in keys:
             if key.value in known:
-                problem = f"key {key.value!r} is given twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise _refused(f"key {key.value!r} is given twice", key.start_mark)
             known.add(key.value)
         return super().construct_mapping(node, deep)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -87,8 +87,7 @@ class ModelSection(Section):
     # Whether Python code in the folders of model and tokenizer may run, for what transformers has no code for
     trust_remote_code: bool = False
 
-    @model_validator(mode="after")
-    def one_source(self) -> Self:
+    def check_keys(self) -> None:
         if (self.path is None) == (self.config is None):
             found = "neither is" if self.path is None else "both are"
             raise ValueError(f"exactly one of model.path and model.config is needed, and here {found}")
@@ -98,7 +97,6 @@ class ModelSection(Section):
             raise ValueError(
                 "model.revision and model.commit are of a Hub name, and model.config is none; leave them out"
             )
-        return self
 
 
 class DummySection(Section):
@@ -142,19 +140,16 @@ class RecordSection(Section):
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
-    @model_validator(mode="after")
-    def columns_are_a_chats(self) -> Self:
+    def check_keys(self) -> None:
         if self.columns is None:
-            return self
-        for key, value, right in (("kind", self.kind, ("chat",)), ("chat_form", self.chat_form, ("auto",)),
-                                  ("messages_field", self.messages_field, (None,))):  # fmt: skip
-            if value not in right:
+            return
+        for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
+            if (value := getattr(self, key)) != wanted:
                 rule = (
                     f"columns name the fields of a prompt and its completion, and {key}={value} another way"
                 )
                 remedy = "set kind=chat" if key == "kind" else f"leave {key} out"
                 raise ValueError(f"{rule} to read a record; {remedy}, or leave columns out")
-        return self
 
 
 class SourceSection(RecordSection):
@@ -182,9 +177,8 @@ class DataSection(RecordSection):
     path: PathText | None = None  # a local file or folder
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
-    tokenizer: PathText | None = (
-        None  # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
-    )
+    # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
+    tokenizer: PathText | None = None
     chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own
     # Chats show images: the folder that their paths are relative to. A processor takes the tokenizer's place
     images: PathText | None = None
@@ -217,12 +211,11 @@ class DataSection(RecordSection):
         """Chats have defaults of their own; sources have the keys of the section."""
         if not isinstance(keys, dict):
             return keys
-        mixture, shared = (
-            keys.get("mixture"),
-            {key: keys[key] for key in RecordSection.model_fields if key in keys},
-        )
+        mixture = keys.get("mixture")
+        shared = {key: keys[key] for key in RecordSection.model_fields if key in keys}
         sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
-        if any(isinstance(source, dict) and source.get("kind") == "chat" for source in sources):
+        kinds = [source.get("kind") for source in sources if isinstance(source, dict)]
+        if "chat" in kinds:
             keys = {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"} | keys
 
         def completed(source: Any) -> Any:
@@ -231,7 +224,7 @@ class DataSection(RecordSection):
             is_chat = source.get("kind", shared.get("kind")) == "chat"
             return {key: shared[key] for key in shared if is_chat or key != "columns"} | source
 
-        if any(isinstance(source, dict) and source.get("kind") == "dummy" for source in sources):
+        if "dummy" in kinds:
             length = keys.get("document_length") or keys.get("sequence_length", 128)
             shared["dummy"] = {"tokens": length} | (keys.get("dummy") or {})
             keys = {"tokenizer": "bytes"} | ({} if keys.get("mixture") else {"path": "dummy"}) | keys
@@ -240,8 +233,8 @@ class DataSection(RecordSection):
             keys = keys | {"mixture": [completed(source) for source in sources[1:]]}
         return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
 
-    @model_validator(mode="after")
-    def one_source(self) -> Self:
+    def check_keys(self) -> None:
+        super().check_keys()
         if (self.path is None) == (not self.mixture):
             found = "neither is" if self.path is None else "both are"
             raise ValueError(
@@ -253,49 +246,37 @@ class DataSection(RecordSection):
                 "the weights of data.mixture sum to 0, so that no row is taken; "
                 "give one of them a weight above 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def documents_fit_their_rows(self) -> Self:
         length = self.document_length
-        if length is None:
-            return self
-        if self.packing not in ("sequential", "best_fit"):
+        if length is not None and self.packing not in ("sequential", "best_fit"):
             raise ValueError(
                 f"data.document_length={length} is of rows that hold several documents, and "
                 f"data.packing={self.packing} makes others; take sequential or best_fit, or leave it out"
             )
-        if length > self.sequence_length:
+        if length is not None and length > self.sequence_length:
             raise ValueError(
                 f"data.document_length={length} is above data.sequence_length={self.sequence_length}, a "
                 "whole row; give that or less"
             )
-        return self
+        if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
+            raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
+        if self.images is not None:
+            self._check_images()
+        if self.streaming is not None:
+            self._check_streaming()
 
     @property
     def longest_document(self) -> int:
         """Tokens of a document, or of a piece of one, at most."""
         return self.document_length or self.sequence_length
 
-    @model_validator(mode="after")
-    def dummy_is_of_its_kind(self) -> Self:
-        if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
-            raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
-        return self
-
-    @model_validator(mode="after")
-    def images_are_whole(self) -> Self:
+    def _check_images(self) -> None:
         """An image and its tokens stay together: no row is cut, and none has two documents."""
-        if self.images is None:
-            return self
-        for name, value, wanted in (
-            ("packing", self.packing, "none"),
-            ("overlong", self.overlong, "drop"),
-            ("streaming", None if self.streaming is None else "on", None),
-        ):
-            if value != wanted:
-                remedy = "leave it out" if wanted is None else f"set data.{name}={wanted}"
-                raise ValueError(f"data.images with data.{name}={value} would cut images apart; {remedy}")
+        for name, wanted in (("packing", "none"), ("overlong", "drop")):
+            if (value := getattr(self, name)) != wanted:
+                rule = f"data.images with data.{name}={value} would cut images apart"
+                raise ValueError(f"{rule}; set data.{name}={wanted}")
+        if self.streaming is not None:
+            raise ValueError("data.images with data.streaming=on would cut images apart; leave it out")
         everything = [*self.sources, *([self.validation] if self.validation else [])]
         if odd := next((source.kind for source in everything if source.kind != "chat"), None):
             raise ValueError(f"data.images is of chats, and here is data.kind={odd}; set data.kind=chat")
@@ -303,12 +284,8 @@ class DataSection(RecordSection):
             raise ValueError(
                 "data.images with data.tokenizer=bytes, which reads no image; give a processor's folder"
             )
-        return self
 
-    @model_validator(mode="after")
-    def streamed(self) -> Self:
-        if self.streaming is None:
-            return self
+    def _check_streaming(self) -> None:
         if self.validation is None:
             raise ValueError("data.streaming knows no end to hold out; give data.validation")
         if self.packing == "best_fit":
@@ -326,7 +303,6 @@ class DataSection(RecordSection):
             raise ValueError(
                 "Megatron's files are tokens that are read where they lie; leave data.streaming out"
             )
-        return self
 
     @property
     def sources(self) -> tuple[MixtureSection, ...]:
@@ -344,13 +320,11 @@ class PaddingSection(Section):
     multiple: Count = 1  # rounded up to a multiple of it
     buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()  # rounded up to one of these, ascending
 
-    @model_validator(mode="after")
-    def one_target(self) -> Self:
+    def check_keys(self) -> None:
         if any(a >= b for a, b in pairwise(self.buckets)):
             raise ValueError(f"buckets={list(self.buckets)} are not ascending; sort them")
         if self.length is not None and self.buckets:
             raise ValueError("length is fixed, which leaves nothing to buckets; give one of the two")
-        return self
 
 
 class PipelineSection(Section):
@@ -392,8 +366,7 @@ class PipelineSection(Section):
             schedule_config(schedule)
         return schedule
 
-    @model_validator(mode="after")
-    def measured_alone(self) -> Self:
+    def check_keys(self) -> None:
         names = ("embedding_weight", "head_weight", "layout", "layers_per_stage", "first_stage_layers",
                  "last_stage_layers", "modules_per_stage")  # fmt: skip
         for name in names:
@@ -402,15 +375,10 @@ class PipelineSection(Section):
                     f"pipeline.balance={self.balance} and pipeline.{name} each say which layers go to which "
                     f"stage; give one of the two"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def padding_needs_padded_shapes(self) -> Self:
         if self.padding is not None and self.shapes != "padded":
             raise ValueError(
                 f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
             )
-        return self
 
 
 _SHARDING = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
@@ -441,15 +409,13 @@ class ParallelSection(Section):
             raise ValueError(f"{rule}; write pipeline.ranks={keys['pp']}")
         return keys
 
-    @model_validator(mode="after")
-    def sizes_are_right(self) -> Self:
+    def check_keys(self) -> None:
         with as_finding():
             axes = self.axes
         found = [f"{name}={getattr(self, name)}" for name in _SHARDING if getattr(self, name)]
         if found and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
             rule = "configures the weights that FSDP2 shards, and here no weight is sharded"
             raise ValueError(f"{' and '.join(found)} {rule}; set dp_shard to 2 or more, or leave it out")
-        return self
 
     @property
     def axes(self) -> Axes:
@@ -471,13 +437,11 @@ class ProfileSection(Section):
 
     steps: Annotated[tuple[Count, Count], Field(strict=False)]  # [first, last]
 
-    @model_validator(mode="after")
-    def in_order(self) -> Self:
+    def check_keys(self) -> None:
         first, last = self.steps
         if first > last:
             rule = f"steps=[{first}, {last}]: the first step to profile comes after the last"
             raise ValueError(f"{rule}; write [{last}, {first}], or one step twice")
-        return self
 
 
 class PhaseSection(Section):
@@ -569,39 +533,25 @@ class TrainSection(Section):
     # metrics.jsonl); null: as its data sheet says, where penstock knows the GPU
     peak_tflops: Positive | None = None
 
-    @model_validator(mode="after")
-    def profiled_steps_are_run(self) -> Self:
+    def check_keys(self) -> None:
         if self.profile is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
-        return self
-
-    @model_validator(mode="after")
-    def rewinds_have_a_checkpoint(self) -> Self:
         if self.spike is not None and self.spike.then == "rewind" and self.checkpoint_every is None:
             rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not given"
             raise ValueError(f"{rule}; give checkpoint_every, or spike.then=skip")
-        return self
-
-    @model_validator(mode="after")
-    def phases_follow_each_other(self) -> Self:
         last = 0
         for phase in self.ramp:
             if phase.until <= last:
                 rule = f"ramp has a phase until step {phase.until} after one until step {last}"
                 raise ValueError(f"{rule}; give the phases in their order, each with a later step")
             last = phase.until
-        return self
-
-    @model_validator(mode="after")
-    def memory_is_no_file(self) -> Self:
         if self.memory_checkpoint_every is not None and self.check == "always":
             raise ValueError(
                 "check=always compares a resumed run with the files of its checkpoint, and there are none in "
                 "memory; take check=auto, or leave memory_checkpoint_every out"
             )
-        return self
 
     @field_validator("check", mode="before")
     @classmethod
@@ -615,11 +565,9 @@ class KeepSection(Section):
     last: Count | None = None  # so many of the newest; null: all
     every: Count | None = None  # and for ever those whose step is a multiple of this
 
-    @model_validator(mode="after")
-    def every_needs_last(self) -> Self:
+    def check_keys(self) -> None:
         if self.every is not None and self.last is None:
             raise ValueError("every is given and last is not, which keeps all; give last, 1 or more, too")
-        return self
 
 
 class OutputSection(Section):
@@ -668,8 +616,7 @@ class TrainConfig(Section):
             return {**keys, "model": {"dtype": "bfloat16", **model}}
         return keys
 
-    @model_validator(mode="after")
-    def precision_fits(self) -> Self:
+    def _check_precision(self) -> None:
         dtype, precision = self.model.dtype, self.train.precision
         wanted = "float32" if precision == "mixed" else precision
         if wanted not in (None, dtype):
@@ -682,14 +629,6 @@ class TrainConfig(Section):
                 f"train.precision=mixed and parallel.param_dtype={self.parallel.param_dtype} are two ways to "
                 "compute in half precision; leave param_dtype out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def optimizer_fits(self) -> Self:
-        with as_finding():
-            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
-            check_optimizer(self.optimizer, run)
-        return self
 
     @property
     def computed(self) -> str:
@@ -698,10 +637,12 @@ class TrainConfig(Section):
             return "bfloat16"
         return self.parallel.param_dtype or self.model.dtype
 
-    @model_validator(mode="after")
-    def fits_together(self) -> Self:
+    def check_keys(self) -> None:
+        self._check_precision()
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
+            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+            check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_ramp("train.batch_size", [phase.batch_size for phase in self.train.ramp])
         lengths = [phase.sequence_length for phase in self.train.ramp]
@@ -731,7 +672,6 @@ class TrainConfig(Section):
         if self.data.tokenizer is None and self.model.path is None:
             rule = "data.tokenizer is missing and model.config brings none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
-        return self
 
     def _check_images(self, lengths: list[int | None]) -> None:
         """Raise ValueError for settings that would cut rows, and with them images."""
@@ -763,16 +703,12 @@ def check_rows(rows: int, microbatches: int, parts: int, calls: int = 1) -> None
     needed = microbatches * calls * parts
     if rows >= needed:
         return
-    times = f" in each of train.accumulate={calls} calls" if calls > 1 else ""
-    value, rule = (
-        f"train.batch_size={rows}",
-        f"its rows cannot be split into pipeline.microbatches={microbatches}{times}",
-    )
-    if parts == 1:
-        raise ConfigError(value, rule, "Give each microbatch at least one row")
-    raise ConfigError(
-        value,
-        f"{rule} for each of {parts} parts (parallel.dp_replicate x parallel.dp_shard)",
-        f"Give {needed} rows or more"
-        + (f", or pipeline.microbatches={rows // parts // calls} or fewer" if rows >= parts * calls else ""),
-    )
+    rule = f"its rows cannot be split into pipeline.microbatches={microbatches}"
+    rule += f" in each of train.accumulate={calls} calls" if calls > 1 else ""
+    remedy = "Give each microbatch at least one row"
+    if parts > 1:
+        rule += f" for each of {parts} parts (parallel.dp_replicate x parallel.dp_shard)"
+        remedy = f"Give {needed} rows or more"
+        if rows >= parts * calls:
+            remedy += f", or pipeline.microbatches={rows // parts // calls} or fewer"
+    raise ConfigError(f"train.batch_size={rows}", rule, remedy)

@@ -31,6 +31,14 @@ class Section(BaseModel):
         ser_json_inf_nan="constants",  # of a model's config, which may hold an infinity
     )  # fmt: skip
 
+    @model_validator(mode="after")
+    def checked(self) -> Self:
+        self.check_keys()
+        return self
+
+    def check_keys(self) -> None:
+        """Raise ValueError "rule; remedy" for keys that do not fit together."""
+
 
 @contextmanager
 def as_finding() -> Iterator[None]:
@@ -139,11 +147,9 @@ class CheckpointingSection(Section):
     in_flight: InFlight = None  # only the first so many of a rank's microbatches in flight; a list: by rank
     memory_limit: Bytes = None  # a rank's, which chooses in_flight: bytes, or text like 8 GiB
 
-    @model_validator(mode="after")
-    def chosen_once(self) -> Self:
+    def check_keys(self) -> None:
         if self.in_flight is not None and self.memory_limit is not None:
             raise ValueError("memory_limit chooses in_flight, and here both are given; leave one of them out")
-        return self
 
 
 class OffloadingSection(Section):
@@ -157,37 +163,37 @@ class OffloadingSection(Section):
     min_bytes: Natural = 2**20  # smaller tensors stay on the device
 
 
-def _offloading(value: object) -> object:
-    if isinstance(value, bool | dict | OffloadingSection):
-        return value
-    raise ValueError(
-        f"{value!r} does not say what is offloaded; write true, false, or a mapping, as {{modules: [mlp]}}"
-    )
+def _mode(words: tuple[str, ...], complaint: str) -> BeforeValidator:
+    """Accept true, false, a mapping, or one of the words, where none is that for false.
 
+    What is neither is refused here, once.
+    """
+
+    def check(value: object) -> object:
+        if isinstance(value, bool | dict | Section) or value in words:
+            return False if value == "none" else value
+        raise ValueError(f"{value!r} {complaint}")
+
+    return BeforeValidator(check)
+
+
+# tags, so that an error in a mapping names its key, and not all the modes that it is not
+_MODE_OR_SETTINGS = Discriminator(lambda value: "settings" if isinstance(value, dict | Section) else "mode")
 
 Offloading = Annotated[
     Annotated[bool, Tag("mode")] | Annotated[OffloadingSection, Tag("settings")],
-    Discriminator(lambda value: "settings" if isinstance(value, dict | OffloadingSection) else "mode"),
-    BeforeValidator(_offloading),
+    _MODE_OR_SETTINGS,
+    _mode((), "does not say what is offloaded; write true, false, or a mapping, as {modules: [mlp]}"),
 ]
-
-
-def _checkpointing(value: object) -> object:
-    """`none` is the word for false; what is neither a mode nor a mapping is refused here, once."""
-    if isinstance(value, bool | dict | CheckpointingSection) or value in ("none", "full", "selective"):
-        return False if value == "none" else value
-    raise ValueError(
-        f"{value!r} is no way to recompute activations; write true, false, none, full, selective, "
-        "or a mapping such as {every: 2}"
-    )
-
-
 Checkpointing = Annotated[
-    # tagged, so that an error in a mapping names its key, and not all the modes that it is not
     Annotated[bool | Literal["full", "selective"], Tag("mode")]
     | Annotated[CheckpointingSection, Tag("settings")],
-    Discriminator(lambda value: "settings" if isinstance(value, dict | CheckpointingSection) else "mode"),
-    BeforeValidator(_checkpointing),
+    _MODE_OR_SETTINGS,
+    _mode(
+        ("none", "full", "selective"),
+        "is no way to recompute activations; write true, false, none, full, selective, or a mapping such as "
+        "{every: 2}",
+    ),
 ]
 
 
@@ -203,16 +209,12 @@ class CompileSection(Section):
     dynamic: bool | None = None  # whether lengths are dynamic; null: once a second one comes
 
 
-def _compile(value: object) -> object:
-    """Refuse here what is neither a switch nor a mapping, once; `none` is the word for false."""
-    if isinstance(value, bool | dict | CompileSection) or value in ("none", "layers", "loss"):
-        return False if value == "none" else value
-    rule = f"{value!r} does not say what torch.compile compiles"
-    raise ValueError(f"{rule}; write true, false, layers, loss, or a mapping such as {{backend: inductor}}")
-
-
 Compile = Annotated[
     Annotated[bool | Literal["layers", "loss"], Tag("mode")] | Annotated[CompileSection, Tag("settings")],
-    Discriminator(lambda value: "settings" if isinstance(value, dict | CompileSection) else "mode"),
-    BeforeValidator(_compile),
+    _MODE_OR_SETTINGS,
+    _mode(
+        ("none", "layers", "loss"),
+        "does not say what torch.compile compiles; write true, false, layers, loss, or a mapping such as "
+        "{backend: inductor}",
+    ),
 ]

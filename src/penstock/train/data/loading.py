@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -60,7 +59,7 @@ from penstock.train.data.store import (
     write_store,
 )
 from penstock.train.data.streaming import Options, Position, Stream, Streamed
-from penstock.train.encoding.encode import Block, Encoder, encoded, make_encoder
+from penstock.train.encoding.encode import Block, Encoder, check_highest, encoded, make_encoder
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.tokenizer import Tokenizer, open_tokenizer, read_template
 from penstock.train.model import tokenizer_folder
@@ -357,21 +356,17 @@ def load_data(
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
     weights = tuple(source.weight for source in section.sources)
     if section.streaming is not None:
-        return _streamed(config, load, StoredRows(tuple(held_out)), layout, vocabulary, parts)
+        return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
     found = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in found))
-    if not held_out:
-        held_out = [held for _, held in found]
-    held = StoredRows(tuple(held_out))
+    held = StoredRows(tuple(held_out or (rest for _, rest in found)))
     _check_size(config, found, rows, held)
-    limits = tuple(
-        None if source.epochs is None else source.epochs * len(trained)
-        for source, (trained, _) in zip(section.sources, found, strict=True)
-    )
-    mixture = Mixture(weights, limits)
+    counts = tuple(map(len, rows.sources))
+    epochs = [source.epochs for source in section.sources]
+    limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
+    sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
     sizes = Sizes.of(config, parts)
-    sampler = Sampler(mixture, tuple(len(trained) for trained, _ in found), config.train.seed)
-    facts = tuple(trained.store.facts for trained, _ in found)
+    facts = tuple(trained.store.facts for trained in rows.sources)
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
     known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
     data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts, known=known)
@@ -411,15 +406,13 @@ def _too_long(section: DataSection, rows: SourceRows) -> str:
     )
 
 
-def _streamed(
-    config: TrainConfig, load: _Loader, held: StoredRows, layout: Layout, vocabulary: int, parts: int
-) -> Data:
+def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Layout, parts: int) -> Data:
     section = config.data
     assert section.streaming is not None
     sources = [load.open(source) for source in section.sources]
     options = Options(
         section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
-        config.train.seed, vocabulary, section.longest_document,
+        config.train.seed, load.vocabulary, section.longest_document,
     )  # fmt: skip
     weights = tuple(source.weight for source in section.sources)
     stream = Stream(sources, Mixture(weights, (None,) * len(sources)), options)
@@ -493,22 +486,17 @@ class _Loader:
         store = self.cache.entry(key, build, partial(open_store, binary=binary))
         if store.facts.tokens == 0:
             raise DataError(value, "it holds no text", "Give a file with text in it")
-        if store.facts.highest >= self.vocabulary:
-            tokenised = is_megatron or encoder.kind == "tokens"
-            raise DataError(
-                f"data file {store.facts.at}"
-                if tokenised
-                else f"{value} with data.tokenizer={self.section.tokenizer}",
-                f"it gives token id {store.facts.highest} and the model has ids 0 to {self.vocabulary - 1} "
-                f"(vocab_size){'' if tokenised else f', first in {store.facts.at}'}",
-                f"Take the model's own tokenizer, or a vocab_size above {store.facts.highest}",
-            )
+        blamed, first = f"data file {store.facts.at}", ""
+        if not is_megatron and encoder.kind != "tokens":
+            blamed = f"{value} with data.tokenizer={self.section.tokenizer}"
+            first = f", first in {store.facts.at}"
+        check_highest(blamed, store.facts.highest, self.vocabulary, first)
         return store
 
     def _tokenise(self, folder: Path, source: Source, encoder: Encoder) -> None:
-        dtype: npt.DTypeLike = np.uint32
-        if encoder.kind != "tokens" and self.tokenizer.count <= 1 << 16:
-            dtype = np.uint8 if self.tokenizer.count <= 1 << 8 else np.uint16
+        dtype = np.dtype(np.uint32)
+        if encoder.kind != "tokens":
+            dtype = np.min_scalar_type(self.tokenizer.count - 1)
         blocks = _shown(source, encoded(encoder, source, self.section.workers))
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 

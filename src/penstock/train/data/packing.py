@@ -11,7 +11,8 @@ With rows of 8 tokens and documents a (5), b (10), c (3) and d (3), b becomes pi
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -35,13 +36,9 @@ class Packing(NamedTuple):
     bounds: Numbers
 
     @classmethod
-    def of(cls, rows: Iterable[list[int]]) -> Packing:
-        counts = [0]
-        pieces: list[int] = []
-        for row in rows:
-            pieces += row
-            counts.append(len(pieces))
-        return cls(np.array(pieces, dtype=np.int64), np.array(counts, dtype=np.int64))
+    def of(cls, rows: Sequence[list[int]]) -> Packing:
+        pieces = np.array([*chain.from_iterable(rows)], dtype=np.int64)
+        return cls(pieces, np.cumsum([0, *map(len, rows)], dtype=np.int64))
 
     @property
     def size(self) -> int:

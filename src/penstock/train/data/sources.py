@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from io import TextIOWrapper
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, assert_never
 
@@ -27,6 +27,7 @@ from penstock.train.config.sections import DummySection, SourceSection
 Columns = Callable[[list[str]], list[str]]
 Format = Literal["text", "jsonl", "parquet", "dataset", "megatron", "dummy"]
 TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
+MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
@@ -39,6 +40,11 @@ class Record(NamedTuple):
 
     name: str
     content: bytes | dict[str, Any]
+
+
+def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
+    """The error of a record, or of a file."""
+    return DataError(f"data file {name}", rule, remedy)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,8 @@ def open_source(section: SourceSection) -> Source:
         return Source(section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron")
     if not path.exists():
         raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
-    if section.kind == "dataset" or _is_dataset(path):
+    of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
+    if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return Source(section, (path,), "dataset")
     if not path.is_dir():
         with _reading(path):
@@ -123,10 +130,6 @@ def open_source(section: SourceSection) -> Source:
     if path.is_dir() and format == "jsonl":
         files = tuple(file for file in files if file.suffix in _JSON)
     return Source(section, files, format)
-
-
-def _is_dataset(path: Path) -> bool:
-    return path.suffix == ".arrow" or any((path / n).is_file() for n in ("state.json", "dataset_dict.json"))
 
 
 def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
@@ -191,12 +194,10 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"it cannot be read ({error.strerror or error})"
-        raise DataError(
-            f"data file {path}", rule, "Give regular files that you may read, or exclude it"
-        ) from None
+        raise wrong(str(path), rule, "Give regular files that you may read, or exclude it") from None
     except MemoryError:
         rule = "it is one document, and memory does not hold it"
-        raise DataError(f"data file {path}", rule, "Write several files, or JSONL") from None
+        raise wrong(str(path), rule, "Write several files, or JSONL") from None
 
 
 def _texts(path: Path) -> Iterator[Record]:
@@ -215,22 +216,13 @@ def _lines(path: Path) -> Iterator[Record]:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), start=1):
             if len(line) > _LONGEST:
                 rule = f"a record has {size(_LONGEST)} at most, and this line has more"
-                raise DataError(f"data file {path} line {number}", rule, "Write an object a line")
+                raise wrong(f"{path} line {number}", rule, "Write an object a line")
             if line.strip():
                 yield Record(f"{path} line {number}", line)
 
 
 def _entries(path: Path) -> Iterator[Record]:
     """The entries of one JSON list, of which one is parsed at a time."""
-    for number, entry in enumerate(_listed(path), start=1):
-        if not isinstance(entry, dict):
-            rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
-            raise DataError(f"data file {path} entry {number}", rule, "Mend it, or remove it")
-        yield Record(f"{path} entry {number}", entry)
-
-
-def _listed(path: Path) -> Iterator[Any]:
-    """The values of one JSON list."""
     number = 1
     try:
         with _reading(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
@@ -240,13 +232,17 @@ def _listed(path: Path) -> Iterator[Any]:
                 separator = text.take()
             while separator in ("[", ","):
                 text.peek()
-                yield text.value()
+                entry = text.value()
+                if not isinstance(entry, dict):
+                    rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
+                    raise wrong(f"{path} entry {number}", rule)
+                yield Record(f"{path} entry {number}", entry)
                 number, separator = number + 1, text.take()
             if separator != "]" or text.peek():
                 raise ValueError("a list goes on with a comma, or ends with a bracket and the file")
     except ValueError as error:
-        value = f"data file {path} entry {number}"
-        raise DataError(value, f"it is not JSON: {error}", "Mend it, or write JSONL") from None
+        rule = f"it is not JSON: {error}"
+        raise wrong(f"{path} entry {number}", rule, "Mend it, or write JSONL") from None
 
 
 class _JsonText:
@@ -293,16 +289,12 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for block in file.iter_batches(_BLOCK, columns=columns(file.schema_arrow.names)):
-                for row in block.to_pylist():
-                    yield Record(f"{path} row {number}", row)
-                    number += 1
+            yield from _rows(path, file.iter_batches(_BLOCK, columns=columns(file.schema_arrow.names)))
     except (pyarrow.ArrowException, OSError) as error:
         rule = f"pyarrow cannot read it as Parquet ({error})"
-        raise DataError(f"data file {path}", rule, "Write it again") from None
+        raise wrong(str(path), rule, "Write it again") from None
 
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
@@ -324,10 +316,13 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
             f"Give one of them, e.g. {path / next(iter(loaded), '')}",
         )
     rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
-    for first in range(0, len(rows), _BLOCK):
-        block = rows[first : first + _BLOCK]
-        for number, row in enumerate(block.to_pylist(), start=first):
-            yield Record(f"{path} row {number}", row)
+    yield from _rows(path, rows.iter(_BLOCK))
+
+
+def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
+    """The rows of Arrow's blocks."""
+    rows = chain.from_iterable(block.to_pylist() for block in blocks)
+    return (Record(f"{path} row {number}", row) for number, row in enumerate(rows))
 
 
 def _need_datasets(path: Path, what: str) -> Any:

@@ -32,8 +32,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from struct import Struct
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,7 +44,7 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
 from penstock.reading import check_regular, read_bytes, read_json
 from penstock.train.data.packing import Numbers
-from penstock.train.data.sources import Source
+from penstock.train.data.sources import Source, wrong
 from penstock.train.encoding.chat import Labels
 from penstock.train.encoding.encode import Block
 from penstock.train.encoding.tokenizer import Ids
@@ -281,9 +282,7 @@ def _stat(file: Path) -> os.stat_result:
         check_regular(file)
         return file.stat()
     except OSError as error:
-        raise DataError(
-            f"data file {file}", f"it cannot be read ({error.strerror})", "Give another path"
-        ) from None
+        raise wrong(str(file), f"it cannot be read ({error.strerror})", "Give another path") from None
 
 
 def _unwritable(folder: Path, error: Exception) -> ConfigError:
@@ -373,25 +372,20 @@ def open_store(folder: Path, binary: Path | None = None) -> Store:
     """Map the files of a folder that `write_store` wrote; or `write_megatron`, with Megatron's `binary`."""
     written = read_json(folder / "facts.json")
     dtype, facts = np.dtype(written.pop("dtype")), Facts(**written)
-    labels = folder / "labels"
+    labels, content, shown = folder / "labels", folder / "shown", None
+    if content.exists():
+        ends = _mapped(folder / "shown_ends", np.int64, facts.documents)
+        shown = Shown(_mapped(content, np.uint8, content.stat().st_size), ends)
     return Store(
         _mapped(binary or folder / "tokens", dtype, facts.tokens),
-        _mapped(labels, np.dtype(np.int32), facts.tokens) if labels.exists() else None,
-        _mapped(folder / "lengths", np.dtype(np.int64), facts.documents),
+        _mapped(labels, np.int32, facts.tokens) if labels.exists() else None,
+        _mapped(folder / "lengths", np.int64, facts.documents),
         facts,
-        _open_shown(folder, facts.documents),
+        shown,
     )
 
 
-def _open_shown(folder: Path, documents: int) -> Shown | None:
-    file = folder / "shown"
-    if not file.exists():
-        return None
-    content = _mapped(file, np.dtype(np.uint8), file.stat().st_size)
-    return Shown(content, _mapped(folder / "shown_ends", np.dtype(np.int64), documents))
-
-
-def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> Any:
+def _mapped(file: Path, dtype: npt.DTypeLike, count: int) -> Any:
     if not count:
         return np.empty(0, dtype)
     return np.memmap(file, dtype, "r", shape=(count,))
@@ -400,7 +394,7 @@ def _mapped(file: Path, dtype: np.dtype[Any], count: int) -> Any:
 # ---- Megatron's files: NAME.bin has the tokens, NAME.idx says where sequences and documents end
 
 _MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = 34  # bytes: the magic, a version, the code of a dtype, and the numbers of sequences and of bounds
+_HEADER = Struct("<9sQBQQ")  # the magic, a version, a dtype's code, and the counts of sequences and of bounds
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
@@ -410,7 +404,7 @@ def write_megatron(folder: Path, source: Source) -> None:
     dtype, lengths = read_index(index, binary)
     lengths.tofile(folder / "lengths")
     total = int(lengths.sum())
-    tokens, highest, lowest, place = _mapped(binary, np.dtype(dtype), total), -1, 0, 0
+    tokens, highest, lowest, place = _mapped(binary, dtype, total), -1, 0, 0
     whole = hashlib.blake2b(lengths.tobytes(), digest_size=16)
     for at, to in blocks_of(total):
         block = tokens[at:to]
@@ -419,9 +413,7 @@ def write_megatron(folder: Path, source: Source) -> None:
         if int(block.max()) > highest:
             highest, place = int(block.max()), at + int(block.argmax())
     if lowest < 0:
-        raise DataError(
-            f"data file {binary}", f"token ids are 0 or more, and it holds {lowest}", "Write it again"
-        )
+        raise wrong(str(binary), f"token ids are 0 or more, and it holds {lowest}", "Write it again")
     document = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
     facts = Facts(
         len(lengths), total, total, 0, highest, f"{binary} document {document}",
@@ -432,41 +424,33 @@ def write_megatron(folder: Path, source: Source) -> None:
 
 def read_index(index: Path, binary: Path) -> tuple[npt.DTypeLike, Numbers]:
     """The dtype of the tokens, and the length of each document. Raises DataError."""
-
-    def corrupt(rule: str) -> DataError:
-        return DataError(
-            f"data file {index}", rule, "Write both files again with Megatron's preprocess_data.py"
-        )
-
-    for file in (index, binary):
-        _stat(file)
+    corrupt = partial(wrong, str(index), remedy="Write both files again with Megatron's preprocess_data.py")
+    _, bytes_of_tokens = (_stat(file).st_size for file in (index, binary))
     content = index.read_bytes()
     if content[:9] != _MAGIC:
         raise corrupt(f"an index of Megatron begins with {_MAGIC!r}, and it begins with {content[:9]!r}")
-    if len(content) < _HEADER:
+    if len(content) < _HEADER.size:
         raise corrupt(f"it ends after {len(content)} bytes, within its header")
-    version = int.from_bytes(content[9:17], "little")
-    code = content[17]
-    sequences, bounds = (int.from_bytes(content[at : at + 8], "little") for at in (18, 26))
+    _, version, code, sequences, bounds = _HEADER.unpack_from(content)
     if version != 1 or code not in _DTYPES:
         raise corrupt(
             f"version 1 with a dtype of whole numbers is known, and it is version {version}, dtype {code}"
         )
-    needed = _HEADER + 12 * sequences + 8 * bounds
+    needed = _HEADER.size + 12 * sequences + 8 * bounds
     if len(content) < needed:
         raise corrupt(
             f"{sequences} sequences and {bounds} bounds take {needed} bytes, and it has {len(content)}"
         )
-    lengths = np.frombuffer(content, "<i4", sequences, _HEADER).astype(np.int64)
-    pointers = np.frombuffer(content, "<i8", sequences, _HEADER + 4 * sequences)
-    documents = np.frombuffer(content, "<i8", bounds, _HEADER + 12 * sequences)
+    lengths = np.frombuffer(content, "<i4", sequences, _HEADER.size).astype(np.int64)
+    pointers = np.frombuffer(content, "<i8", sequences, _HEADER.size + 4 * sequences)
+    documents = np.frombuffer(content, "<i8", bounds, _HEADER.size + 12 * sequences)
     size = np.dtype(_DTYPES[code]).itemsize
     ends = np.cumsum(lengths)
     if (lengths < 0).any() or not np.array_equal(pointers, (ends - lengths) * size):
         raise corrupt("its sequences do not lie end to end in the .bin file")
     whole = int(ends[-1]) if sequences else 0
-    if binary.stat().st_size != whole * size:
-        raise corrupt(f"it counts {whole * size} bytes, and {binary.name} has {binary.stat().st_size}")
+    if bytes_of_tokens != whole * size:
+        raise corrupt(f"it counts {whole * size} bytes, and {binary.name} has {bytes_of_tokens}")
     if not bounds or documents[0] != 0 or documents[-1] != sequences or (np.diff(documents) < 0).any():
         raise corrupt(f"documents end at sequences from 0 to {sequences}, in order, and its bounds do not")
     ends = np.concatenate([[0], ends])[documents]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +22,7 @@ from penstock.errors import DataError
 from penstock.train.data.rows import HeldRows, Piece
 from penstock.train.data.sampler import Mixture
 from penstock.train.data.sources import Record, Source
-from penstock.train.encoding.chat import Encoded
-from penstock.train.encoding.encode import Encoder
+from penstock.train.encoding.encode import Encoder, check_highest
 
 Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
 
@@ -112,18 +112,16 @@ class Reader:
     def _find(self, wanted: set[int]) -> dict[int, Record]:
         if not wanted:
             return {}
-        records = enumerate(self._source.records(min(wanted)), start=min(wanted))
-        found = {}
-        for number, record in records:
-            if number in wanted:
-                found[number] = record
-            if len(found) == len(wanted):
-                return found
-        raise DataError(
-            f"data.path={self._source.section.path}",
-            f"the checkpoint names its record {max(wanted)}, and it has fewer",
-            "Give the files that the run began with, or start without --resume",
-        )
+        first, last = min(wanted), max(wanted)
+        read = islice(enumerate(self._source.records(first), start=first), last - first + 1)
+        found = {number: record for number, record in read if number in wanted}
+        if last not in found:
+            raise DataError(
+                f"data.path={self._source.section.path}",
+                f"the checkpoint names its record {last}, and it has fewer",
+                "Give the files that the run began with, or start without --resume",
+            )
+        return found
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         """Records with their numbers, epoch after epoch."""
@@ -170,7 +168,9 @@ class Reader:
         ((name, found),) = self._encoder.encode([record])
         if found is None or not len(found.ids):
             return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
-        ids, labels, _ = _checked(name, found, self._options.vocabulary)
+        ids = found.ids.astype(np.int64)
+        labels = ids if found.labels is None else found.labels.astype(np.int64)
+        check_highest(f"data file {name}", max(ids.max(), labels.max()), self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
                 ids, labels = (np.append(each, separator) for each in (ids, labels))
@@ -254,15 +254,3 @@ class Stream:
         rows = [self._readers[source].row() for source, _ in sources]
         self._taken += count
         return rows
-
-
-def _checked(name: str, found: Encoded, vocabulary: int) -> Piece:
-    ids = found.ids.astype(np.int64)
-    labels = ids if found.labels is None else found.labels.astype(np.int64)
-    highest = max(ids.max(initial=0), labels.max(initial=0))
-    if highest >= vocabulary:
-        rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size)"
-        raise DataError(
-            f"data file {name}", rule, f"Take the model's own tokenizer, or a vocab_size above {highest}"
-        )
-    return Piece(ids, labels)

@@ -23,8 +23,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import takewhile
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,8 @@ from jinja2 import TemplateSyntaxError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
-from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Columns, Texts, wrong
+from penstock.train.data.sources import wrong
+from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]
@@ -56,32 +57,27 @@ class Encoded(NamedTuple):
     shown: bytes | None = None
 
 
-@dataclass(frozen=True)
 class ChatEncoder:
-    """Makes tokens of chats as the keys of the section data say, see there. ignored: data.ignored_fields
+    """Makes tokens of chats as the keys of the section data say, see there.
+
+    Args:
+        drop: whether chats without a token that counts are left out
+        reading: the keywords of ChatReader
 
     Raises: DataError for a tokenizer without a chat template.
     """
 
-    tokenizer: HuggingFace
-    form: str = "auto"
-    field: str | None = None
-    loss_on: str = "assistant"
-    drop: bool = False
-    columns: Columns | None = None
-    ignored: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.columns is None and not self.tokenizer.has_template:
+    def __init__(
+        self, tokenizer: HuggingFace, loss_on: str = "assistant", drop: bool = False, **reading: Any
+    ) -> None:
+        self.tokenizer, self.loss_on, self.drop = tokenizer, loss_on, drop
+        self._reader = ChatReader(tokenizer, **reading)
+        if self._reader.columns is None and not tokenizer.has_template:
             raise DataError(
                 "data.kind=chat",
                 "the tokenizer has no chat template, which says how messages become text",
                 "Give one, a Jinja file: data.chat_template=template.jinja",
             )
-
-    @cached_property
-    def _reader(self) -> ChatReader:
-        return ChatReader(self.tokenizer, self.form, self.field, self.columns, self.ignored)
 
     def encode(self, name: str, row: Mapping[str, Any]) -> Encoded | None:
         """The chat's ids and labels; None for one without a counted token that is to be dropped.
@@ -201,7 +197,7 @@ class ChatEncoder:
         texts = [self.tokenizer.chat_text(*each) for each in ((first, more), (messages, options))]
         if not texts[1].startswith(texts[0]):
             some = "message" if count == 1 else f"{count} messages"
-            at = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), len(texts[1]))
+            at = _common(*texts)
             raise wrong(
                 name,
                 f"the template writes its first {some} in another way where more follow (from "
@@ -335,12 +331,9 @@ def _after(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, C
     return np.asarray(ids, dtype=np.uint32), counted
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with: the last of a prompt may have merged with what follows it."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many both begin with: the last token of a prompt may have merged with what follows it."""
+    return sum(takewhile(bool, map(eq, first, second)))
 
 
 def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:

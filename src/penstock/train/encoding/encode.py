@@ -18,14 +18,14 @@ from multiprocessing import get_context
 from typing import Any, Literal, assert_never
 
 import numpy as np
+import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
-from penstock.reading import parse_json
 from penstock.train.config.sections import DataSection
-from penstock.train.data.sources import TOKENS, Record, Source
+from penstock.train.data.sources import MEND, TOKENS, Record, Source, wrong
 from penstock.train.encoding.chat import ChatEncoder, Encoded
-from penstock.train.encoding.record import Columns, check_unicode, refuse_keys
+from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 Kind = Literal["text", "chat", "tokens"]  # what records hold
@@ -34,13 +34,12 @@ _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
 _MOST = 1 << 31  # ids are below
-_MEND = "Mend it, or remove it"
-_MEND_TEXT = f"{_MEND}; where all records are so, set data.text_field to the one that holds the text"
+_MEND_TEXT = f"{MEND}; where all records are so, set data.text_field to the one that holds the text"
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of records.
+    """Makes tokens of records. Raises DataError where the tokenizer cannot write chats and is to.
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
@@ -52,6 +51,10 @@ class Encoder:
     lines: bool
     text_field: str
     options: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind == "chat":
+            assert self._chats
 
     @property
     def labelled(self) -> bool:
@@ -73,11 +76,6 @@ class Encoder:
         assert isinstance(self.tokenizer, HuggingFace)
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
-    def check(self) -> None:
-        """Raise DataError where the tokenizer cannot write chats and is to."""
-        if self.kind == "chat":
-            assert self._chats
-
     def encode(self, records: Sequence[Record]) -> Block:
         """The tokens of each record. Raises DataError that names a wrong one."""
         made: Callable[[str, dict[str, Any]], Encoded | None]
@@ -90,7 +88,7 @@ class Encoder:
                 made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
             case unknown:
                 assert_never(unknown)
-        return [(record.name, made(record.name, self._row(record))) for record in records]
+        return [(record.name, made(record.name, _row(record))) for record in records]
 
     def _texts(self, records: Sequence[Record]) -> Block:
         names = [record.name for record in records]
@@ -101,21 +99,13 @@ class Encoder:
         ids = self.tokenizer.encode(names, texts)
         return [(name, Encoded(each)) for name, each in zip(names, ids, strict=True)]
 
-    def _row(self, record: Record) -> dict[str, Any]:
-        return record.content if isinstance(record.content, dict) else parsed(record.name, record.content)
-
     def _field(self, record: Record) -> bytes:
-        row, field = self._row(record), self.text_field
-        value = f"data file {record.name}"
-        if field not in row:
-            rule = f"it has no field {field!r}, only {', '.join(map(repr, row)) or 'none'}"
-            raise DataError(value, rule, _MEND_TEXT)
-        if not isinstance(row[field], str):
-            rule = f"{field} holds a {type(row[field]).__name__} and no text"
-            raise DataError(value, rule, _MEND_TEXT)
-        check_unicode(record.name, field, row[field])
-        encoded: bytes = row[field].encode("utf-8")
-        return encoded
+        text = field_of(record.name, _row(record), self.text_field, _MEND_TEXT)
+        if not isinstance(text, str):
+            rule = f"{self.text_field} holds a {type(text).__name__} and no text"
+            raise wrong(record.name, rule, _MEND_TEXT)
+        check_unicode(record.name, self.text_field, text)
+        return text.encode("utf-8")
 
 
 def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> Encoder:
@@ -125,13 +115,9 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
     if kind == "chat":
         options += (
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
-            ("drop", section.unanswered == "drop"),
+            ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
-        if keys.columns is not None:
-            options += (("columns", Columns(**keys.columns.model_dump())),)
-    encoder = Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
-    encoder.check()
-    return encoder
+    return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 
 def _kind_of(source: Source) -> Kind:
@@ -142,26 +128,19 @@ def _kind_of(source: Source) -> Kind:
             return "tokens"
         case "auto" | "text" | "jsonl" | "parquet" | "dataset" | "megatron":
             first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-            found = _fields(first) if first else set()
+            found = _row(first) if first else {}
             return "tokens" if TOKENS[0] in found and source.section.text_field not in found else "text"
         case unknown:
             assert_never(unknown)
 
 
-def _fields(record: Record) -> set[str]:
-    content = record.content
-    return set(content if isinstance(content, dict) else parsed(record.name, content))
-
-
-def parsed(name: str, line: bytes) -> dict[str, Any]:
-    """The object in a line of JSONL. Raises DataError."""
-    try:
-        row = parse_json(line)
-    except ValueError as error:  # json's own, and Unicode's
-        raise DataError(f"data file {name}", f"it is not JSON: {error}", _MEND) from None
+def _row(record: Record) -> dict[str, Any]:
+    """The fields of a record, of JSONL the object in its line. Raises DataError."""
+    if isinstance(record.content, dict):
+        return record.content
+    row = parsed(record.name, "it", record.content)
     if not isinstance(row, dict):
-        rule = f"each line is a JSON object, and this is a {type(row).__name__}"
-        raise DataError(f"data file {name}", rule, _MEND)
+        raise wrong(record.name, f"each line is a JSON object, and this is a {type(row).__name__}")
     return row
 
 
@@ -170,34 +149,27 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
 
     A mask says which tokens count, or which are padding, and so is no field to pass over without a word.
     """
-    value = f"data file {name}"
-    if TOKENS[0] not in row:
-        rule = f"it has no field 'input_ids', only {', '.join(map(repr, row)) or 'none'}"
-        raise DataError(value, rule, "Take data.kind=text or chat, or tokenise it")
-    ids, labels = (_numbers(value, field, row.get(field)) for field in TOKENS)
-    assert ids is not None
+    field_of(name, row, TOKENS[0], "Take data.kind=text or chat, or tokenise it")
+    ids = _numbers(name, TOKENS[0], row[TOKENS[0]])
+    labels = None if row.get(TOKENS[1]) is None else _numbers(name, TOKENS[1], row[TOKENS[1]])
     unread = {key for key, content in row.items() if content is not None and key not in (*TOKENS, *ignored)}
     if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
         unread.remove("attention_mask")
     refuse_keys(name, unread, (), ignored)
     if ids.size and (ids.min() < 0 or ids.max() >= _MOST):
-        rule = f"token ids are 0 or more, and here is {ids[(ids < 0) | (ids >= _MOST)][0]}"
-        raise DataError(value, rule, _MEND)
+        raise wrong(name, f"token ids are 0 or more, and here is {ids[(ids < 0) | (ids >= _MOST)][0]}")
     if labels is None:
         return Encoded(ids.astype(np.uint32), ids.astype(np.int32))
     if len(labels) != len(ids):
         rule = f"it has {len(labels)} labels for {len(ids)} tokens"
-        raise DataError(value, rule, "Give one for each, -100 where the loss is not to count it")
-    wrong = labels[((labels < 0) & (labels != IGNORED)) | (labels >= _MOST)]
-    if wrong.size:
-        rule = f"a label is a token id, or {IGNORED}, and here is {wrong[0]}"
-        raise DataError(value, rule, _MEND)
+        raise wrong(name, rule, "Give one for each, -100 where the loss is not to count it")
+    unknown = labels[((labels < 0) & (labels != IGNORED)) | (labels >= _MOST)]
+    if unknown.size:
+        raise wrong(name, f"a label is a token id, or {IGNORED}, and here is {unknown[0]}")
     return Encoded(ids.astype(np.uint32), labels.astype(np.int32))
 
 
-def _numbers(value: str, field: str, found: object) -> Any:
-    if found is None and field != TOKENS[0]:
-        return None
+def _numbers(name: str, field: str, found: object) -> npt.NDArray[np.int64]:
     whole = isinstance(found, np.ndarray) or (
         isinstance(found, list) and all(type(number) is int for number in found)
     )
@@ -207,8 +179,15 @@ def _numbers(value: str, field: str, found: object) -> Any:
         numbers = np.empty((0, 0), np.int64)
     if numbers.ndim != 1:
         rule = f"{field} is a list of whole numbers, and here is a {type(found).__name__} of something else"
-        raise DataError(value, rule, _MEND)
+        raise wrong(name, rule)
     return numbers
+
+
+def check_highest(value: str, highest: int, vocabulary: int, first: str = "") -> None:
+    """Raise DataError where the highest id is none of the model's. first: where it is, if `value` says not"""
+    if highest >= vocabulary:
+        rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size){first}"
+        raise DataError(value, rule, f"Take the model's own tokenizer, or a vocab_size above {highest}")
 
 
 # ---- Over a whole source

@@ -28,6 +28,7 @@ from penstock.models.model_folder import OTHERS, TOKENIZER, check_folder
 from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, open_regular
 from penstock.train.data.rows import Piece
+from penstock.train.data.sources import wrong
 from penstock.train.encoding.tokenizer import HuggingFace, Messages
 
 _LARGEST = 64 * MIB  # of an image's file
@@ -53,12 +54,10 @@ class Processor(HuggingFace):
         self._name, self._template, self._trusted = name, template, trusted
         self._images = str(Path(images).expanduser())
         _need_pillow()
-        self.processor: Any = _read(name, trusted)
-        self.own: Any = self.processor.tokenizer
+        self.processor = self._writer = _read(name, trusted)
+        self.own = self.processor.tokenizer
         if template is not None:
             self.processor.chat_template = self.own.chat_template = template
-        eos, bos = self.own.eos_token_id, self.own.bos_token_id
-        self.separator = bos if eos is None else eos
 
     def __reduce__(self) -> Any:
         return Processor, (self._name, self._template, self._images, self._trusted)
@@ -67,9 +66,6 @@ class Processor(HuggingFace):
     def digest(self) -> str:
         """With the folder of the images, whose paths are relative to it."""
         return f"{super().digest} {Path(self._images).absolute()}"
-
-    def save(self, folder: Path) -> None:
-        self.processor.save_pretrained(folder)
 
     def check_fits(self, model: PreTrainedModel) -> None:
         """Raise DataError where its images are not those that the model takes."""
@@ -85,10 +81,6 @@ class Processor(HuggingFace):
 
     # ---- Chats
 
-    @property
-    def has_template(self) -> bool:
-        return bool(self.processor.chat_template)
-
     def template(self, tools: Any = None) -> str:
         return str(self.processor.chat_template)
 
@@ -97,13 +89,13 @@ class Processor(HuggingFace):
         left = row.get("images") or []
         if not isinstance(left, list):
             rule = f"images lists files, and here is a {type(left).__name__}"
-            raise DataError(f"data file {name}", rule, 'Write ["NAME.png"]')
+            raise wrong(name, rule, 'Write ["NAME.png"]')
         left = list(left)
         found = [{**message, "content": self._content(name, message.get("content"), left)}
                  for message in messages]  # fmt: skip
         if left:
             rule = f"{len(left)} of its images stand in no message, first {left[0]!r}"
-            raise DataError(f"data file {name}", rule, 'Write {"type": "image"} where each is to stand')
+            raise wrong(name, rule, 'Write {"type": "image"} where each is to stand')
         return found
 
     def _content(self, name: str, content: Any, left: list[Any]) -> Any:
@@ -121,18 +113,16 @@ class Processor(HuggingFace):
             elif kind in (None, "text"):  # templates differ in what they make of it, and some leave it out
                 rule = f"a message has a part {str(part)[:60]} that does not say what it is"
                 remedy = 'Write {"type": "text", "text": ...} or {"type": "image", "path": ...}'
-                raise DataError(f"data file {name}", rule, remedy)
+                raise wrong(name, rule, remedy)
             else:
                 rule = f"a message has a part of the type {kind!r}, and text and images are read"
-                raise DataError(f"data file {name}", rule, "Leave it out")
+                raise wrong(name, rule, "Leave it out")
         return parts
 
     def _check_text(self, name: str, text: Any) -> None:
         if self._token and isinstance(text, str) and self._token in text:
             rule = f"a text holds {self._token!r}, for which the model wants an image, and none is given"
-            raise DataError(
-                f"data file {name}", rule, 'Write {"type": "image", "path": ...} as a part of the content'
-            )
+            raise wrong(name, rule, 'Write {"type": "image", "path": ...} as a part of the content')
 
     def _image(self, name: str, part: Mapping[str, Any], left: list[Any]) -> dict[str, str]:
         given = next((part[key] for key in _PATHS if part.get(key)), None)
@@ -140,20 +130,16 @@ class Processor(HuggingFace):
             given = url.get("url") if isinstance(url, dict) else url
         if given is None and left:
             given = left.pop(0)
-        value = f"data file {name}"
         if given is None:
             rule = "an image of a message names no file, and its record lists none in images"
-            raise DataError(value, rule, 'Write {"type": "image", "path": "NAME.png"}')
+            raise wrong(name, rule, 'Write {"type": "image", "path": "NAME.png"}')
         if not isinstance(given, str) or "://" in given or given.startswith("data:"):
             rule = f"an image is a file on this machine, and here is {str(given)[:60]!r}"
-            raise DataError(value, rule, "Save it, and give its path, relative to data.images")
-        path = str(Path(self._images) / given)
+            raise wrong(name, rule, "Save it, and give its path, relative to data.images")
+        path, value = str(Path(self._images) / given), f"data file {name}"
         content = _bytes_of(path, value)
         _opened(path, value, content)
         return {"type": "image", "path": given, "digest": _digest(content)}
-
-    def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
-        return str(self.processor.apply_chat_template(messages, tokenize=False, **options))
 
     def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
         found = self.processor.apply_chat_template(
@@ -256,10 +242,8 @@ def _digest(content: bytes) -> str:
 
 def _read(folder: str, trusted: bool) -> Any:
     check_folder(Path(folder), DataError)
-    value, remedy = (
-        f"data.tokenizer={folder}",
-        "Give a local folder with a processor, or leave data.images out",
-    )
+    value = f"data.tokenizer={folder}"
+    remedy = "Give a local folder with a processor, or leave data.images out"
     try:
         found = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
     except Exception as error:  # transformers raises a dozen kinds for a folder without a processor

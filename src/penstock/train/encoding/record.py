@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from penstock.errors import DataError
 from penstock.reading import parse_json
+from penstock.train.config.sections import ColumnsSection
+from penstock.train.data.sources import MEND, wrong
 from penstock.train.encoding.tokenizer import HuggingFace, Messages
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -35,10 +36,8 @@ _CALLS = "function_call"  # LLaMA-Factory's role of a turn whose text is calls o
 SYSTEMS = ("system", "developer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 _OF_MESSAGES = {"role", "content", "from", "value", "weight", "train", "tool_calls", *THOUGHTS}
-_OF_RESULTS = {
-    "tool_call_id",
-    "name",
-}  # which call a message of the role tool answers; many templates pass it over
+# of a message of the role tool: which call it answers; many templates pass it over
+_OF_RESULTS = {"tool_call_id", "name"}
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
 # what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
@@ -46,7 +45,7 @@ _ANSWERS = ("output", "response")
 _DIGITS = 9  # of a number of a completion, given as text
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _HALF = re.compile("[\ud800-\udfff]")
-_MEND = "Mend it, or remove it"
+_NAME_FIELDS = "Name its fields in data.columns, or mend the record"
 
 
 class Chat(NamedTuple):
@@ -77,60 +76,20 @@ class Texts(NamedTuple):
     completion: str
 
 
-class Columns(NamedTuple):
-    """The fields of a prompt and its completion, see the keys of the section data.columns.
-
-        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
-
-    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
-    """
-
-    prompt: str
-    completion: str
-    choice: str | None = None
-    between: str = " "
-
-    def read(self, name: str, row: Mapping[str, Any]) -> Texts:
-        """Raises DataError that names the record and the field."""
-        said = _field(name, row, self.completion)
-        if self.choice is not None:
-            said = self._chosen(name, said, _field(name, row, self.choice))
-        prompt = _field(name, row, self.prompt)
-        for field, text in ((self.prompt, prompt), (self.completion, said)):
-            if not isinstance(text, str):
-                remedy = "Mend it" if self.choice else "Mend it; of a list of texts name data.columns.choice"
-                raise wrong(name, f"{field} is a text, and here is {_kind(text)}", remedy)
-            check_unicode(name, field, text)
-        return Texts(prompt, self.between + said)
-
-    def _chosen(self, name: str, said: object, number: object) -> object:
-        if not isinstance(said, list) or not said:
-            rule = f"{self.completion} is a list of completions, and here is {_kind(said)}"
-            raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
-        place = number
-        if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
-            place = int(number)
-        if type(place) is not int or not 0 <= place < len(said):
-            rule = f"{self.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
-            remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
-            raise wrong(name, rule, remedy)
-        return said[place]
-
-
 @dataclass(frozen=True)
 class ChatReader:
     """Reads records as the keys of the section data say, see there. ignored: data.ignored_fields"""
 
     tokenizer: HuggingFace
-    form: str
-    field: str | None
-    columns: Columns | None
-    ignored: tuple[str, ...]
+    form: str = "auto"
+    field: str | None = None
+    columns: ColumnsSection | None = None
+    ignored: tuple[str, ...] = ()
 
     def read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
         """The chat in a record. Raises DataError that names the record, and what is wrong with it."""
         if self.columns is not None:
-            return self.columns.read(name, row)
+            return _columns(name, row, self.columns)
         row = _with_tools(name, self._kept(row))
         field = self.field or next((key for key in ("messages", "conversations") if key in row), "messages")
         if self.form in ("auto", "messages") and field in row:
@@ -239,18 +198,18 @@ class ChatReader:
         for key in ("content", "tool_call_id", "name", *THOUGHTS):
             wanted = (str, list) if key == "content" and self.tokenizer.sees else str
             if not isinstance(message.get(key, ""), wanted):
-                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}", _MEND)
+                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}")
 
     def _calls(self, name: str, at: str, calls: object) -> list[dict[str, Any]]:
         """Calls of tools with their arguments as the template takes them."""
         rule = f"tool_calls of {at} is a list of calls, each with a name and an object of arguments"
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise wrong(name, f"{rule}, and here is {_kind(calls)}", _MEND)
+            raise wrong(name, f"{rule}, and here is {_kind(calls)}")
         made = []
         for call in map(self._kept, calls):
             function = call.get("function", call)
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise wrong(name, f"{rule}, and here is {str(call)[:80]}", _MEND)
+                raise wrong(name, f"{rule}, and here is {str(call)[:80]}")
             function = self._kept(function)
             if "arguments" in function:
                 function["arguments"] = self._arguments(name, at, function["arguments"])
@@ -259,7 +218,9 @@ class ChatReader:
 
     def _arguments(self, name: str, at: str, given: object) -> Any:
         """An object, which OpenAI writes as a text in JSON."""
-        arguments = _json(name, f"the arguments of a call in {at}", given)
+        arguments = given
+        if isinstance(given, str):
+            arguments = parsed(name, f"the arguments of a call in {at}", given)
         if not isinstance(arguments, dict):
             rule = f"the arguments of a call in {at} are an object, and here is {_kind(arguments)}"
             raise wrong(name, rule, 'Write {"NAME": VALUE}')
@@ -289,6 +250,37 @@ class ChatReader:
 # ---- Parts of a record
 
 
+def _columns(name: str, row: Mapping[str, Any], columns: ColumnsSection) -> Texts:
+    """A prompt and its completion in fields of other names.
+
+        {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
+
+    With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
+    """
+    said = field_of(name, row, columns.completion, _NAME_FIELDS)
+    if columns.choice is not None:
+        said = _chosen(name, said, field_of(name, row, columns.choice, _NAME_FIELDS), columns)
+    prompt = field_of(name, row, columns.prompt, _NAME_FIELDS)
+    remedy = "Mend it" if columns.choice else "Mend it; of a list of texts name data.columns.choice"
+    for field, text in ((columns.prompt, prompt), (columns.completion, said)):
+        check_unicode(name, field, _text(name, field, text, remedy))
+    return Texts(prompt, columns.between + said)
+
+
+def _chosen(name: str, said: object, number: object, columns: ColumnsSection) -> object:
+    if not isinstance(said, list) or not said:
+        rule = f"{columns.completion} is a list of completions, and here is {_kind(said)}"
+        raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
+    place = number
+    if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
+        place = int(number)
+    if type(place) is not int or not 0 <= place < len(said):
+        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+        remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
+        raise wrong(name, rule, remedy)
+    return said[place]
+
+
 def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
     """Messages, each with its name for errors."""
     if not isinstance(value, list) or not value:
@@ -298,7 +290,7 @@ def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
 
 
 def _system(name: str, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    text = _text_in(name, row, "system")
+    text = _text(name, "system", row.get("system", ""))
     return [("system", {"role": "system", "content": text})] if text else []
 
 
@@ -307,9 +299,9 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     history = row.get("history", [])
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise wrong(name, "history is a list of pairs, each a question and its answer", _MEND)
-    asked = [_text_in(name, row, key) for key in ("instruction", "input")]
-    own = ["\n".join(text for text in asked if text), _text_in(name, row, answer)]
+            raise wrong(name, "history is a list of pairs, each a question and its answer")
+    *asked, said = [_text(name, key, row.get(key, "")) for key in ("instruction", "input", answer)]
+    own = ["\n".join(text for text in asked if text), said]
     return [
         *_system(name, row),
         *(
@@ -320,11 +312,10 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     ]
 
 
-def _text_in(name: str, row: Mapping[str, Any], key: str) -> str:
-    text = row.get(key, "")
-    if not isinstance(text, str):
-        raise wrong(name, f"{key} is a text, and here is {_kind(text)}", _MEND)
-    return text
+def _text(name: str, at: str, value: object, remedy: str = MEND) -> str:
+    if not isinstance(value, str):
+        raise wrong(name, f"{at} is a text, and here is {_kind(value)}", remedy)
+    return value
 
 
 def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:
@@ -333,7 +324,7 @@ def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             wanted = "0 or 1" if key == "weight" else "true or false"
-            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}", _MEND)
+            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}")
     if len(answers := {bool(value) for value in said.values()}) > 1:
         raise wrong(name, f"weight and train of {at} contradict each other", "Remove one of them")
     return answers.pop() if answers else None
@@ -344,13 +335,13 @@ def _split_calls(name: str, at: str, message: dict[str, Any]) -> None:
     text = message.get("content")
     if not isinstance(text, str):
         rule = f"{at}, of the role {_CALLS}, is a text in JSON, and here is {_kind(text)}"
-        raise wrong(name, rule, _MEND)
+        raise wrong(name, rule)
     thought, mark, calls = text.rpartition("</think>")
-    parsed = _json(name, f"{at}, of the role {_CALLS},", calls)
+    listed = parsed(name, f"{at}, of the role {_CALLS},", calls)
     message["content"] = thought + mark
-    listed = parsed if isinstance(parsed, list) else [parsed]
+    listed = listed if isinstance(listed, list) else [listed]
     if not listed:
-        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing", _MEND)
+        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing")
     # in the form of which every template knows `call.function.name`
     message["tool_calls"] = [
         {"type": "function", "function": call} if isinstance(call, dict) else call for call in listed
@@ -362,9 +353,11 @@ def _with_tools(name: str, row: dict[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         check_unicode(name, "a key", key)
         check_unicode(name, key, value)
-    tools = _json(name, "tools", row.pop("tools", None) or [])
+    tools = row.pop("tools", None) or []
+    if isinstance(tools, str):
+        tools = parsed(name, "tools", tools)
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}", _MEND)
+        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}")
     return row | ({"tools": tools} if tools else {})
 
 
@@ -383,11 +376,6 @@ def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
 # ---- What is wrong
 
 
-def wrong(name: str, rule: str, remedy: str) -> DataError:
-    """The error of a record."""
-    return DataError(f"data file {name}", rule, remedy)
-
-
 def refuse_keys(name: str, of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
     """Raise DataError for keys that nothing reads, with the line of a config that leaves them out."""
     unread = {"the record": sorted(of_row), "its messages": sorted(of_messages)}
@@ -404,7 +392,7 @@ def check_unicode(name: str, at: str, value: object) -> None:
             f"{at} is not Unicode text: its character {half.start()} is U+{ord(half[0]):04X}, half of a "
             "surrogate pair"
         )
-        raise wrong(name, rule, f"{_MEND}: a text may have been cut within a character")
+        raise wrong(name, rule, f"{MEND}: a text may have been cut within a character")
     if isinstance(value, dict):
         for key, inner in value.items():
             check_unicode(name, f"a key of {at}", key)
@@ -414,12 +402,12 @@ def check_unicode(name: str, at: str, value: object) -> None:
             check_unicode(name, f"entry {index} of {at}", inner)
 
 
-def _json(name: str, at: str, value: object) -> Any:
-    """The value, or what it holds in JSON where it is a text."""
+def parsed(name: str, at: str, text: str | bytes) -> Any:
+    """What a text holds in JSON. Raises DataError. at: the text's name"""
     try:
-        return parse_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise wrong(name, f"{at} is not JSON: {error}", _MEND) from None
+        return parse_json(text)
+    except ValueError as error:  # json's own, and Unicode's
+        raise wrong(name, f"{at} is not JSON: {error}") from None
 
 
 def _answers_call(message: Mapping[str, Any]) -> bool:
@@ -433,10 +421,10 @@ def _reads(template: str, key: str) -> bool:
     return bool(re.search(rf"{message}(?:\.{named}\b|(?:\[|\.get\()['\"]{named}['\"])", template))
 
 
-def _field(name: str, row: Mapping[str, Any], field: str) -> Any:
+def field_of(name: str, row: Mapping[str, Any], field: str, remedy: str) -> Any:
+    """A field that a record must have. Raises DataError."""
     if field not in row:
-        rule = f"it has no field {field!r}, only {_names(row)}"
-        raise wrong(name, rule, "Name its fields in data.columns, or mend the record")
+        raise wrong(name, f"it has no field {field!r}, only {_names(row)}", remedy)
     return row[field]
 
 

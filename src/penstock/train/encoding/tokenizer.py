@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode  # GPT-2's prin
 from penstock.errors import DataError
 from penstock.models.model_folder import TOKENIZER, check_folder, code_refused, names_code, other_files
 from penstock.reading import MIB, read_text
+from penstock.train.data.sources import wrong
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 Messages = Sequence[Mapping[str, Any]]
@@ -73,7 +74,7 @@ class HuggingFace:
 
     Attributes:
         own: the transformers tokenizer
-        separator: None where it has no such token
+        _writer: what writes chats, and is saved: the same, or the processor that has it
     """
 
     sees = False  # whether chats may show images
@@ -82,13 +83,18 @@ class HuggingFace:
     def __init__(self, name: str, template: str | None = None, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
         self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name, trusted)
+        self._writer = self.own
         if template is not None:
             self.own.chat_template = template
-        eos, bos = self.own.eos_token_id, self.own.bos_token_id
-        self.separator: int | None = bos if eos is None else eos
 
     def __reduce__(self) -> tuple[type[HuggingFace], tuple[str, str | None, bool]]:
         return HuggingFace, (self._name, self._template, self._trusted)
+
+    @property
+    def separator(self) -> int | None:
+        """The id between two documents; None where it has no such token."""
+        eos: int | None = self.own.eos_token_id
+        return self.own.bos_token_id if eos is None else eos
 
     @property
     def count(self) -> int:
@@ -123,7 +129,7 @@ class HuggingFace:
 
     @property
     def has_template(self) -> bool:
-        return bool(self.own.chat_template)
+        return bool(self._writer.chat_template)
 
     def template(self, tools: Any = None) -> str:
         """The chat template."""
@@ -131,7 +137,7 @@ class HuggingFace:
 
     def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
         """What the template writes. options: the template's"""
-        return str(self.own.apply_chat_template(messages, tokenize=False, **options))
+        return str(self._writer.apply_chat_template(messages, tokenize=False, **options))
 
     def chat_ids(self, messages: Messages, options: Mapping[str, Any]) -> list[int]:
         """The ids of what the template writes."""
@@ -151,7 +157,7 @@ class HuggingFace:
         return str(self.own.decode(ids))
 
     def save(self, folder: Path) -> None:
-        self.own.save_pretrained(folder)
+        self._writer.save_pretrained(folder)
 
 
 Tokenizer = Bytes | HuggingFace
@@ -222,8 +228,6 @@ def _text(name: str, document: bytes) -> str:
     try:
         return document.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"data file {name}",
-            f"it is not UTF-8 text (byte {error.start} is 0x{document[error.start]:02x})",
-            "Convert or exclude it, or set data.tokenizer=bytes, which reads any bytes",
-        ) from None
+        rule = f"it is not UTF-8 text (byte {error.start} is 0x{document[error.start]:02x})"
+        remedy = "Convert or exclude it, or set data.tokenizer=bytes, which reads any bytes"
+        raise wrong(name, rule, remedy) from None
