@@ -30,6 +30,7 @@ from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 Kind = Literal["text", "chat", "tokens"]  # what records hold
 Block = list[tuple[str, Encoded | None]]  # the names of records and their tokens; None for a dropped one
+_RULES = 1  # by which records become tokens: change it with them, and no cache gives tokens by older ones
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
@@ -66,7 +67,13 @@ class Encoder:
     @property
     def digest(self) -> tuple[object, ...]:
         """What its tokens follow from, other than the records."""
-        return self.kind, self.text_field, self.options, self.kind != "tokens" and self.tokenizer.digest
+        return (
+            _RULES,
+            self.kind,
+            self.text_field,
+            self.options,
+            self.kind != "tokens" and self.tokenizer.digest,
+        )
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -102,7 +109,9 @@ class Encoder:
         return [(name, Encoded(each)) for name, each in zip(names, ids, strict=True)]
 
     def _row(self, record: Record) -> dict[str, Any]:
-        return record.content if isinstance(record.content, dict) else parsed(record.name, record.content)
+        if not isinstance(record.content, dict):
+            return parsed(record.name, record.content)
+        return _without_none(record.content) if self.kind == "chat" else record.content
 
     def _field(self, record: Record) -> bytes:
         row, field = self._row(record), self.text_field
@@ -151,6 +160,16 @@ def _kind_of(source: Source) -> Kind:
 def _fields(record: Record) -> set[str]:
     content = record.content
     return set(content if isinstance(content, dict) else parsed(record.name, content))
+
+
+def _without_none(value: Any) -> Any:
+    """A row of a table without the None that stands, at any depth, for what other rows have and it lacks.
+
+    As TRL's remove_none_values: a template would write it into calls of tools, and into the tools.
+    """
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def parsed(name: str, line: bytes) -> dict[str, Any]:
