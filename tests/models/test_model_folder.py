@@ -218,3 +218,14 @@ def test_headers_and_indices_of_weights_are_read_within_limits(
         os.truncate(tmp_path / name, 1 << 27)
     with pytest.raises(InputError, match=message):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
+    """Unreleased: the folder's own weights were trained; transformers reads those of the base model that the
+    adapter names, and the adapter. Only config.json was looked for.
+    """
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    assert open_source(tmp_path, None, None).model.config.model_type == "qwen3"
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other"}')
+    with pytest.raises(ModelError, match="it holds an adapter, too"):
+        open_source(tmp_path, None, None)

@@ -28,6 +28,7 @@ TOKENIZER = (
 )  # fmt: skip
 OTHERS = ("generation_config.json", "*processor*.json")
 _CONFIG = "config.json"
+_ADAPTER = "adapter_config.json"
 _CODE = "*.py"  # where it is trusted, it belongs to the model too
 
 _LARGEST = 64 * MIB  # of a tokenizer's file: those of 260,000 tokens have 33
@@ -89,7 +90,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
     check_folder(folder)
     if not (folder / _CONFIG).is_file():
         remedy = "Give the path of a local Hugging Face model folder"
-        if (folder / "adapter_config.json").is_file():
+        if (folder / _ADAPTER).is_file():
             remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
         elif found := sorted((folder / "checkpoints").glob("step-*")):
             remedy = f"It is a run's folder: give a checkpoint of it, such as {found[-1]}"
@@ -97,6 +98,12 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
             f"model folder {folder}",
             "it holds no config.json" if folder.is_dir() else "there is no such folder",
             remedy,
+        )
+    if (folder / _ADAPTER).is_file():
+        raise ModelError(
+            f"model folder {folder}",
+            f"it holds an adapter, too: transformers reads that, and the base model that {_ADAPTER} names",
+            "Move the adapter's files to a folder of their own",
         )
     check_numbers(read_json(folder / _CONFIG), f"{folder / _CONFIG}: ")
     try:

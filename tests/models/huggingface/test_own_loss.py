@@ -99,6 +99,87 @@ def test_a_loss_that_is_not_known_is_refused() -> None:
     AutoPipeline(ranks=2, microbatches=2, loss_fn=NextToken()).build(model).step(ragged_batch())
 
 
+class Reweighted(LlamaForTokenClassification):  # type: ignore[misc]
+    """Its loss is one that `how` changes in a place that a plain batch does not show."""
+
+    how = ""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.weights = [1.0] * config.num_labels
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **inputs)
+        if labels is None:
+            return output
+        if self.how == "padding ids":
+            labels = labels.masked_fill(input_ids == self.config.pad_token_id, -100)
+        if self.how == "padding labels":
+            labels = labels.masked_fill(labels == self.config.pad_token_id, -100)
+        smoothing = 0.2 if self.how == "training" and self.training else 0.0
+        weight = torch.tensor(self.weights).to(output.logits)
+        output.loss = nn.functional.cross_entropy(
+            output.logits.flatten(0, 1), labels.flatten(), weight, label_smoothing=smoothing
+        )
+        return output
+
+
+@pytest.mark.parametrize("how", ["padding ids", "padding labels", "training", "weights"])
+def test_a_loss_that_differs_in_some_batches_is_refused(how: str) -> None:
+    """Unreleased: these trained another loss in silence. The probe ran in evaluation, without special tokens,
+    and was remembered for every object of a class, whatever its plain attributes held.
+    """
+    config = heads.tiny("LlamaForTokenClassification", "llama").config
+    kind = type("Reweighted", (Reweighted,), {"__module__": __name__})
+    model = kind(config)
+    AutoPipeline(ranks=2, microbatches=2).build_plan(model)
+    model = kind(config)
+    model.how = how
+    if how == "weights":
+        model.weights[3] = 9.0
+    with pytest.raises(ModelError, match="Reweighted without a loss_fn: its own loss is none that penstock"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(model)
+
+
+class RareClass(LlamaForSequenceClassification):  # type: ignore[misc]
+    """Its loss counts one class more than the others."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
+        output = super().forward(*args, **inputs)
+        if labels is not None:
+            weight = torch.ones(self.num_labels).index_fill(0, torch.tensor(2), 9.0).to(output.logits)
+            output.loss = nn.functional.cross_entropy(output.logits, labels, weight)
+        return output
+
+
+def test_a_class_that_counts_more_is_seen() -> None:
+    """Unreleased: a loss with weights of classes passed where the probe's two labels had one weight."""
+    model = RareClass(heads.tiny("LlamaForSequenceClassification", "llama").config)
+    with pytest.raises(ModelError, match="RareClass without a loss_fn: its own loss is none"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(model)
+
+
+def test_a_loss_for_each_token_of_two_kinds_is_refused() -> None:
+    """Unreleased: logits (rows, sequence) were taken for classes of rows, as the probe's rows had as many
+    tokens, and tokens that the mask hides counted.
+    """
+    with pytest.raises(ModelError, match="ElectraForPreTraining without a loss_fn: its own loss is none"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan(heads.tiny("ElectraForPreTraining", "electra"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_in_half_precision_have_the_loss_that_they_have_in_float32(
+    kind: str, dtype: torch.dtype
+) -> None:
+    """Unreleased: most were refused, since the probe compared losses rounded to half precision."""
+    name, model_type, changes, _ = KINDS[kind]
+    model = heads.tiny(name, model_type, **changes)
+    found, half = (own_loss(each, find_chain(each)) for each in (model.float(), model.to(dtype)))
+    assert type(half) is type(found)
+    assert vars(half) == vars(found)
+
+
 def test_a_comparison_takes_the_models_own_loss() -> None:
     """0.5.0: `verify_against` passed for any loss, as it computed the pipeline's own a second time."""
     model = tiny_model("llama")

@@ -13,7 +13,7 @@ from penstock.errors import DataError
 from penstock.train.data.sources import Record
 from penstock.train.encoding.encode import Encoder, tokens_of
 from penstock.train.encoding.tokenizer import HuggingFace
-from support.chats import outcome
+from support.chats import CHATML_TOOLS, outcome
 from support.mutations import CASES, ODD_VALUES, mutated_json, seeded
 
 NAME = "a.jsonl line 1"
@@ -107,3 +107,32 @@ def test_a_random_row_of_text_is_kept_or_refused(numbers: range) -> None:
             assert np.array_equal(encoded.ids, np.frombuffer(row["text"].encode(), np.uint8))
             taken += 1
     assert taken > len(numbers) // 3
+
+
+def test_a_row_of_a_table_is_the_chat_without_what_other_rows_have() -> None:
+    """Unreleased: a table fills fields that a row lacks with None at any depth, and the template wrote them:
+    calls of tools were trained with null for the arguments of other tools.
+    """
+    call = {"name": "search", "arguments": {"query": "penstock"}}
+    row = {
+        "messages": [
+            {"role": "user", "content": "Find it"},
+            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "search", "parameters": {"properties": {}}}}],
+    }
+    filled = json.loads(json.dumps(row))
+    filled["messages"][1]["tool_calls"][0]["function"]["arguments"] |= {"city": None, "days": None}
+    filled["tools"][0]["function"] |= {"description": None}
+    filled["tools"][0]["function"]["parameters"]["properties"] |= {"city": None}
+    tokenizer = HuggingFace("bytes", CHATML_TOOLS)
+    encoder = Encoder(tokenizer, "chat", False, "text", (("loss_on", "assistant"),))
+    plain, of_table, of_line = (
+        encoder.encode([Record(NAME, content)])[0][1]
+        for content in (row, filled, json.dumps(filled).encode())
+    )
+    assert plain is not None
+    assert of_table is not None
+    assert of_line is not None
+    assert of_table.ids.tolist() == plain.ids.tolist()
+    assert len(of_line.ids) > len(plain.ids)  # in JSON a null is the user's word

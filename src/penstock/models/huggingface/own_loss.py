@@ -6,7 +6,7 @@ Names of classes say little: some causal models compare each token with its own 
 may compute anything. So the model's real forward runs once, with labels, where weights have no values and the
 layers are placeholders. Whatever a weight without values meets becomes random numbers, so the logits are
 random, and the loss is what the model's code makes of them. It is compared with the losses that penstock
-computes over microbatches.
+computes over microbatches: in training and in evaluation, and with special tokens among ids and labels.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.unseen import unseen
 
 _SHAPE = (2, 5)  # rows and sequence
-_CLOSE = 1e-4  # relative; some models compute their loss in half precision's logits
+_CLOSE = 1e-4  # relative
+_MOST_CLASSES = 64  # that each get a label
 
 
 def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     """The loss of `model` itself, marked as such. Raises ModelError where it is none that penstock computes.
 
     A language model whose forward takes no labels has none: it gets that of next tokens, which is not marked.
-    Cached for models that are built the same way.
+    Cached for models of transformers' own classes that are built the same way.
     """
     if isinstance(model, PredictionModel):  # penstock's own forward, which adds the prediction layers' losses
         return NextToken().as_own()
@@ -71,6 +72,11 @@ def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     return loss.as_own()
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Float32 in place of half precision, whose rounding would hide a difference, or look like one."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _refuse(model: PreTrainedModel, rule: str, error: Exception | None = None) -> NoReturn:
     raise ModelError(
         f"{type(model).__name__} without a loss_fn",
@@ -86,12 +92,12 @@ class _Trial:
     def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
         layers = model.get_submodule(chain.layers).children()
         memo: dict[int, Any] = {id(layer): _Layer(layer, chain.output_form) for layer in layers}
-        memo |= {id(buffer): meta_like(buffer) for buffer in model.buffers()}
+        memo |= {id(buffer): meta_like(buffer).to(_wide(buffer.dtype)) for buffer in model.buffers()}
         for parameter in model.parameters():  # of any class
             memo[id(parameter)] = nn.Parameter(
-                torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False
+                torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta"), requires_grad=False
             )
-        self._model = deep_copy(model, memo).eval()
+        self._model = deep_copy(model, memo)
         for module in self._model.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
@@ -99,7 +105,13 @@ class _Trial:
         text = self._config.get_text_config()
         text.output_router_logits = False  # the placeholders have no routers
         self._text, self._generator = text, torch.Generator().manual_seed(0)
+        self._special = self._special_tokens()
         self._ids = torch.randint(1, 3, _SHAPE, generator=self._generator)
+
+    def _special_tokens(self) -> list[int]:
+        names = ("pad_token_id", "eos_token_id", "bos_token_id")
+        found = (getattr(self._text, name, None) for name in names)
+        return [token for token in found if isinstance(token, int) and token >= 0]
 
     def loss(self) -> OwnLoss | None:
         """The loss that the model computes; None for any other. Raises what the model raises."""
@@ -113,56 +125,85 @@ class _Trial:
             logits = self._run().logits
         classes: int = logits.shape[-1]
         if logits.shape == (_SHAPE[0], classes):
-            return self._of_rows(classes, one_row)
+            longer = self._run(input_ids=self._ids[:, [0, *range(_SHAPE[1])]]).logits
+            return self._of_rows(classes, one_row) if longer.shape == logits.shape else None
         if logits.shape == (*_SHAPE, classes):
             return self._of_tokens(classes)
         return None
 
     def _of_tokens(self, classes: int) -> OwnLoss | None:
-        labels = self._classes(classes, _SHAPE)
-        labels[0, 2] = labels[1, 1] = labels[1, 2] = IGNORED
+        (plain, inputs), *others = self._trials_of_tokens(classes)
         for loss in (NextToken(), TokenLabels(classes)):
-            if self._computes(loss, labels) and self._counts_hidden(loss, labels):
+            if self._computes(loss, plain, **inputs) and all(
+                self._may_compute(loss, labels, **inputs) for labels, inputs in others
+            ):
                 return loss
         return None
 
-    def _counts_hidden(self, loss: OwnLoss, labels: Tensor) -> bool:
-        """Whether the model counts labels of tokens that a mask hides, as `loss` does."""
+    def _trials_of_tokens(self, classes: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Labels and inputs that show whether hidden tokens, special tokens and all classes count alike."""
+        labels = self._classes(classes, _SHAPE)
+        labels[0, 2] = labels[1, 1] = labels[1, 2] = IGNORED
+        yield labels, {}
         mask = torch.ones(_SHAPE, dtype=torch.long)
         mask[1, 3:] = 0
-        try:
-            return self._computes(loss, labels, attention_mask=mask)
-        except Exception:  # the model takes no such mask
-            return True
+        yield labels, {"attention_mask": mask}
+        for token in self._special:
+            ids, named = self._ids.clone(), labels.clone()
+            ids[:, 3] = token
+            yield labels, {"input_ids": ids}
+            named[:, 3] = min(token, classes - 1)
+            yield named, {}
+        for first in range(0, min(classes, _MOST_CLASSES), 4):
+            several = labels.clone()
+            several[:, 3:] = (torch.arange(4).view(2, 2) + first) % classes
+            yield several, {}
 
     def _of_rows(self, classes: int, one_row: str) -> OwnLoss | None:
         rows, asked = _SHAPE[0], getattr(self._config, "problem_type", None)
-        labels: dict[Problem, Tensor] = {
-            "regression": torch.randn((rows, classes)[: 1 + (classes > 1)], generator=self._generator),
-            "single_label_classification": self._classes(classes, (rows,)),
-            "multi_label_classification": torch.rand((rows, classes), generator=self._generator).round(),
+        several = torch.rand((rows, classes), generator=self._generator).round()
+        numbers = [torch.tensor([at, (at + 1) % classes]) for at in range(min(classes, _MOST_CLASSES))]
+        labels: dict[Problem, list[Tensor]] = {
+            "regression": [torch.randn((rows, classes)[: 1 + (classes > 1)], generator=self._generator)],
+            "single_label_classification": [*numbers, torch.tensor([IGNORED, classes - 1])],
+            "multi_label_classification": [several, 1 - several],
         }
         chosen = ("regression",) if classes == 1 else get_args(Problem)[1:]
         proven: list[Problem] = []
         for problem in chosen if asked is None else (asked,):
-            self._config.problem_type = asked  # transformers writes there what it chooses
+            loss = RowLabels(classes, asked, [problem])
             try:
-                if self._computes(RowLabels(classes, asked, [problem]), labels[problem]):
+                if all(self._computes(loss, each) for each in labels[problem]):
                     proven.append(problem)
             except Exception:  # of a model that knows other labels alone
                 continue
         return RowLabels(classes, asked, proven, one_row) if proven else None
 
-    def _computes(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
-        """Whether the model's loss of these labels is `loss`."""
-        output, microbatch = self._run(labels=labels, **inputs), {"input_ids": self._ids, "labels": labels}
-        expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
-        found = output.loss
-        return found is not None and bool(torch.isclose(found.double(), expected.double(), _CLOSE, 0.0))
+    def _may_compute(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
+        """As `_computes`; whether the model does not take this at all."""
+        try:
+            return self._computes(loss, labels, **inputs)
+        except Exception:
+            return True
 
-    def _run(self, **inputs: Tensor) -> Any:
+    def _computes(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
+        """Whether the model's loss of these labels is `loss`, in training and in evaluation."""
+        microbatch, problem = (
+            {"input_ids": self._ids, "labels": labels},
+            getattr(self._config, "problem_type", None),
+        )
+        for training in (True, False):
+            output = self._run(training=training, labels=labels, **inputs)
+            self._config.problem_type = problem  # transformers writes there what it chooses
+            expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
+            found = output.loss
+            if found is None or not torch.isclose(found.double(), expected.double(), _CLOSE, 0.0):
+                return False
+        return True
+
+    def _run(self, *, training: bool = False, **inputs: Tensor) -> Any:
         with _ValuesWhereNeeded(self._generator):
-            return self._model(input_ids=self._ids, use_cache=False, **inputs)
+            return self._model.train(training)(**{"input_ids": self._ids, **inputs}, use_cache=False)
 
     def _classes(self, count: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(0, count, shape, generator=self._generator)

@@ -99,6 +99,7 @@ class Chain:
 
 
 _REMEMBERED = 64  # of a kind
+_LIBRARIES = ("torch", "transformers", "peft", "penstock")
 T = TypeVar("T")
 _found: dict[object, Chain] = {}
 
@@ -131,11 +132,16 @@ def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> 
 
 
 def _built(model: PreTrainedModel, layers: str) -> object | None:
-    """A key, equal for models whose forwards run the same ops; None where hooks may change the forward."""
+    """A key, equal for models whose forwards run the same ops; None where hooks may change the forward.
+
+    None also for modules of a user's class, whose forward may read what no key shows.
+    """
     facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
     for name, module in model.named_modules():
         held = vars(module)
         if "forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]:
+            return None
+        if type(module).__module__.partition(".")[0] not in _LIBRARIES:
             return None
         plain = [
             (k, v) for k, v in held.items() if isinstance(v, bool | int | float | str) and k != "training"

@@ -30,6 +30,7 @@ from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 Kind = Literal["text", "chat", "tokens"]  # what records hold
 Block = list[tuple[str, Encoded | None]]  # the names of records and their tokens; None for a dropped one
+_RULES = 1  # by which records become tokens: change it with them, and no cache gives tokens by older ones
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
@@ -69,7 +70,13 @@ class Encoder:
     @property
     def digest(self) -> tuple[object, ...]:
         """What its tokens follow from, other than the records."""
-        return self.kind, self.text_field, self.options, self.kind != "tokens" and self.tokenizer.digest
+        return (
+            _RULES,
+            self.kind,
+            self.text_field,
+            self.options,
+            self.kind != "tokens" and self.tokenizer.digest,
+        )
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -88,7 +95,7 @@ class Encoder:
                 made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
             case unknown:
                 assert_never(unknown)
-        return [(record.name, made(record.name, _row(record))) for record in records]
+        return [(record.name, made(record.name, self._row(record))) for record in records]
 
     def _texts(self, records: Sequence[Record]) -> Block:
         names = [record.name for record in records]
@@ -98,6 +105,11 @@ class Encoder:
         ]
         ids = self.tokenizer.encode(names, texts)
         return [(name, Encoded(each)) for name, each in zip(names, ids, strict=True)]
+
+    def _row(self, record: Record) -> dict[str, Any]:
+        """The fields of a record: of a chat in a table those that it has."""
+        row = _row(record)
+        return _without_none(row) if self.kind == "chat" and row is record.content else row
 
     def _field(self, record: Record) -> bytes:
         text = field_of(record.name, _row(record), self.text_field, _MEND_TEXT)
@@ -132,6 +144,16 @@ def _kind_of(source: Source) -> Kind:
             return "tokens" if TOKENS[0] in found and source.section.text_field not in found else "text"
         case unknown:
             assert_never(unknown)
+
+
+def _without_none(value: Any) -> Any:
+    """A row of a table without the None that stands, at any depth, for what other rows have and it lacks.
+
+    As TRL's remove_none_values: a template would write it into calls of tools, and into the tools.
+    """
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _row(record: Record) -> dict[str, Any]:
