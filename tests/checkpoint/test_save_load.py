@@ -243,9 +243,9 @@ def test_tensors_are_hashed_as_they_are_written_and_each_file_is_flushed_once(
     flushed: list[str] = []
     sha256_of, fsync = folders.sha256_of, os.fsync
 
-    def noted(file: Path) -> str:
+    def noted(file: Path, *more: Any) -> str:
         read.append(file.name)
-        return sha256_of(file)
+        return sha256_of(file, *more)
 
     def flush(descriptor: int) -> None:
         flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
