@@ -333,11 +333,11 @@ HEADS = (
 @pytest.mark.parametrize("numbers", CASES)
 def test_a_random_head_is_exact_or_refused(numbers: range) -> None:
     """0.5.0: another loss than the model's own, for all of these: no head but a causal one was known."""
-    kept = 0
-    for number in numbers:
+    kept, chosen = 0, numbers[:: 5 if numbers.start == 0 else 1]
+    for number in chosen:
         with seeded(number) as random:
             kept += own_or_typed(random)
-    assert kept > len(numbers) / 5
+    assert kept > len(chosen) / 5
 
 
 @functools.cache

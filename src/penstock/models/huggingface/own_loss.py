@@ -11,7 +11,7 @@ computes over microbatches: in training and in evaluation, and with special toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, NoReturn, get_args
@@ -141,20 +141,20 @@ class _Trial:
         return None
 
     def _trials_of_tokens(self, classes: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Labels and inputs that show whether hidden tokens, special tokens and all classes count alike."""
+        """Labels and inputs that show whether hidden and special tokens, and each of few classes, count."""
         labels = self._classes(classes, _SHAPE)
         labels[0, 2] = labels[1, 1] = labels[1, 2] = IGNORED
         yield labels, {}
         mask = torch.ones(_SHAPE, dtype=torch.long)
         mask[1, 3:] = 0
         yield labels, {"attention_mask": mask}
-        for token in self._special:
-            ids, named = self._ids.clone(), labels.clone()
-            ids[:, 3] = token
-            yield labels, {"input_ids": ids}
-            named[:, 3] = min(token, classes - 1)
-            yield named, {}
-        for first in range(0, min(classes, _MOST_CLASSES), 4):
+        ids, named = self._ids.clone(), labels.clone()
+        for at, token in enumerate(self._special):
+            ids[at % 2, 3 + at // 2] = token
+            named[at % 2, 3 + at // 2] = min(token, classes - 1)
+        yield labels, {"input_ids": ids}
+        yield named, {}
+        for first in range(0, classes, 4) if classes <= _MOST_CLASSES else ():
             several = labels.clone()
             several[:, 3:] = (torch.arange(4).view(2, 2) + first) % classes
             yield several, {}
@@ -180,19 +180,19 @@ class _Trial:
         return RowLabels(classes, asked, proven, one_row) if proven else None
 
     def _may_compute(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
-        """As `_computes`; whether the model does not take this at all."""
+        """As `_computes`, in training alone; true where the model does not take this at all."""
         try:
-            return self._computes(loss, labels, **inputs)
+            return self._computes(loss, labels, (True,), **inputs)
         except Exception:
             return True
 
-    def _computes(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
-        """Whether the model's loss of these labels is `loss`, in training and in evaluation."""
-        microbatch, problem = (
-            {"input_ids": self._ids, "labels": labels},
-            getattr(self._config, "problem_type", None),
-        )
-        for training in (True, False):
+    def _computes(
+        self, loss: OwnLoss, labels: Tensor, modes: Collection[bool] = (True, False), **inputs: Tensor
+    ) -> bool:
+        """Whether the model's loss of these labels is `loss`. modes: whether in training, in turn"""
+        microbatch = {"input_ids": self._ids, "labels": labels}
+        problem = getattr(self._config, "problem_type", None)
+        for training in modes:
             output = self._run(training=training, labels=labels, **inputs)
             self._config.problem_type = problem  # transformers writes there what it chooses
             expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
