@@ -51,10 +51,10 @@ def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     reads = "labels" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
     if not reads and model.get_output_embeddings() is not None:
         return NextToken()
-    return remembered(_found, model, chain.layers, lambda: _find(model, chain))
+    return remembered(_remembered, model, chain.layers, lambda: _find(model, chain))
 
 
-_found: dict[object, OwnLoss] = {}
+_remembered: dict[object, OwnLoss] = {}
 
 
 def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
@@ -110,8 +110,8 @@ class _Trial:
 
     def _special_tokens(self) -> list[int]:
         names = ("pad_token_id", "eos_token_id", "bos_token_id")
-        found = (getattr(self._text, name, None) for name in names)
-        return [token for token in found if isinstance(token, int) and token >= 0]
+        tokens = (getattr(self._text, name, None) for name in names)
+        return [token for token in tokens if isinstance(token, int) and token >= 0]
 
     def loss(self) -> OwnLoss | None:
         """The loss that the model computes; None for any other. Raises what the model raises."""
@@ -196,8 +196,8 @@ class _Trial:
             output = self._run(training=training, labels=labels, **inputs)
             self._config.problem_type = problem  # transformers writes there what it chooses
             expected = loss.total(output.logits, microbatch) / loss.weight(microbatch)
-            found = output.loss
-            if found is None or not torch.isclose(found.double(), expected.double(), _CLOSE, 0.0):
+            own = output.loss
+            if own is None or not torch.isclose(own.double(), expected.double(), _CLOSE, 0.0):
                 return False
         return True
 

@@ -114,14 +114,14 @@ class Reader:
             return {}
         first, last = min(wanted), max(wanted)
         read = islice(enumerate(self._source.records(first), start=first), last - first + 1)
-        found = {number: record for number, record in read if number in wanted}
-        if last not in found:
+        records = {number: record for number, record in read if number in wanted}
+        if last not in records:
             raise DataError(
                 f"data.path={self._source.section.path}",
                 f"the checkpoint names its record {last}, and it has fewer",
                 "Give the files that the run began with, or start without --resume",
             )
-        return found
+        return records
 
     def _read(self) -> Iterator[tuple[int, Record]]:
         """Records with their numbers, epoch after epoch."""
