@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -64,18 +64,6 @@ class Piece(NamedTuple):
         return Piece(self.ids[start : start + count], self.labels[start : start + count])
 
 
-class Rows(Protocol):
-    """Rows by their numbers."""
-
-    def __len__(self) -> int: ...
-
-    def lengths(self, row: int) -> Sequence[int]:
-        """Tokens of each document of a row. Reads no token."""
-
-    def read(self, row: int) -> list[Piece]:
-        """The documents of a row."""
-
-
 @dataclass(frozen=True)
 class SourceRows:
     """The rows of one store. packing: of `pieces`, which are parts of the store's tokens"""
@@ -88,10 +76,12 @@ class SourceRows:
         return self.packing.size
 
     def lengths(self, row: int) -> Sequence[int]:
+        """Tokens of each document of a row. Reads no token."""
         found: list[int] = self.pieces.lengths[self.packing.row(row)].tolist()
         return found
 
     def read(self, row: int) -> list[Piece]:
+        """The documents of a row."""
         starts, lengths = (of[self.packing.row(row)].tolist() for of in self.pieces)
         return [
             Piece(*self.store.read(at, count), self.store.shown_at(at))
@@ -162,6 +152,8 @@ class CutRows:
         return [piece.part(0, count) for piece, count in pieces]
 
 
+Rows = SourceRows | StoredRows | HeldRows | CutRows
+
 # ---- Batches of rows
 
 Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
@@ -173,25 +165,6 @@ def has_labels(content: Content) -> bool:
     return any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in parts)
 
 
-class Layout(Protocol):
-    """How rows become a batch."""
-
-    def of_calls(self, calls: tuple[int, ...]) -> Layout:
-        """The same, for a batch that goes through pipeline calls of so many microbatches each."""
-
-    def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
-
-    def content(self, rows: Rows, chosen: Sequence[int]) -> Content:
-        """The batch of these rows."""
-
-    def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
-        """The fill of that batch but for its images, found without reading a token."""
-
-    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
-        """How many tokens of these rows stand for images."""
-
-
 @dataclass(frozen=True)
 class StreamLayout:
     """Rows of one length, each a piece of a stream. padding: the pipeline's, if any"""
@@ -199,9 +172,11 @@ class StreamLayout:
     padding: Padding | None = None
 
     def of_calls(self, calls: tuple[int, ...]) -> StreamLayout:
+        """The same, for a batch that goes through pipeline calls of so many microbatches each."""
         return self
 
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
     def content(self, rows: Rows, chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -212,11 +187,13 @@ class StreamLayout:
         return {"input_ids": ids, "labels": labels}
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
+        """The fill of the batch of these rows but for its images, found without reading a token."""
         (length,) = rows.lengths(chosen[0])
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
 
     def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        """How many tokens of these rows stand for images."""
         return 0
 
 
@@ -321,3 +298,6 @@ class DocumentLayout:
         if self.images is not None:
             microbatch |= self.images([row[0] for row in rows])
         return microbatch
+
+
+Layout = StreamLayout | DocumentLayout  # how rows become a batch

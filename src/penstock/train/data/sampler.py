@@ -13,11 +13,12 @@ after its limit of epochs, leaves the others their weights.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
+from heapq import merge
 from itertools import islice
 from math import lcm
 
@@ -61,22 +62,16 @@ class Mixture:
         while high - low > 1:  # the last time before which there are no more than `first` rows
             middle = (low + high) // 2
             low, high = (middle, high) if sum(self._before(middle)) <= first else (low, middle)
-        given = self._before(low)
-        queue = [((2 * number + 1) * half, source, number)
-                 for source, (number, half) in enumerate(zip(given, self._halves, strict=True))
-                 if half and self._has(source, number)]  # fmt: skip
-        heapq.heapify(queue)
-        found = []
-        for _ in range(first - sum(given) + count):
-            time, source, number = heapq.heappop(queue)
-            found.append((source, number))
-            if self._has(source, number + 1):
-                heapq.heappush(queue, (time + 2 * self._halves[source], source, number + 1))
-        return list(islice(found, first - sum(given), None))
+        before = self._before(low)
+        skipped = first - sum(before)
+        in_turn = merge(*(self._from(source, number) for source, number in enumerate(before)))
+        return [(source, number) for _, source, number in islice(in_turn, skipped, skipped + count)]
 
-    def _has(self, source: int, number: int) -> bool:
-        limit = self.limits[source]
-        return limit is None or number < limit
+    def _from(self, source: int, first: int) -> Iterator[tuple[int, int, int]]:
+        """Time, source and number of the rows of a source, from number `first` on."""
+        half, limit = self._halves[source], self.limits[source]
+        numbers = itertools.count(first) if limit is None else range(first, limit)
+        return (((2 * number + 1) * half, source, number) for number in numbers) if half else iter(())
 
 
 @dataclass(frozen=True)
