@@ -127,12 +127,6 @@ def forget(arrays: Iterable[object]) -> None:
             each._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
-def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | None = None) -> Store:
-    """A store of arrays."""
-    facts = Facts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
-    return Store(tokens, labels, np.asarray(lengths, dtype=np.int64), facts)
-
-
 # ---- The cache
 
 
@@ -307,7 +301,7 @@ def write_store(
     lengths: list[int] = []
     shown: list[bytes] = []
     counted = dropped = highest = 0
-    at = ""
+    at, all_count = "", True
     between = np.array([separator or 0], dtype=dtype)
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
         for block in blocks:
@@ -325,7 +319,9 @@ def write_store(
                 lengths.append(len(found.ids))
                 shown += [] if found.shown is None else [found.shown]
                 if labelled:
+                    assert found.labels is not None
                     marks.append(found.labels)
+                    all_count = all_count and np.array_equal(found.ids, found.labels)
                 most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
                 if not at or most > highest:
                     highest, at = int(most), name
@@ -339,7 +335,7 @@ def write_store(
     array = np.array(lengths, dtype=np.int64)
     array.tofile(folder / "lengths")
     total = int(array.sum())
-    if not labelled or _all_count(folder, dtype, total, counted):
+    if not labelled or (all_count and total):
         (folder / "labels").unlink()
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
@@ -348,14 +344,6 @@ def write_store(
     digest = _checksum(folder, "")  # of what is on the disk by now
     facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, digest)
     _write_facts(folder, facts, dtype)
-
-
-def _all_count(folder: Path, dtype: npt.DTypeLike, total: int, counted: int) -> bool:
-    """Whether each token's label is the token itself."""
-    if counted < total or not total:
-        return False
-    tokens, labels = np.memmap(folder / "tokens", dtype, "r"), np.memmap(folder / "labels", np.int32, "r")
-    return all(np.array_equal(tokens[at:to], labels[at:to]) for at, to in blocks_of(total))
 
 
 def blocks_of(total: int, size: int = 1 << 22) -> Iterator[tuple[int, int]]:
