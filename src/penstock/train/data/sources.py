@@ -32,7 +32,11 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
 _READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
-_BLANK = re.compile(r"[ \t\r\n]*")
+_BLANKS = " \t\r\n"
+# what stands before an entry of such a list, or its end, the bracket
+_OPENING = re.compile(rf"[{_BLANKS}]*\[[{_BLANKS}]*(\])?")
+_BETWEEN = re.compile(rf"[{_BLANKS}]*(?:,[{_BLANKS}]*|(\]))")
+_NO_LIST = "a list goes on with a comma, or ends with a bracket and the file"
 
 
 class Record(NamedTuple):
@@ -222,66 +226,38 @@ def _lines(path: Path) -> Iterator[Record]:
 
 
 def _entries(path: Path) -> Iterator[Record]:
-    """The entries of one JSON list, of which one is parsed at a time."""
-    number = 1
+    """The entries of one JSON list, of which one is parsed at a time.
+
+    Of the text a piece is held, as much as one entry takes.
+    """
+    number, text, at = 1, "", 0
     try:
         with _reading(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
-            text = _JsonText(file)
-            separator = text.take()
-            if text.peek() == "]":
-                separator = text.take()
-            while separator in ("[", ","):
-                text.peek()
-                entry = text.value()
+            while True:
+                try:
+                    before = (_OPENING if number == 1 else _BETWEEN).match(text, at)
+                    if before is None:
+                        raise ValueError(_NO_LIST)
+                    if before[1]:
+                        break
+                    entry, end = json_at(text, before.end())
+                except ValueError:  # of an entry that is cut short, too
+                    rest = text[at:]
+                    if len(rest) > _LONGEST or not (more := file.read(max(_READ, len(rest)))):
+                        raise
+                    text, at = rest + more, 0
+                    continue
                 if not isinstance(entry, dict):
                     rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
                     raise wrong(f"{path} entry {number}", rule)
                 yield Record(f"{path} entry {number}", entry)
-                number, separator = number + 1, text.take()
-            if separator != "]" or text.peek():
-                raise ValueError("a list goes on with a comma, or ends with a bracket and the file")
+                number, at = number + 1, end
+            after = chain([text[before.end() :]], iter(lambda: file.read(_READ), ""))
+            if any(piece.strip(_BLANKS) for piece in after):
+                raise ValueError(_NO_LIST)
     except ValueError as error:
         rule = f"it is not JSON: {error}"
         raise wrong(f"{path} entry {number}", rule, "Mend it, or write JSONL") from None
-
-
-class _JsonText:
-    """A text in JSON, of which a piece is held: as much as one value takes."""
-
-    def __init__(self, file: TextIOWrapper) -> None:
-        self._file, self._text, self._at = file, "", 0
-
-    def peek(self) -> str:
-        """The next character that is not blank; empty at the end."""
-        while True:
-            self._at = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._text) or not self._more():
-                return self._text[self._at : self._at + 1]
-
-    def take(self) -> str:
-        """The same, and go on behind it."""
-        character = self.peek()
-        self._at += 1
-        return character
-
-    def value(self) -> Any:
-        """The value that begins here. Raises ValueError."""
-        while True:
-            try:
-                value, end = json_at(self._text, self._at)
-            except ValueError:  # of a value that is cut short, too
-                if len(self._text) - self._at > _LONGEST or not self._more():
-                    raise
-            else:
-                self._at = end
-                return value
-
-    def _more(self) -> bool:
-        """Read on, so that the piece is twice as long; whether there was something."""
-        rest = self._text[self._at :]
-        read = self._file.read(max(_READ, len(rest)))
-        self._text, self._at = rest + read, 0
-        return bool(read)
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
