@@ -89,7 +89,7 @@ def test_a_run_says_what_counts(tmp_path: Path) -> None:
     assert prepared.notes[0].startswith("the loss counts ")
     run(prepared)
     state = json.loads((checkpoint(tmp_path, 1) / "state.json").read_text())
-    (facts,) = prepared.data.facts
+    facts = prepared.data.rows.sources[0].store.facts
     assert state["data"] == {
         "digest": prepared.data.digest,
         "rows": made.train.batch_size,
@@ -109,7 +109,7 @@ def test_the_shipped_config_of_fine_tuning_finds_its_data(monkeypatch: pytest.Mo
     """The whole run takes two minutes: `penstock train configs/sft_full.yaml`."""
     monkeypatch.chdir(ROOT)
     prepared = preflight(load_config("configs/sft_full.yaml"))
-    (facts,) = prepared.data.facts
+    facts = prepared.data.rows.sources[0].store.facts
     assert facts.documents == 600
     assert 0.2 < facts.counted / facts.tokens < 0.6
     assert facts.longest <= 384

@@ -237,7 +237,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
     }
     log.step(row)
     skips.check(step, reason, ranks, spike=bool(spiked))
-    return batch.without_content
+    return batch._replace(content=[])  # tensors may be large, on a GPU too
 
 
 def _gradients(

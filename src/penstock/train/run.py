@@ -531,7 +531,7 @@ def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
         yield f"changed since then: the data: {change}"
     if start.done and start.data is None:
         yield "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
-    counted, tokens, dropped = (sum(getattr(each, name) for each in data.facts)
+    counted, tokens, dropped = (sum(getattr(each.store.facts, name) for each in data.rows.sources)
                                 for name in ("counted", "tokens", "dropped"))  # fmt: skip
     if counted < tokens or dropped:
         left = f"; {dropped} records without such a token are left out" if dropped else ""

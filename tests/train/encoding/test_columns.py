@@ -152,7 +152,7 @@ def test_the_shipped_config_finds_its_data(monkeypatch: pytest.MonkeyPatch) -> N
     """The whole run takes two minutes: `penstock train configs/sft_hellaswag.yaml`."""
     monkeypatch.chdir(ROOT)
     prepared = preflight(load_config("configs/sft_hellaswag.yaml"))
-    (facts,) = prepared.data.facts
+    facts = prepared.data.rows.sources[0].store.facts
     assert facts.documents == 600
     assert facts.counted / facts.tokens < 0.6
     lines = Path("examples/endings.jsonl").read_text().splitlines()

@@ -50,7 +50,6 @@ from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.data.sources import Source, open_source
 from penstock.train.data.store import (
     Cache,
-    Facts,
     Store,
     blocks_of,
     forget,
@@ -76,11 +75,6 @@ class Batch(NamedTuple):
     fill: Fill
     position: Position | None = None
 
-    @property
-    def without_content(self) -> Batch:
-        """What is needed of it once its step has run: not its tensors, which may be large, on a GPU too."""
-        return self._replace(content=[])
-
 
 @dataclass(frozen=True)
 class Data:
@@ -96,7 +90,6 @@ class Data:
         stream: in place of `rows`
         done: the steps of the run that this one goes on from
         taken: the rows of these steps, which may have had other sizes
-        facts: of each source's tokens; none of a stream
         known: of each source, what a checkpoint says of it
     """
 
@@ -111,7 +104,6 @@ class Data:
     stream: Stream | None = None
     done: int = 0
     taken: int = 0
-    facts: tuple[Facts, ...] = ()
     known: tuple[Known, ...] = ()
 
     def of(self, part: int) -> Data:
@@ -130,17 +122,24 @@ class Data:
         """
         if not done:
             return self
-        change = self.change(state)
-        if change and self.stream is None and not accept:
+        state, change, stream = state or {}, self.change(state), self.stream
+        position, planned = state.get("position"), self.sizes.rows_before(done + 1)
+        if stream is not None:
+            value = "the checkpoint's place in the data"
+            if position is None:
+                rule = "data.streaming goes on from a position, and the checkpoint was written without one"
+                raise CheckpointError(value, rule, "Leave data.streaming out, or start without --resume")
+            if change:
+                rule = f"it is numbers of records, which are other ones now: {change}"
+                raise CheckpointError(value, rule, _AS_BEFORE)
+            stream, state = stream.at(position), position
+        elif change and not accept:
             rule = f"it is not the data of the checkpoint, and all later batches would be others: {change}"
             accepting = "set data.changed=accept, and the next steps take the rows of this data"
             raise CheckpointError("the data of a resumed run", rule, f"{_AS_BEFORE}; or {accepting}")
-        stream = None if self.stream is None else self._stream_at(self.stream, state)
-        taken: int = (state or {}).get("rows", self.sizes.rows_before(done + 1))
-        if stream is not None:
-            taken = stream.start["rows"]
+        taken: int = state.get("rows", planned)
         found = replace(self, stream=stream, done=done, taken=taken)
-        if taken != self.sizes.rows_before(done + 1):  # else it was checked
+        if taken != planned:  # else it was checked
             found.check(steps)
         return found
 
@@ -158,16 +157,6 @@ class Data:
         found = replace(self, stream=stream, done=done, taken=left_out.stop)
         found.check(steps)
         return found, left_out
-
-    def _stream_at(self, stream: Stream, state: Mapping[str, Any] | None) -> Stream:
-        value = "the checkpoint's place in the data"
-        if state is None or state.get("position") is None:
-            rule = "data.streaming goes on from a position, and the checkpoint was written without one"
-            raise CheckpointError(value, rule, "Leave data.streaming out, or start without --resume")
-        if change := self.change(state):
-            rule = f"it is numbers of records, which are other ones now: {change}"
-            raise CheckpointError(value, rule, _AS_BEFORE)
-        return stream.at(state["position"])
 
     def change(self, state: Mapping[str, Any] | None) -> str:
         """How this data differs from that of which `state` is, in words; empty where it does not.
@@ -254,22 +243,17 @@ class Data:
             )
         if all(source.store.labels is None for source in self.rows.sources):
             return
-        done_before = self.done
-        for until, size_of in self.sizes.phases:
-            if size_of.length < self.sizes.full.length:
-                for step in range(done_before + 1, min(until, steps) + 1):
-                    self._check_cut(step, CutRows(self.rows, size_of.length))
-            done_before = max(until, done_before)
+        last = max((until for until, _ in self.sizes.phases), default=0)
+        for step in range(self.done + 1, min(last, steps) + 1):
+            _, rows = self._sized(self.rows, step)
+            pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
+            if isinstance(rows, CutRows) and not any((each.labels[1:] != IGNORED).any() for each in pieces):
+                raise DataError(
+                    f"train.ramp with sequence_length={rows.longest}",
+                    f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
+                    "Give a larger sequence_length, or a ramp of batch_size alone",
+                )
         self.rows.forget()
-
-    def _check_cut(self, step: int, rows: CutRows) -> None:
-        pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
-        if not any((piece.labels[1:] != IGNORED).any() for piece in pieces):
-            raise DataError(
-                f"train.ramp with sequence_length={rows.longest}",
-                f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
-                "Give a larger sequence_length, or a ramp of batch_size alone",
-            )
 
     def _sized(self, rows: Rows, step: int) -> tuple[Layout, Rows]:
         """The layout, and the rows, that the size of the step makes of them."""
@@ -366,10 +350,10 @@ def load_data(
     limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
     sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
     sizes = Sizes.of(config, parts)
-    facts = tuple(trained.store.facts for trained in rows.sources)
+    facts = [trained.store.facts for trained in rows.sources]
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
     known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
-    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, facts=facts, known=known)
+    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, known=known)
     data.check(config.train.steps)
     return data
 
@@ -422,22 +406,16 @@ def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Layo
     whole = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
     known = tuple(of_files(source, digest) for digest, (source, _) in zip(digests, sources, strict=True))
     sizes = Sizes.of(config, parts)
-    if sizes.phases and sizes.phases[0][1].length < sizes.full.length:
-        _check_labels(sources)
+    is_cut = any(size.length < sizes.full.length for _, size in sizes.phases)
+    if some := next((source for source, encoder in sources if is_cut and encoder.labelled), None):
+        raise ConfigError(
+            "train.ramp with sequence_length, and data.streaming",
+            f"the loss counts some tokens of {some.section.path} only, and rows that are cut may have none, "
+            "which shows once they are read",
+            "Leave data.streaming out, or give a ramp of batch_size alone",
+        )
     rows = StoredRows(())
     return Data(rows, held, layout, sizes, None, whole, parts=parts, stream=stream, known=known)
-
-
-def _check_labels(sources: Sequence[Streamed]) -> None:
-    """Raise ConfigError where a row, once cut, may have no token that the loss counts."""
-    for source, encoder in sources:
-        if encoder.labelled:
-            raise ConfigError(
-                "train.ramp with sequence_length, and data.streaming",
-                f"the loss counts some tokens of {source.section.path} only, and rows that are cut may have "
-                "none, which shows once they are read",
-                "Leave data.streaming out, or give a ramp of batch_size alone",
-            )
 
 
 @dataclass(frozen=True)
@@ -452,7 +430,7 @@ class _Loader:
     def open(self, source: SourceSection) -> Streamed:
         """Raises DataError."""
         opened = open_source(source)
-        return Streamed(opened, make_encoder(self.section, opened, self.tokenizer))
+        return opened, make_encoder(self.section, opened, self.tokenizer)
 
     def rows(self, section: SourceSection, share: float, least: int = 0) -> tuple[SourceRows, SourceRows]:
         """The rows to train on, and those held out: a share of them, `least` or more. Raises DataError."""

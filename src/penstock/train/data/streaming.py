@@ -24,14 +24,8 @@ from penstock.train.data.sampler import Mixture
 from penstock.train.data.sources import Record, Source
 from penstock.train.encoding.encode import Encoder, check_highest
 
+Streamed = tuple[Source, Encoder]  # a source, and how its records become tokens
 Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
-
-
-class Streamed(NamedTuple):
-    """A source, and how its records become tokens."""
-
-    source: Source
-    encoder: Encoder
 
 
 class Options(NamedTuple):
@@ -222,12 +216,6 @@ class Stream:
     ) -> None:
         self._sources, self._mixture, self._options = tuple(sources), mixture, options
         self.start: Position = start or {"rows": 0, "sources": [None] * len(sources)}
-        if len(self.start["sources"]) != len(sources):
-            raise DataError(
-                f"data.mixture of {len(sources)} sources",
-                f"the checkpoint's data has {len(self.start['sources'])}",
-                "Give the sources that the run began with, or start without --resume",
-            )
         self._taken = -1
         self._readers: list[Reader] = []
 
