@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import takewhile
 from operator import eq
 from typing import Any, NamedTuple
@@ -86,8 +85,18 @@ class ChatEncoder:
         """
         chat = self._reader.read(name, row)
         shown = self._shown(name, chat)
-        with _template_errors(name):
+        try:
             ids, counted = self._texts(*chat) if isinstance(chat, Texts) else self._chat(name, chat)
+        except DataError:
+            raise
+        except TemplateSyntaxError as error:  # of the template itself: no record is to blame
+            said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
+            remedy = "Mend it there, or give another one (data.chat_template)"
+            raise DataError(where, f"it is not Jinja ({said})", remedy) from None
+        except Exception as error:  # Jinja's, and whatever a template meets in values of another type
+            rule = f"the chat template refuses it ({' '.join(str(error).split())})"
+            remedy = "Mend it, or give a template that takes it (data.chat_template)"
+            raise wrong(name, rule, remedy) from None
         if not counted[1:].any():  # nothing predicts the first token
             if self.drop:
                 return None
@@ -206,22 +215,6 @@ class ChatEncoder:
                 "data.loss_on=all and leave weight and train out",
             )
         return _common(self.tokenizer.chat_ids(first, more), ids)
-
-
-@contextmanager
-def _template_errors(name: str) -> Iterator[None]:
-    """Raise DataError for what a template, or a tokenizer, says to a record."""
-    try:
-        yield
-    except DataError:
-        raise
-    except TemplateSyntaxError as error:  # of the template itself: no record is to blame
-        said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
-        remedy = "Mend it there, or give another one (data.chat_template)"
-        raise DataError(where, f"it is not Jinja ({said})", remedy) from None
-    except Exception as error:  # Jinja's, and whatever a template meets in values of another type
-        rule = f"the chat template refuses it ({' '.join(str(error).split())})"
-        raise wrong(name, rule, "Mend it, or give a template that takes it (data.chat_template)") from None
 
 
 def _check_asked(name: str, chat: Chat, counted: Sequence[int]) -> None:

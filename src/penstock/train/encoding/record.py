@@ -93,14 +93,14 @@ class ChatReader:
         row = _with_tools(name, self._kept(row))
         field = self.field or next((key for key in ("messages", "conversations") if key in row), "messages")
         if self.form in ("auto", "messages") and field in row:
-            self._check_keys(name, row, (field, "system"), messages=(field,))
-            return self._chat(name, row, [*_system(name, row), *_listed(name, field, row[field])])
+            listed = [*_system(name, row), *_listed(name, field, row[field])]
+            return self._chat(name, row, listed, known=(field, "system"))
         if self.form in ("auto", "prompt") and {"prompt", "completion"} <= row.keys():
             return self._prompt(name, row)
         answer = next((key for key in _ANSWERS if key in row), None)
         if self.form in ("auto", "instruction") and "instruction" in row and answer:
-            self._check_keys(name, row, ("instruction", "input", answer, "system", "history"))
-            return self._chat(name, row, _instruction(name, row, answer))
+            known = ("instruction", "input", answer, "system", "history")
+            return self._chat(name, row, _instruction(name, row, answer), known)
         wanted = {
             "messages": f"a list in {field}", "prompt": "prompt and completion",
             "instruction": "instruction and output",
@@ -117,33 +117,30 @@ class ChatReader:
         if isinstance(prompt, str) and isinstance(completion, str):
             refuse_keys(name, row.keys() - {"prompt", "completion"}, (), self.ignored)
             return Texts(prompt, completion)
-        self._check_keys(name, row, ("prompt", "completion"), messages=("prompt", "completion"))
         before = _listed(name, "prompt", prompt)
-        chat = self._chat(name, row, [*before, *_listed(name, "completion", completion)])
-        return chat._replace(prompt=len(before))
+        listed = [*before, *_listed(name, "completion", completion)]
+        return self._chat(name, row, listed, known=("prompt", "completion"))._replace(prompt=len(before))
 
-    def _check_keys(
-        self, name: str, row: Mapping[str, Any], known: Collection[str], messages: Collection[str] = ()
-    ) -> None:
-        """Raise DataError for all keys of a record, and of its messages, that nothing here reads."""
+    # ---- Messages
+
+    def _chat(
+        self, name: str, row: Mapping[str, Any], listed: Sequence[tuple[str, Any]], known: Collection[str]
+    ) -> Chat:
+        """Raises DataError for all keys of a record, and of its messages, that nothing here reads.
+
+        listed: messages as the record has them, each with its name for errors
+        """
         seen = ("images",) if self.tokenizer.sees else ()
         of_row = row.keys() - {*known, *seen, *_OF_TEMPLATES}
         template = self.tokenizer.template(row.get("tools"))
         of_messages = {
             key
-            for field in messages if isinstance(row[field], list)
-            for message in row[field] if isinstance(message, dict)
+            for _, message in listed if isinstance(message, dict)
             for key in self._kept(message).keys() - _OF_MESSAGES
             if not (_reads(template, key) or (key in _OF_RESULTS and _answers_call(message)))
         }  # fmt: skip
         refuse_keys(name, of_row, of_messages, self.ignored)
-
-    # ---- Messages
-
-    def _chat(self, name: str, row: Mapping[str, Any], listed: Sequence[tuple[str, Any]]) -> Chat:
-        """listed: messages as the record has them, each with its name for errors"""
         options = _options(name, row)
-        template = self.tokenizer.template(options.get("tools"))
         pairs = [self._message(name, at, message, template) for at, message in listed]
         systems = sum(message["role"] in SYSTEMS for message, _ in pairs[:2])
         if "system" in row and systems > 1:
@@ -370,7 +367,7 @@ def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
     if reserved := more.keys() & _RESERVED:
         rule = f"chat_template_kwargs sets {_names(sorted(reserved))}, which are no variables of a template"
         raise wrong(name, rule, "Leave them out")
-    return {key: row[key] for key in ("tools",) if key in row} | more
+    return ({"tools": row["tools"]} if "tools" in row else {}) | more
 
 
 # ---- What is wrong
