@@ -137,10 +137,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ),
         ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
         ("parallel.dp_shard=0", "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
-        (
-            "parallel.pp=2",
-            "parallel: pp=2 is the pipeline's axis, which has a section of its own. Write pipeline.ranks=2",
-        ),
+        ("parallel.pp=2", "parallel.pp=2: section parallel has no such key. Write pipeline.ranks"),
         (
             "parallel.dp_shard=-1 parallel.tp=-1",
             "dp_shard and tp of -1: one axis at most takes all that are left",

@@ -401,14 +401,6 @@ class ParallelSection(Section):
     reshard_after_forward: bool = False  # gather weights again for each backward: less memory, more traffic
     cpu_offload: bool = False  # weights, gradients and the optimizer's state wait in host memory
 
-    @model_validator(mode="before")
-    @classmethod
-    def pipeline_has_its_section(cls, keys: Any) -> Any:
-        if isinstance(keys, dict) and "pp" in keys:
-            rule = f"pp={keys['pp']} is the pipeline's axis, which has a section of its own"
-            raise ValueError(f"{rule}; write pipeline.ranks={keys['pp']}")
-        return keys
-
     def check_keys(self) -> None:
         with as_finding():
             axes = self.axes
