@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from multiprocessing import get_context
-from typing import Any, Literal, assert_never
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -85,16 +85,10 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> Block:
         """The tokens of each record. Raises DataError that names a wrong one."""
-        made: Callable[[str, dict[str, Any]], Encoded | None]
-        match self.kind:
-            case "text":
-                return self._texts(records)
-            case "chat":
-                made = self._chats.encode
-            case "tokens":
-                made = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
-            case unknown:
-                assert_never(unknown)
+        if self.kind == "text":
+            return self._texts(records)
+        of_tokens = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
+        made = self._chats.encode if self.kind == "chat" else of_tokens
         return [(record.name, made(record.name, self._row(record))) for record in records]
 
     def _texts(self, records: Sequence[Record]) -> Block:
@@ -133,17 +127,11 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
 
 
 def _kind_of(source: Source) -> Kind:
-    match source.section.kind:
-        case "chat" | "tokens" as kind:
-            return kind
-        case "dummy":
-            return "tokens"
-        case "auto" | "text" | "jsonl" | "parquet" | "dataset" | "megatron":
-            first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-            found = _row(first) if first else {}
-            return "tokens" if TOKENS[0] in found and source.section.text_field not in found else "text"
-        case unknown:
-            assert_never(unknown)
+    if source.section.kind in ("chat", "tokens"):
+        return source.section.kind
+    first = next(source.records(), None) if source.format not in ("text", "megatron") else None
+    fields = _row(first) if first else {}
+    return "tokens" if TOKENS[0] in fields and source.section.text_field not in fields else "text"
 
 
 def _without_none(value: Any) -> Any:
@@ -238,19 +226,15 @@ def encoded(encoder: Encoder, source: Source, workers: int | None) -> Iterator[t
             for size, records in blocks:
                 ahead.append((size, pool.submit(_encode, records)))
                 if len(ahead) > 2 * workers:  # no more of the files than that lies in memory
-                    yield _next(ahead)
-            while ahead:
-                yield _next(ahead)
+                    size, block = ahead.popleft()
+                    yield size, block.result()
+            for size, block in ahead:
+                yield size, block.result()
         except BrokenProcessPool as error:
             rule = "a process that tokenises died, perhaps of too little memory"
             raise RunError(f"data.workers={workers}", rule, "Give fewer, or 0") from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _next(ahead: deque[tuple[int, Future[Block]]]) -> tuple[int, Block]:
-    size, block = ahead.popleft()
-    return size, block.result()
 
 
 def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
