@@ -24,15 +24,16 @@ from torch import Tensor
 from transformers import AutoProcessor, PreTrainedModel
 
 from penstock.errors import DataError
-from penstock.models.model_folder import OTHERS, TOKENIZER, check_folder
+from penstock.models.model_folder import OTHERS, TOKENIZER
 from penstock.models.tracing.towers import encodes
-from penstock.reading import MIB, open_regular
+from penstock.reading import MIB, read_bytes, size
 from penstock.train.data.rows import Piece
 from penstock.train.data.sources import wrong
-from penstock.train.encoding.tokenizer import HuggingFace, Messages
+from penstock.train.encoding.tokenizer import HuggingFace, Messages, read_folder
 
 _LARGEST = 64 * MIB  # of an image's file
 _PATHS = ("path", "image", "url")  # the names under which a message gives an image's file
+_REMEDY = "Give a local folder with a processor, or leave data.images out"
 _OURS = ("input_ids", "attention_mask", "labels")  # entries that rows have already
 
 
@@ -54,8 +55,16 @@ class Processor(HuggingFace):
         self._name, self._template, self._trusted = name, template, trusted
         self._images = str(Path(images).expanduser())
         _need_pillow()
-        self.processor = self._writer = _read(name, trusted)
+        self.processor = self._writer = read_folder(AutoProcessor, name, trusted, "processor", _REMEDY)
+        if not hasattr(self.processor, "tokenizer") or not hasattr(self.processor, "image_processor"):
+            kind = type(self.processor).__name__
+            rule = f"data.images needs a processor of images and text, and here is a {kind}"
+            raise DataError(f"data.tokenizer={name}", rule, _REMEDY)
         self.own = self.processor.tokenizer
+        token = getattr(self.processor, "image_token", None)
+        self._token = None if token is None else str(token)
+        # the id that stands for images
+        self.image_token: int | None = self.own.convert_tokens_to_ids(self._token) if self._token else None
         if template is not None:
             self.processor.chat_template = self.own.chat_template = template
 
@@ -147,17 +156,6 @@ class Processor(HuggingFace):
         )
         return {name: value[0] for name, value in found.items() if name in ("input_ids", "assistant_masks")}
 
-    @cached_property
-    def image_token(self) -> int | None:
-        """The id that stands for images."""
-        found: int | None = self.own.convert_tokens_to_ids(self._token) if self._token else None
-        return found
-
-    @property
-    def _token(self) -> str | None:
-        found = getattr(self.processor, "image_token", None)
-        return None if found is None else str(found)
-
     # ---- What a microbatch has of images
 
     def entries(self, rows: Sequence[Piece]) -> dict[str, Tensor]:
@@ -215,15 +213,11 @@ def _image_at(path: str, digest: str) -> Any:
 
 def _bytes_of(path: str, value: str) -> bytes:
     try:
-        with open_regular(Path(path)) as file:
-            content = file.read(_LARGEST + 1)
+        return read_bytes(path, _LARGEST)
     except OSError as error:
         rule = f"its image {path} cannot be read ({error.strerror or error})"
-        raise DataError(value, rule, "Give the path of a file, relative to data.images") from None
-    if len(content) > _LARGEST:
-        rule = f"its image {path} has more than {_LARGEST >> 20} MiB"
-        raise DataError(value, rule, "Make it smaller")
-    return content
+        remedy = f"Give the path of a file of at most {size(_LARGEST)}, relative to data.images"
+        raise DataError(value, rule, remedy) from None
 
 
 def _opened(path: str, value: str, content: bytes) -> Any:
@@ -238,22 +232,6 @@ def _opened(path: str, value: str, content: bytes) -> Any:
 
 def _digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _read(folder: str, trusted: bool) -> Any:
-    check_folder(Path(folder), DataError)
-    value = f"data.tokenizer={folder}"
-    remedy = "Give a local folder with a processor, or leave data.images out"
-    try:
-        found = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-    except Exception as error:  # transformers raises a dozen kinds for a folder without a processor
-        said = next(iter(str(error).strip().splitlines()), "")
-        rule = f"transformers reads no processor there ({type(error).__name__}: {said[:200]})"
-        raise DataError(value, rule, remedy) from error
-    if not hasattr(found, "tokenizer") or not hasattr(found, "image_processor"):
-        rule = f"data.images needs a processor of images and text, and here is a {type(found).__name__}"
-        raise DataError(value, rule, remedy)
-    return found
 
 
 def _need_pillow() -> None:

@@ -41,6 +41,7 @@ CHAT_TEMPLATE = """\
 """
 _MARKERS = ("<|im_start|>", "<|im_end|>")
 _LARGEST_TEMPLATE = MIB
+_REMEDY = "Give a local folder with a tokenizer, or the word bytes"
 
 
 class Bytes:
@@ -82,7 +83,11 @@ class HuggingFace:
 
     def __init__(self, name: str, template: str | None = None, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
-        self.own: Any = byte_level_tokenizer(chat=True) if name == "bytes" else _read(name, trusted)
+        self.own: Any = (
+            byte_level_tokenizer(chat=True)
+            if name == "bytes"
+            else read_folder(AutoTokenizer, name, trusted, "tokenizer", _REMEDY)
+        )
         self._writer = self.own
         if template is not None:
             self.own.chat_template = template
@@ -208,20 +213,19 @@ def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
     return made
 
 
-def _read(folder: str, trusted: bool) -> Any:
+def read_folder(auto: Any, folder: str, trusted: bool, kind: str, remedy: str) -> Any:
+    """What AutoTokenizer or AutoProcessor reads in a local folder. Raises DataError. kind: in words"""
     check_folder(Path(folder), DataError)
     try:
-        made = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
-        made("a", verbose=False)  # some settings are only read now
+        made = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)
+        getattr(made, "tokenizer", made)("a", verbose=False)  # some settings are only read now
         return made
-    except Exception as error:  # transformers raises a dozen kinds for a folder without a tokenizer
-        if not trusted and names_code(Path(folder), "AutoTokenizer"):
+    except Exception as error:  # transformers raises a dozen kinds for a folder without one
+        if not trusted and names_code(Path(folder), auto.__name__):
             raise code_refused(f"data.tokenizer={folder}", DataError) from None
-        raise DataError(
-            f"data.tokenizer={folder}",
-            f"transformers reads no tokenizer there ({type(error).__name__})",
-            "Give a local folder with a tokenizer, or the word bytes",
-        ) from error
+        said = next(iter(str(error).strip().splitlines()), "")
+        rule = f"transformers reads no {kind} there ({type(error).__name__}: {said[:200]})"
+        raise DataError(f"data.tokenizer={folder}", rule, remedy) from error
 
 
 def _text(name: str, document: bytes) -> str:
