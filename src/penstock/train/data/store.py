@@ -33,6 +33,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeVar
@@ -304,37 +305,29 @@ def write_store(
     at, all_count = "", True
     between = np.array([separator or 0], dtype=dtype)
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
-        for block in blocks:
-            pieces: list[Any] = []
-            marks: list[Any] = []
-            for name, found in block:
-                if found is None:
-                    dropped += 1
-                    continue
-                if separator is not None and lengths:
-                    pieces.append(between)
-                    lengths[-1] += 1
-                    highest = max(highest, separator)
-                pieces.append(found.ids)
-                lengths.append(len(found.ids))
-                shown += [] if found.shown is None else [found.shown]
-                if labelled:
-                    assert found.labels is not None
-                    marks.append(found.labels)
-                    all_count = all_count and np.array_equal(found.ids, found.labels)
-                most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
-                if not at or most > highest:
-                    highest, at = int(most), name
-            if pieces:
-                written = np.concatenate(pieces).astype(dtype)
-                tokens.write(written.data)
-                if labelled:
-                    written = np.concatenate(marks)
-                    labels.write(written.data)
-                counted += int((written != IGNORED).sum()) if labelled else len(written)
+        for name, found in chain.from_iterable(blocks):
+            if found is None:
+                dropped += 1
+                continue
+            if separator is not None and lengths:
+                tokens.write(between.data)
+                lengths[-1] += 1
+                highest = max(highest, separator)
+            tokens.write(found.ids.astype(dtype).data)
+            lengths.append(len(found.ids))
+            shown += [] if found.shown is None else [found.shown]
+            if labelled:
+                assert found.labels is not None
+                labels.write(found.labels.data)
+                counted += int((found.labels != IGNORED).sum())
+                all_count = all_count and np.array_equal(found.ids, found.labels)
+            most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
+            if not at or most > highest:
+                highest, at = int(most), name
     array = np.array(lengths, dtype=np.int64)
     array.tofile(folder / "lengths")
     total = int(array.sum())
+    counted = counted if labelled else total
     if not labelled or (all_count and total):
         (folder / "labels").unlink()
     if shown:
