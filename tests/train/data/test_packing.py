@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.train.data.packing import PACKINGS, Packing, best_fit, cut, one_each, overlong, sequential
+from penstock.train.data.packing import PACKINGS, Packing, best_fit, cut, one_each, sequential
 
 CAPACITY = 8
 
@@ -91,6 +91,6 @@ def test_a_hundred_thousand_documents_take_a_moment() -> None:
 
 def test_what_is_too_long_is_truncated_or_dropped() -> None:
     documents = np.array([5, 10, 1, 3])
-    truncated, dropped = (overlong(documents, CAPACITY, mode) for mode in ("truncate", "drop"))
+    truncated, dropped = (cut(documents, CAPACITY, mode) for mode in ("truncate", "drop"))
     assert (truncated.starts.tolist(), truncated.lengths.tolist()) == ([0, 5, 16], [5, 8, 3])
     assert (dropped.starts.tolist(), dropped.lengths.tolist()) == ([0, 16], [5, 3])

@@ -34,7 +34,7 @@ from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes, of_files, of_tokens
-from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each, overlong
+from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
     Content,
     CutRows,
@@ -512,10 +512,8 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
     if stream:
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
-    elif section.overlong == "cut":
-        pieces = cut(np.asarray(store.lengths), longest)
     else:
-        pieces = overlong(np.asarray(store.lengths), longest, section.overlong)
+        pieces = cut(np.asarray(store.lengths), longest, section.overlong)
     pieces = _that_count(store, pieces)
     count = len(pieces.lengths)
     pack = one_each if stream else PACKINGS[section.packing]

@@ -49,9 +49,14 @@ class Packing(NamedTuple):
         return self.pieces[self.bounds[number] : self.bounds[number + 1]]
 
 
-def cut(documents: Numbers, capacity: int) -> Pieces:
-    """The pieces of documents of these lengths, in order: none longer than `capacity`, none of one token."""
+def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
+    """The pieces of documents of these lengths, in order: none longer than `capacity`, none of one token.
+
+    overlong: what is longer is cut into several, truncated (its end is left out), or dropped
+    """
     counts = -(-documents // capacity)
+    if overlong != "cut":
+        counts = np.minimum(counts, 1) if overlong == "truncate" else counts * (counts == 1)
     document = np.repeat(np.arange(len(documents)), counts)  # of each piece
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
     offset = number * capacity
@@ -59,13 +64,6 @@ def cut(documents: Numbers, capacity: int) -> Pieces:
     lengths = np.minimum(documents[document] - offset, capacity)
     kept = lengths >= _SHORTEST
     return Pieces(starts[kept], lengths[kept])
-
-
-def overlong(documents: Numbers, capacity: int, mode: str) -> Pieces:
-    """The pieces where what is longer than `capacity` is truncated (its end is left out), or dropped."""
-    kept = (documents >= _SHORTEST) & ((documents <= capacity) | (mode == "truncate"))
-    starts = np.cumsum(documents) - documents
-    return Pieces(starts[kept], np.minimum(documents[kept], capacity))
 
 
 def one_each(lengths: Numbers, capacity: int) -> Packing:
