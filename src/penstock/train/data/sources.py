@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -68,25 +69,16 @@ class Source:
         """The records from number `first` on, in a fixed order. Raises DataError."""
         if self.format == "dummy":
             return _made_up(self.section.dummy or DummySection(), first)
-        return islice((record for file in self.files for record in self._read(file)), first, None)
-
-    def _read(self, file: Path) -> Iterator[Record]:
-        match self.format:
-            case "text":
-                return _texts(file)
-            case "jsonl":
-                return _lines(file)
-            case "parquet":
-                return _parquet(file, self._columns)
-            case "dataset":
-                return _dataset(file, self._columns)
-            case "megatron":
-                rule = "Megatron's files are tokens that are read where they lie, with no records in them"
-                raise DataError(f"data.path={self.section.path}", rule, "Leave data.streaming out")
-            case "dummy":
-                raise AssertionError(f"made-up records are in no file, and here is {file}")
-            case unknown:
-                assert_never(unknown)
+        if self.format == "megatron":
+            rule = "Megatron's files are tokens that are read where they lie, with no records in them"
+            raise DataError(f"data.path={self.section.path}", rule, "Leave data.streaming out")
+        readers: dict[Format, Callable[[Path], Iterator[Record]]] = {
+            "text": _texts,
+            "jsonl": _lines,
+            "parquet": partial(_parquet, columns=self._columns),
+            "dataset": partial(_dataset, columns=self._columns),
+        }
+        return islice(chain.from_iterable(map(readers[self.format], self.files)), first, None)
 
     def _columns(self, known: list[str]) -> list[str]:
         """Those of `known` that are needed: of texts one; of chats and tokens all, as none may be lost."""

@@ -236,8 +236,6 @@ class Stream:
         return HeldRows(rows), {"rows": self._taken, "sources": [each.position() for each in self._readers]}
 
     def _rows(self, count: int) -> list[list[Piece]]:
-        if not count:
-            return []
         sources = self._mixture.rows(self._taken, count)
         rows = [self._readers[source].row() for source, _ in sources]
         self._taken += count

@@ -161,15 +161,13 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
     """
     field_of(name, row, TOKENS[0], "Take data.kind=text or chat, or tokenise it")
     ids = _numbers(name, TOKENS[0], row[TOKENS[0]])
-    labels = None if row.get(TOKENS[1]) is None else _numbers(name, TOKENS[1], row[TOKENS[1]])
+    labels = ids if row.get(TOKENS[1]) is None else _numbers(name, TOKENS[1], row[TOKENS[1]])
     unread = {key for key, content in row.items() if content is not None and key not in (*TOKENS, *ignored)}
     if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
         unread.remove("attention_mask")
     refuse_keys(name, unread, (), ignored)
     if ids.size and (ids.min() < 0 or ids.max() >= _MOST):
         raise wrong(name, f"token ids are 0 or more, and here is {ids[(ids < 0) | (ids >= _MOST)][0]}")
-    if labels is None:
-        return Encoded(ids.astype(np.uint32), ids.astype(np.int32))
     if len(labels) != len(ids):
         rule = f"it has {len(labels)} labels for {len(ids)} tokens"
         raise wrong(name, rule, "Give one for each, -100 where the loss is not to count it")
