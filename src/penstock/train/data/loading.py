@@ -522,9 +522,7 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         made = pack(pieces.lengths[first:end], length)
         return made._replace(pieces=made.pieces + first)
 
-    if share == 1 or not share:
-        held = round(share) * count
-    elif stream:
+    if stream:
         held = min(count, max(least, round(count * share)))
     else:
         ends = np.cumsum(pieces.lengths)

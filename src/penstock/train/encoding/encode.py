@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
@@ -35,6 +36,7 @@ _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
 _MOST = 1 << 31  # ids are below
+_WHOLE = TypeAdapter(list[int])
 _MEND_TEXT = f"{MEND}; where all records are so, set data.text_field to the one that holds the text"
 
 
@@ -178,17 +180,12 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
 
 
 def _numbers(name: str, field: str, found: object) -> npt.NDArray[np.int64]:
-    whole = isinstance(found, np.ndarray) or (
-        isinstance(found, list) and all(type(number) is int for number in found)
-    )
     try:
-        numbers = np.asarray(found if whole else "none", dtype=np.int64)
-    except (ValueError, OverflowError):
-        numbers = np.empty((0, 0), np.int64)
-    if numbers.ndim != 1:
+        whole = found if isinstance(found, np.ndarray) else _WHOLE.validate_python(found, strict=True)
+        return np.asarray(whole, dtype=np.int64)
+    except (ValidationError, OverflowError):
         rule = f"{field} is a list of whole numbers, and here is a {type(found).__name__} of something else"
-        raise wrong(name, rule)
-    return numbers
+        raise wrong(name, rule) from None
 
 
 def check_highest(value: str, highest: int, vocabulary: int, first: str = "") -> None:
