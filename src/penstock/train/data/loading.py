@@ -263,7 +263,10 @@ class Data:
 
     def _part(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Batch:
         mine = layout.deal(rows, chosen, self.parts)[self.part]
-        fill = replace(self._fill(layout, rows, chosen), images=layout.image_tokens(rows, chosen))
+        fill = self._fill(layout, rows, chosen)
+        if isinstance(layout, DocumentLayout) and layout.image_token is not None:
+            pieces = (piece for row in chosen for piece in rows.read(row))
+            fill = replace(fill, images=sum(int((each.ids == layout.image_token).sum()) for each in pieces))
         return Batch(layout.content(rows, mine), fill)
 
     def _sent_batch(self, up: Up, step: int) -> Batch:

@@ -192,10 +192,6 @@ class StreamLayout:
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
 
-    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
-        """How many tokens of these rows stand for images."""
-        return 0
-
 
 @dataclass(frozen=True)
 class DocumentLayout:
@@ -256,11 +252,6 @@ class DocumentLayout:
         slots = sum(len(group) * most for group, most in zip(groups, longest, strict=True))
         squares = sum(count**2 for row in chosen for count in rows.lengths(row))
         return Fill(sum(lengths[row] for row in chosen), slots, squares)
-
-    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
-        if self.image_token is None:
-            return 0
-        return sum(int((each.ids == self.image_token).sum()) for row in chosen for each in rows.read(row))
 
     def _groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
         """The rows of each microbatch. Rows of similar length go together: they are padded to the longest."""

@@ -100,7 +100,7 @@ class Source:
             return hashlib.blake2b(repr(self.section.dummy).encode(), digest_size=16).hexdigest()
         whole = hashlib.blake2b(digest_size=16)
         for file in self.contents():
-            with _reading(file), open_regular(file) as opened:
+            with readable(file), open_regular(file) as opened:
                 whole.update(hashlib.file_digest(opened, "sha256").digest())
         return whole.hexdigest()
 
@@ -119,13 +119,10 @@ def open_source(section: SourceSection) -> Source:
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return Source(section, (path,), "dataset")
     if not path.is_dir():
-        with _reading(path):
+        with readable(path):
             check_regular(path)
     files = _files_below(path, section) if path.is_dir() else (path,)
-    format = _format(section.kind, path, files)
-    if path.is_dir() and format == "jsonl":
-        files = tuple(file for file in files if file.suffix in _JSON)
-    return Source(section, files, format)
+    return Source(section, files, _format(section.kind, path, files))
 
 
 def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
@@ -185,7 +182,8 @@ def _made_up(section: DummySection, first: int) -> Iterator[Record]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
+    """Raise DataError for a file that cannot be read."""
     try:
         yield
     except OSError as error:
@@ -197,14 +195,14 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _texts(path: Path) -> Iterator[Record]:
-    with _reading(path), open_regular(path) as file:
+    with readable(path), open_regular(path) as file:
         content = file.read()
     yield Record(str(path), content)
 
 
 def _lines(path: Path) -> Iterator[Record]:
     """The lines that are not empty; of a file that is one JSON list, its entries."""
-    with _reading(path), open_regular(path) as file:
+    with readable(path), open_regular(path) as file:
         if file.read(64).lstrip().startswith(b"["):
             yield from _entries(path)
             return
@@ -224,7 +222,7 @@ def _entries(path: Path) -> Iterator[Record]:
     """
     number, text, at = 1, "", 0
     try:
-        with _reading(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
+        with readable(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
             while True:
                 try:
                     before = (_OPENING if number == 1 else _BETWEEN).match(text, at)
@@ -267,7 +265,7 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
     datasets = _need_datasets(path, "a Hugging Face dataset")
-    with _reading(path):
+    with readable(path):
         for file in path.rglob("*") if path.is_dir() else (path,):
             if not file.is_dir():
                 check_regular(file)

@@ -45,7 +45,7 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
 from penstock.reading import check_regular, read_bytes, read_json
 from penstock.train.data.packing import Numbers
-from penstock.train.data.sources import Source, wrong
+from penstock.train.data.sources import Source, readable, wrong
 from penstock.train.encoding.chat import Labels
 from penstock.train.encoding.encode import Block
 from penstock.train.encoding.tokenizer import Ids
@@ -273,11 +273,9 @@ def _settled(stamps: Sequence[tuple[str, int, int, int, int]]) -> bool:
 
 
 def _stat(file: Path) -> os.stat_result:
-    try:
+    with readable(file):
         check_regular(file)
         return file.stat()
-    except OSError as error:
-        raise wrong(str(file), f"it cannot be read ({error.strerror})", "Give another path") from None
 
 
 def _unwritable(folder: Path, error: Exception) -> ConfigError:

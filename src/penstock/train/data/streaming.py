@@ -231,12 +231,8 @@ class Stream:
             self._readers = [
                 Reader(self._sources[n], n, self._options, position) for n, position in positions
             ]
-            self._rows(first - self._taken)
-        rows = self._rows(count)
+        skipped = first - self._taken
+        in_turn = self._mixture.rows(self._taken, skipped + count)
+        rows = [self._readers[source].row() for source, _ in in_turn][skipped:]
+        self._taken = first + count
         return HeldRows(rows), {"rows": self._taken, "sources": [each.position() for each in self._readers]}
-
-    def _rows(self, count: int) -> list[list[Piece]]:
-        sources = self._mixture.rows(self._taken, count)
-        rows = [self._readers[source].row() for source, _ in sources]
-        self._taken += count
-        return rows
