@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
+from torch.utils._pytree import tree_leaves
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
@@ -284,17 +285,8 @@ def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str,
         yield [("the content", answer)]
     for call in message.get("tool_calls", ()):
         function = call.get("function", call)
-        arguments = function.get("arguments", {})
-        values = [arguments] if isinstance(arguments, str) else _leaves(arguments)
+        values = tree_leaves(function.get("arguments", {}))
         yield [("the name of a call", function["name"]), *(("an argument of a call", of) for of in values)]
-
-
-def _leaves(value: object) -> Iterator[object]:
-    if isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(inner)
-    else:
-        yield value
 
 
 def _end_in(text: str, said: object, start: int) -> int:
