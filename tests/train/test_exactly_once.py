@@ -197,7 +197,7 @@ def record(patch: pytest.MonkeyPatch, history: dict[int, Rows]) -> None:
 
     def taking(stream: Stream, first: int, count: int) -> tuple[HeldRows, Position]:
         rows, position = take(stream, first, count)
-        streamed[:] = [[[piece.ids.tolist() for piece in row] for row in rows.rows]]
+        streamed[:] = [[[piece.ids.tolist() for piece in row] for row in rows]]
         return rows, position
 
     def recording(data: Data, step: int) -> Batch:

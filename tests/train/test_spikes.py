@@ -231,8 +231,8 @@ def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packi
     assert stream is not None
     whole, _ = stream.take(0, state["data"]["rows"] + ROWS)
     next_rows, _ = stream.at(state["data"]["position"]).take(state["data"]["rows"], ROWS)
-    assert [[piece.ids.tolist() for piece in row] for row in whole.rows[-ROWS:]] == [
-        [piece.ids.tolist() for piece in row] for row in next_rows.rows
+    assert [[piece.ids.tolist() for piece in row] for row in whole[-ROWS:]] == [
+        [piece.ids.tolist() for piece in row] for row in next_rows
     ]
     rows = exact(tmp_path)
     run(preflight(made, str(checkpoint(tmp_path, EVERY))))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock.batch.padding import Padding
 from penstock.train.data.packing import PACKINGS, cut
 from penstock.train.data.rows import CutRows, DocumentLayout, Fill, SourceRows
-from support.stored import in_memory
+from penstock.train.data.store import in_memory
 
 
 class Made(NamedTuple):

@@ -533,12 +533,10 @@ class TrainSection(Section):
         if self.spike is not None and self.spike.then == "rewind" and self.checkpoint_every is None:
             rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not given"
             raise ValueError(f"{rule}; give checkpoint_every, or spike.then=skip")
-        last = 0
-        for phase in self.ramp:
-            if phase.until <= last:
-                rule = f"ramp has a phase until step {phase.until} after one until step {last}"
+        for before, phase in pairwise(self.ramp):
+            if phase.until <= before.until:
+                rule = f"ramp has a phase until step {phase.until} after one until step {before.until}"
                 raise ValueError(f"{rule}; give the phases in their order, each with a later step")
-            last = phase.until
         if self.memory_checkpoint_every is not None and self.check == "always":
             raise ValueError(
                 "check=always compares a resumed run with the files of its checkpoint, and there are none in "
@@ -636,11 +634,10 @@ class TrainConfig(Section):
             run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
-        self._check_ramp("train.batch_size", [phase.batch_size for phase in self.train.ramp])
-        lengths = [phase.sequence_length for phase in self.train.ramp]
-        self._check_ramp("data.sequence_length", lengths)
+        self._check_ramp("train", "batch_size")
+        self._check_ramp("data", "sequence_length")
         if self.data.images is not None:
-            self._check_images(lengths)
+            self._check_images()
         self.optimizer.check_steps(self.train.steps)
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
@@ -665,9 +662,9 @@ class TrainConfig(Section):
             rule = "data.tokenizer is missing and model.config brings none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
 
-    def _check_images(self, lengths: list[int | None]) -> None:
+    def _check_images(self) -> None:
         """Raise ValueError for settings that would cut rows, and with them images."""
-        if any(lengths):
+        if any(phase.sequence_length for phase in self.train.ramp):
             rule = "train.ramp with sequence_length cuts rows, and data.images has images in them"
             raise ValueError(f"{rule}; give a ramp of batch_size alone")
         for axis in ("cp", "tp"):
@@ -675,14 +672,13 @@ class TrainConfig(Section):
                 rule = f"parallel.{axis}={size} splits rows or matrices, and towers take images whole"
                 raise ValueError(f"{rule}; take parallel.dp_shard, or leave data.images out")
 
-    def _check_ramp(self, name: str, sizes: list[int | None]) -> None:
-        """Raise ValueError where the sizes of the phases do not grow up to the full one, a key of `name`."""
-        section, _, key = name.partition(".")
+    def _check_ramp(self, section: str, key: str) -> None:
+        """Raise ValueError where the sizes of the phases do not grow up to the full one, in `section`."""
         full: int = getattr(getattr(self, section), key)
-        grown = [full if size is None else size for size in sizes] + [full]
-        for size, following in pairwise(grown):
+        for size, following in pairwise([*(getattr(phase, key) or full for phase in self.train.ramp), full]):
             if size > following:
-                rule = f"train.ramp has {key}={size} before {following}, and {name}={full} is reached last"
+                reached = f"and {section}.{key}={full} is reached last"
+                rule = f"train.ramp has {key}={size} before {following}, {reached}"
                 raise ValueError(f"{rule}; give sizes that grow up to it")
 
     def to_yaml(self) -> str:

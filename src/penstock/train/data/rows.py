@@ -117,20 +117,14 @@ class StoredRows:
             forget((source.store.tokens, source.store.labels, *source.pieces, *source.packing))
 
 
-@dataclass(frozen=True)
-class HeldRows:
+class HeldRows(list[list[Piece]]):
     """Rows in memory."""
 
-    rows: Sequence[list[Piece]]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def lengths(self, row: int) -> Sequence[int]:
-        return [len(piece.ids) for piece in self.rows[row]]
+        return [len(piece.ids) for piece in self[row]]
 
     def read(self, row: int) -> list[Piece]:
-        return self.rows[row]
+        return self[row]
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,12 @@ def forget(arrays: Iterable[object]) -> None:
             each._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
+def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | None = None) -> Store:
+    """A store of arrays."""
+    facts = Facts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
+    return Store(tokens, labels, np.asarray(lengths, dtype=np.int64), facts)
+
+
 # ---- The cache
 
 
