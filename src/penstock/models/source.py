@@ -32,7 +32,6 @@ from penstock.models.adapters import (
     LoraConfig,
     adapter_of,
     add_adapter,
-    initialise_adapter,
     unwrap,
     without_adapters,
 )
@@ -93,7 +92,7 @@ class Source:
                 weights.load(model, self.files, ties, device or torch.device("cpu"), reads, self.new)
             initial.initialise(model, self.model, ties, seed)
         if self.adapter is not None:
-            initialise_adapter(model, self.adapter, seed)
+            initial.initialise_adapter(model, self.adapter, seed)
             weights.tie_within(model, weights.tied_names(self.model))
         if self.quantize is not None:
             quantize_base(model)
