@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from penstock.errors import CheckpointError
@@ -29,15 +30,8 @@ from penstock.reading import LARGEST_JSON, open_regular, size
 _LENGTH = 8  # bytes that say the header's length, in front of it
 _HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
-# torch's dtypes by their names in safetensors
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
+# torch's dtypes by their names in safetensors, whose own table lacks one that it writes
+DTYPES = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
