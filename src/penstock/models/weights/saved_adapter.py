@@ -109,14 +109,8 @@ class SavedAdapter(SavedModel):
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
 
-    def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
-        """Read the stages' parts of an adapter back, in place.
-
-        Raises CheckpointError, before any weight of this process changes.
-        """
-        self.check(folder, stages)
-        for stage in stages.values():
-            load_adapter(stage.module, Path(folder), self.names, self.ties)
+    def _read(self, folder: Path, module: PreTrainedModel) -> None:
+        load_adapter(module, folder, self.names, self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         folder = Path(folder)
