@@ -251,27 +251,20 @@ def _check_pattern(model: str, key: str, wanted: str, names: Iterable[str], some
 @contextmanager
 def without_adapters(*models: nn.Module) -> Iterator[None]:
     """Inside of the block the models are as before PEFT wrapped their modules, by name too."""
-    replaced: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-    met: set[int] = set()
-
-    def replace_in(module: nn.Module) -> None:
-        met.add(id(module))
-        for name, child in module._modules.items():
-            plain = _base_of(child)
-            if child is not None and plain is not child:
-                replaced.append((module._modules, name, child))
-                module._modules[name] = plain
-            if plain is not None and id(plain) not in met:
-                replace_in(plain)
-
-    if "peft" in sys.modules:
-        for model in models:
-            replace_in(model)
+    parents = [module for model in models for module in model.modules()]
+    replaced = [
+        (parent._modules, name, child, _base_of(child))
+        for parent in parents
+        for name, child in parent._modules.items()
+        if is_wrapper(child)
+    ]
+    for table, name, _, plain in replaced:
+        table[name] = plain
     try:
         yield
     finally:
-        for table, name, child in replaced:
-            table[name] = child
+        for table, name, wrapper, _ in replaced:
+            table[name] = wrapper
 
 
 def _base_of(module: Any) -> Any:
