@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -103,7 +104,11 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
             outcome |= {"error": [error.value, error.rule, error.remedy], "at": time.time()}
             raise
         finally:
-            _write_outcome(file, outcome)
+            with suppress(OSError):  # the others then see for themselves
+                file.seek(0)
+                file.truncate()
+                file.write(json.dumps(outcome))
+                file.flush()
     return folder
 
 
@@ -111,8 +116,8 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
 
 
 @contextmanager
-def _lock(key: str, name: str) -> Iterator[TextIO | None]:
-    """The file that is locked; None in a cache where nothing can be written, and so nothing fetched.
+def _lock(key: str, name: str) -> Iterator[TextIO]:
+    """The file that is locked; of no name in a cache where nothing can be written, and so nothing fetched.
 
     The first process of a host says that it waits for another's fetch of `name`.
     """
@@ -121,7 +126,7 @@ def _lock(key: str, name: str) -> Iterator[TextIO | None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened = file.open("a+")
     except OSError:
-        yield None
+        yield StringIO()
         return
     with opened:
         with suppress(OSError):  # on a file system without locks each process asks for itself
@@ -151,35 +156,25 @@ def _began(process: int) -> str:
         return ""
 
 
-def _outcome_of_another(file: TextIO | None, name: str, began: float) -> Path | None:
+def _outcome_of_another(file: TextIO, name: str, began: float) -> Path | None:
     """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
 
     began: when this process came. An older error is not its own: the Hub may answer by now.
     """
     launch = _launch()
-    if file is None or launch is None:
-        return None
     file.seek(0)
     with suppress(ValueError):
         match parse_json(file.read()):
-            case {"launch": str(of), "error": [str(value), str(rule), str(remedy)], "at": float(at)}:
-                if of == launch and at >= began:
-                    raise HubError(value, rule, remedy)
+            case {"launch": str(of), "error": [str(value), str(rule), str(remedy)], "at": float(at)} if (
+                of == launch and at >= began
+            ):
+                raise HubError(value, rule, remedy)
             case {"launch": str(of), "folder": str(text)} if of == launch:
                 folder, models = Path(text), f"models--{name.replace('/', '--')}"
                 known = folder.parent == Path(constants.HF_HUB_CACHE, models, "snapshots")
                 if known and _COMMIT.fullmatch(folder.name) and folder.is_dir():
                     return folder
     return None
-
-
-def _write_outcome(file: TextIO | None, outcome: dict[str, Any]) -> None:
-    if file is not None:
-        with suppress(OSError):  # the others then see for themselves
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps(outcome))
-            file.flush()
 
 
 # ---- The fetch
@@ -224,11 +219,11 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         raise _refusal(name, revision, cause) from cause
 
 
-class _BarOnTerminals(tqdm):  # type: ignore[type-arg]
+class _BarOnTerminals(tqdm):
     """huggingface_hub's progress bar, where somebody sees it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"disable": None, **options})
+        super().__init__(*args, **{"disable": None, **options})  # type: ignore[no-untyped-call]
 
 
 def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
