@@ -334,13 +334,13 @@ def _merged(key: str, wrapped: Any, adapter: str) -> nn.Module:
     return plain
 
 
-def merged_ties(model: nn.Module, ties: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+def merged_ties(model: nn.Module, ties: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Of the base model's tied weights those that are still one weight after `merge`.
 
     An adapter on one of two tied modules makes them differ.
     """
     values = {name: _values_after_merge(model, name) for names in ties for name in names}
-    return [names for names in ties if len({values[name] for name in names}) == 1]
+    return tuple(names for names in ties if len({values[name] for name in names}) == 1)
 
 
 def _values_after_merge(model: nn.Module, name: str) -> frozenset[int]:
