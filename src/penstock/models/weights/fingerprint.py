@@ -30,13 +30,12 @@ def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     described = {}
     for name, tensor in tensors:
         flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
-        ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
+        ends = [
+            end.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            for end in (flat[:count], flat[-count:])
+        ]
         described[name] = NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends
     return _digest(described)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
 
 
 def _digest(described: Mapping[str, tuple[str, list[int], list[bytes]]]) -> str:

@@ -224,20 +224,14 @@ def _groups(calls: Sequence[Call], seed: int, seen: set[int], tensors: set[int])
         try:
             _run(call, seed)
         except Exception:  # it needs values, and may read all it holds; other failures will occur again
-            _read(call.module.parameters(), call.module.buffers())
-        _read(call.module._parameters.values(), call.module._buffers.values())
+            seen.update(map(id, (*call.module.parameters(), *call.module.buffers())))
+        seen.update(map(id, (*call.module._parameters.values(), *call.module._buffers.values())))
         group = Group(seen & tensors, {number: call})
         for other in {id(homes[key]): homes[key] for key in group.tensors if key in homes}.values():
             group.tensors.update(other.tensors)
             group.calls.update(other.calls)
         homes |= dict.fromkeys(group.tensors, group)
     return list({id(group): group for group in homes.values()}.values())
-
-
-def _read(*tables: Any) -> None:
-    for table in tables:
-        for _ in table:
-            pass
 
 
 def _initialise_tied(
