@@ -86,6 +86,14 @@ def test_a_part_is_fetched_alone(hub: Hub) -> None:
     }  # fmt: skip
 
 
+def test_a_log_gets_no_progress_bar(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
+    """huggingface_hub draws that of the files into whatever stderr is."""
+    hubs.fetch(NAME)
+    written = capfd.readouterr()
+    assert "fetching" in written.err
+    assert "%" not in written.err + written.out
+
+
 def test_a_single_file_of_weights_needs_no_index(hub: Hub, files: dict[str, bytes], tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path / "single")
     hub.add("makers/single", files_in(tmp_path / "single"))

@@ -17,7 +17,7 @@ from penstock.models.mtp import FACTOR
 from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
-from penstock.models.weights.files import Ties, tied_names
+from penstock.models.weights.files import tied_names
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
 from penstock.models.weights.saved_adapter import (
@@ -114,7 +114,7 @@ class _Merger:
             plain = tied_names(source.model)
         with adapter_file(folder) as file:
             check_adapter(file, source.model, self._names, self._ties)
-        self._merged_ties: Ties = tuple(tuple(names) for names in merged_ties(source.model, plain))
+        self._merged_ties = merged_ties(source.model, plain)
         self._untied = len(self._merged_ties) < len(plain)
 
     def write(self, folder: Path, limit: int) -> Hashed:

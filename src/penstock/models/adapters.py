@@ -7,7 +7,7 @@ PEFT puts wrappers in the place of modules, so that a model with an adapter name
     layers.0.self_attn.q_proj.lora_A.default.weight     trained
 
 A stage keeps its wrappers, so its forward is PEFT's. Here is the rest: what of an adapter is refused, the
-base model inside of the wrappers (files have its names), initial values, and the names in an adapter's file.
+base model inside of the wrappers (files have its names), the names in an adapter's file, and merging.
 PEFT is optional: it is imported where a model has an adapter or is to get one.
 """
 
@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
@@ -29,7 +27,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.runtime.sharded_weights import full_tensor
 
 LoraConfig: TypeAlias = Any  # peft's
 PREFIX = "base_model.model."  # of every name in an adapter's file: where PeftModel holds the base model
@@ -194,7 +191,7 @@ def add_adapter(
 def _widen(model: nn.Module) -> None:
     """Put updates of float64 weights in float64, as PEFT does, but not on the meta device."""
     for _, module in wrappers(model):
-        if hasattr(module, "lora_A") and _weight(module).dtype == torch.float64:
+        if hasattr(module, "lora_A") and base_weight(module).dtype == torch.float64:
             for name in module.adapter_layer_names:
                 getattr(module, name).to(torch.float64)
 
@@ -254,27 +251,20 @@ def _check_pattern(model: str, key: str, wanted: str, names: Iterable[str], some
 @contextmanager
 def without_adapters(*models: nn.Module) -> Iterator[None]:
     """Inside of the block the models are as before PEFT wrapped their modules, by name too."""
-    replaced: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []
-    met: set[int] = set()
-
-    def replace_in(module: nn.Module) -> None:
-        met.add(id(module))
-        for name, child in module._modules.items():
-            plain = _base_of(child)
-            if child is not None and plain is not child:
-                replaced.append((module._modules, name, child))
-                module._modules[name] = plain
-            if plain is not None and id(plain) not in met:
-                replace_in(plain)
-
-    if "peft" in sys.modules:
-        for model in models:
-            replace_in(model)
+    parents = [module for model in models for module in model.modules()]
+    replaced = [
+        (parent._modules, name, child, _base_of(child))
+        for parent in parents
+        for name, child in parent._modules.items()
+        if is_wrapper(child)
+    ]
+    for table, name, _, plain in replaced:
+        table[name] = plain
     try:
         yield
     finally:
-        for table, name, child in replaced:
-            table[name] = child
+        for table, name, wrapper, _ in replaced:
+            table[name] = wrapper
 
 
 def _base_of(module: Any) -> Any:
@@ -293,76 +283,9 @@ def forget_tied_tokens(stage: nn.Module) -> None:
             module._tied_adapter = []
 
 
-# ---- Initial values
-
-
-@torch.no_grad()
-def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
-    """Give values to what of the adapter is on the meta device, once the base model has its own.
-
-    As PEFT does: B is zero, so that the model computes what the base model does. Random numbers follow from
-    the seed and the module's name. `stage` may be a `write_through` twin; then it is collective, as a
-    magnitude of DoRA and a module that is trained are made of whole weights.
-    """
-    for name, module in wrappers(stage):
-        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            continue
-        for table, key, value in _initial(name, module, adapter, seed):
-            if table[key].is_meta:
-                value = value.to(table[key].dtype)
-                is_parameter = isinstance(table[key], nn.Parameter)
-                table[key] = nn.Parameter(value, table[key].requires_grad) if is_parameter else value
-
-
-Filled = tuple[dict[str, Any], str, Tensor]  # a table of a module, a name in it, and the value for it
-
-
-def _initial(name: str, module: Any, adapter: Adapter, seed: int) -> Iterator[Filled]:
-    if hasattr(module, "modules_to_save"):
-        original = module.original_module
-        values = {**dict(original.named_parameters()), **dict(original.named_buffers())}
-        for path, part in module.modules_to_save[adapter.name].named_modules():
-            for table in (part._parameters, part._buffers):
-                for key in [key for key, held in table.items() if held is not None]:
-                    yield table, key, full_tensor(values[f"{path}.{key}".lstrip(".")]).clone()
-    elif hasattr(module, "trainable_tokens_delta"):
-        rows = module.token_indices[adapter.name]
-        value = full_tensor(_weight(module))[rows]
-        yield module.trainable_tokens_delta._parameters, adapter.name, value.clone()
-        yield module.trainable_tokens_original._buffers, adapter.name, value.clone()
-    elif hasattr(module, "lora_A"):
-        yield from _initial_lora(name, module, adapter, seed)
-
-
-def _initial_lora(name: str, module: Any, adapter: Adapter, seed: int) -> Iterator[Filled]:
-    own, generator = adapter.name, torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
-
-    def random(like: Tensor) -> Tensor:
-        value = torch.empty(like.shape)
-        if own in module.lora_embedding_A:
-            return nn.init.normal_(value, generator=generator)
-        if adapter.config.init_lora_weights == "gaussian":
-            return nn.init.normal_(value, std=1 / module.r[own], generator=generator)
-        return nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
-
-    if own in module.lora_A:
-        tables = module.lora_A[own]._parameters, module.lora_B[own]._parameters
-        yield tables[0], "weight", random(tables[0]["weight"])
-        for key in [key for key, held in tables[1].items() if held is not None]:
-            yield tables[1], key, torch.zeros(tables[1][key].shape)
-    if own in module.lora_embedding_A:  # here it is B that is random
-        zero, normal = module.lora_embedding_A._parameters, module.lora_embedding_B._parameters
-        yield zero, own, torch.zeros(zero[own].shape)
-        yield normal, own, random(normal[own])
-    if own in module.lora_magnitude_vector:
-        magnitude, weight = module.lora_magnitude_vector[own], full_tensor(_weight(module))
-        norm = magnitude.get_weight_norm(weight, weight.new_zeros(()), module.scaling[own])
-        yield magnitude._parameters, "weight", norm
-
-
-def _weight(module: Any) -> Tensor:
-    """The base model's. Other wrappers may lie between it and `module`."""
-    weight: Tensor = _base_of(module)._parameters[getattr(module, "parameter_name", "weight")]
+def base_weight(wrapper: Any) -> Tensor:
+    """The base model's weight in a wrapper. Others may lie between them."""
+    weight: Tensor = _base_of(wrapper)._parameters[getattr(wrapper, "parameter_name", "weight")]
     return weight
 
 
@@ -385,25 +308,21 @@ def names_in_file(model: nn.Module, adapter: Adapter) -> dict[str, str]:
 
 def merge(stage: nn.Module, adapter: Adapter) -> None:
     """Put the adapter's values into the base weights, in place; the wrappers are gone. Raises ModelError."""
-    _merge_in(stage, {"safe_merge": True, "adapter_names": [adapter.name]})
+    for parent in [module for module in stage.modules() if not is_wrapper(module)]:
+        for key, child in parent._modules.items():
+            if is_wrapper(child):
+                parent._modules[key] = _merged(key, child, adapter.name)
     del stage.peft_config
 
 
-def _merge_in(module: nn.Module, options: Mapping[str, Any]) -> None:
-    for key, child in module._modules.items():
-        if is_wrapper(child):
-            module._modules[key] = _merged(key, child, options)
-        elif child is not None:
-            _merge_in(child, options)
-
-
-def _merged(key: str, wrapped: Any, options: Mapping[str, Any]) -> nn.Module:
+def _merged(key: str, wrapped: Any, adapter: str) -> nn.Module:
     """What `wrapped` computes, as a plain module. A wrapper inside of another one comes first.
 
     Such is an update of a tied head with trained rows: PEFT's own merge leaves the rows out.
     """
     if is_wrapper(inner := getattr(wrapped, "base_layer", None)):
-        wrapped.base_layer = _merged(key, inner, options)
+        wrapped.base_layer = _merged(key, inner, adapter)
+    options = {"safe_merge": True, "adapter_names": [adapter]}
     try:
         if hasattr(wrapped, "unload_and_optionally_merge_module"):
             plain: nn.Module = wrapped.unload_and_optionally_merge_module(merge=True, **options)
@@ -415,25 +334,19 @@ def _merged(key: str, wrapped: Any, options: Mapping[str, Any]) -> nn.Module:
     return plain
 
 
-def merged_ties(model: nn.Module, ties: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+def merged_ties(model: nn.Module, ties: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Of the base model's tied weights those that are still one weight after `merge`.
 
     An adapter on one of two tied modules makes them differ.
     """
-    tables = {name: _values_after_merge(model, name) for names in ties for name in names}
-    return [names for names in ties if len({tables[name] for name in names}) == 1]
+    values = {name: _values_after_merge(model, name) for names in ties for name in names}
+    return tuple(names for names in ties if len({values[name] for name in names}) == 1)
 
 
-def _values_after_merge(model: nn.Module, name: str) -> tuple[int, ...]:
-    """Equal for weights that merging leaves equal. name: of a weight in the base model"""
+def _values_after_merge(model: nn.Module, name: str) -> frozenset[int]:
+    """What the weight `name` of the base model is merged of: equal for weights that merging leaves equal."""
     path, _, key = name.rpartition(".")
-    module: Any = model.get_submodule(path) if path else model
-    if not is_wrapper(module):
-        return (id(module._parameters[key]),)
-    if hasattr(module, "modules_to_save"):
-        return (id(module.modules_to_save[module.active_adapters[0]]._parameters[key]),)
-    base = id(_base_of(module)._parameters[key])
-    if hasattr(module, "token_adapter"):
-        deltas = module.token_adapter.trainable_tokens_delta
-        return (base, *(id(delta) for delta in deltas.parameters()))
-    return (base, id(module))
+    module = model.get_submodule(path)
+    base = _base_of(module)
+    added = {*map(id, module.parameters())}.difference(map(id, base.parameters()))
+    return frozenset({*added, id(base._parameters[key])})

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import StringIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -32,7 +33,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from huggingface_hub.utils.tqdm import tqdm
 
 from penstock.errors import HubError
 from penstock.models.model_folder import OTHERS, TOKENIZER
@@ -44,6 +45,7 @@ Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those b
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONFIG = "config.json"
+_OFFLINE = "HF_HUB_OFFLINE is set", "Unset it. "
 _FILES = {
     "config": (_CONFIG,),
     "tokenizer": (_CONFIG, *TOKENIZER, *OTHERS),
@@ -102,7 +104,11 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
             outcome |= {"error": [error.value, error.rule, error.remedy], "at": time.time()}
             raise
         finally:
-            _write_outcome(file, outcome)
+            with suppress(OSError):  # the others then see for themselves
+                file.seek(0)
+                file.truncate()
+                file.write(json.dumps(outcome))
+                file.flush()
     return folder
 
 
@@ -110,8 +116,8 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
 
 
 @contextmanager
-def _lock(key: str, name: str) -> Iterator[TextIO | None]:
-    """The file that is locked; None in a cache where nothing can be written, and so nothing fetched.
+def _lock(key: str, name: str) -> Iterator[TextIO]:
+    """The file that is locked; of no name in a cache where nothing can be written, and so nothing fetched.
 
     The first process of a host says that it waits for another's fetch of `name`.
     """
@@ -120,7 +126,7 @@ def _lock(key: str, name: str) -> Iterator[TextIO | None]:
         file.parent.mkdir(parents=True, exist_ok=True)
         opened = file.open("a+")
     except OSError:
-        yield None
+        yield StringIO()
         return
     with opened:
         with suppress(OSError):  # on a file system without locks each process asks for itself
@@ -150,35 +156,25 @@ def _began(process: int) -> str:
         return ""
 
 
-def _outcome_of_another(file: TextIO | None, name: str, began: float) -> Path | None:
+def _outcome_of_another(file: TextIO, name: str, began: float) -> Path | None:
     """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
 
     began: when this process came. An older error is not its own: the Hub may answer by now.
     """
     launch = _launch()
-    if file is None or launch is None:
-        return None
     file.seek(0)
     with suppress(ValueError):
         match parse_json(file.read()):
-            case {"launch": str(of), "error": [str(value), str(rule), str(remedy)], "at": float(at)}:
-                if of == launch and at >= began:
-                    raise HubError(value, rule, remedy)
+            case {"launch": str(of), "error": [str(value), str(rule), str(remedy)], "at": float(at)} if (
+                of == launch and at >= began
+            ):
+                raise HubError(value, rule, remedy)
             case {"launch": str(of), "folder": str(text)} if of == launch:
                 folder, models = Path(text), f"models--{name.replace('/', '--')}"
                 known = folder.parent == Path(constants.HF_HUB_CACHE, models, "snapshots")
                 if known and _COMMIT.fullmatch(folder.name) and folder.is_dir():
                     return folder
     return None
-
-
-def _write_outcome(file: TextIO | None, outcome: dict[str, Any]) -> None:
-    if file is not None:
-        with suppress(OSError):  # the others then see for themselves
-            file.seek(0)
-            file.truncate()
-            file.write(json.dumps(outcome))
-            file.flush()
 
 
 # ---- The fetch
@@ -205,7 +201,7 @@ def _raise_missing(name: str, folder: Path, file: str, weights: list[str]) -> No
     """Raise the error for what the commit lacks, or the cache, where it is all there is."""
     value = f"{name} at commit {folder.name}"
     if constants.HF_HUB_OFFLINE:
-        raise _offline(name, value)
+        raise _not_cached(name, value, *_OFFLINE)
     if file in weights and not (folder / INDEX).is_file():
         rule = f"it has no weights in safetensors: neither {file} nor {INDEX}"
         remedy = "Take a revision that has, or config and random weights (model.weights=random)"
@@ -215,16 +211,19 @@ def _raise_missing(name: str, folder: Path, file: str, weights: list[str]) -> No
 
 
 def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
-    if hides:
-        disable_progress_bars()
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=_BarOnTerminals)
+        )
     except Exception as cause:  # of a dozen kinds: the Hub's, of its cache, of the network, of a disk
         raise _refusal(name, revision, cause) from cause
-    finally:
-        if hides:
-            enable_progress_bars()
+
+
+class _BarOnTerminals(tqdm):
+    """huggingface_hub's progress bar, where somebody sees it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"disable": None, **options})  # type: ignore[no-untyped-call]
 
 
 def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
@@ -249,22 +248,16 @@ def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
     if isinstance(cause, RevisionNotFoundError):
         return HubError(value, f"{hub} has no such revision of it", "Give a branch, a tag or a commit of it")
     if constants.HF_HUB_OFFLINE:
-        return _offline(name, value)
+        return _not_cached(name, value, *_OFFLINE)
     said = f"{type(cause).__name__}: {next(iter(str(cause).splitlines()), '')}"
     if uncached:
-        silent = f"there is no such local folder, {hub} does not answer ({said})"
-        return HubError(value, f"{silent}, and {_incomplete()}", _by_hand(name))
+        return _not_cached(name, value, f"there is no such local folder, {hub} does not answer ({said})")
     rule = f"it could not be fetched from {hub} ({said})"
     return HubError(value, rule, "Start again: what has come is kept")
 
 
-def _offline(name: str, value: str) -> HubError:
-    return HubError(value, f"HF_HUB_OFFLINE is set, and {_incomplete()}", f"Unset it. {_by_hand(name)}")
-
-
-def _incomplete() -> str:
-    return f"the cache {constants.HF_HUB_CACHE} has not all of its files"
-
-
-def _by_hand(name: str) -> str:
-    return f"Fetch it where there is a network (hf download {name}), or give a local folder"
+def _not_cached(name: str, value: str, why: str, first: str = "") -> HubError:
+    """The error where the cache is all there is. why: it is; first: what to do before all else"""
+    rule = f"{why}, and the cache {constants.HF_HUB_CACHE} has not all of its files"
+    remedy = f"{first}Fetch it where there is a network (hf download {name}), or give a local folder"
+    return HubError(value, rule, remedy)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import (
@@ -32,7 +32,6 @@ from penstock.models.adapters import (
     LoraConfig,
     adapter_of,
     add_adapter,
-    initialise_adapter,
     unwrap,
     without_adapters,
 )
@@ -93,7 +92,7 @@ class Source:
                 weights.load(model, self.files, ties, device or torch.device("cpu"), reads, self.new)
             initial.initialise(model, self.model, ties, seed)
         if self.adapter is not None:
-            initialise_adapter(model, self.adapter, seed)
+            initial.initialise_adapter(model, self.adapter, seed)
             weights.tie_within(model, weights.tied_names(self.model))
         if self.quantize is not None:
             quantize_base(model)
@@ -217,53 +216,36 @@ def open_source(
     elif revision is not None:
         raise hub.not_on_the_hub(f"revision={revision!r}", type(model).__name__)
     if isinstance(model, PreTrainedModel):
-        _check_options(model, dtype, attention)
-        if mtp_factor is not None:
-            raise ModelError(
-                "mtp_loss_scaling_factor for a model object",
-                "a model object is taken as it is",
-                f"Build it with penstock.with_mtp({type(model).__name__}), which reads its config's",
-            )
-        if adapter is not None:
-            rule = "a model object is taken as it is"
-            raise ModelError("adapter= for a model object", rule, "Give get_peft_model(model, config)")
+        _check_options(model, dtype, attention, adapter, mtp_factor)
         return Source(model, adapter=adapter_of(model), quantize=quantize).checked(new_weights)
-    config, found = model, _Folder()
+    config: Any = model
+    files: tuple[Path, ...] = ()
+    others: Mapping[str, Path] = {}
+    written: Path | None = None
     if isinstance(model, str | Path):
-        config, found = config_of(Path(model), trusted), _folder(Path(model).absolute(), trusted=trusted)
+        config, folder = config_of(Path(model), trusted), Path(model).absolute()
+        if (folder / MANIFEST).is_file():
+            check_lengths(folder, added=True)
+            written = folder
+        files, others = tuple(weights.weight_files(folder)), other_files(folder, trusted=trusted)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
             "AutoPipeline takes a transformers model, a config of one, a local folder or a Hub name",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
-    if found.weights:
-        _check_not_quantized(config, found.weights[0].parent)
+    if files:
+        _check_not_quantized(config, files[0].parent)
         if dtype is None and config.dtype is None:  # as transformers does
-            dtype = weights.first_dtype(found.weights)
+            dtype = weights.first_dtype(files)
     built = _built_from_config(config, dtype, attention, mtp_factor, trusted=trusted)
     _check_causal(built)
     _check_gradient_hooks(built)
     if adapter is not None:
-        base = str(name if commit is not None else Path(model).absolute()) if found.weights else None
+        base = str(name if commit is not None else Path(model).absolute()) if files else None
         add_adapter(built, adapter, base, commit)
-    return Source(built, *found, adapter_of(built), quantize, commit).checked(new_weights)
-
-
-class _Folder(NamedTuple):
-    """The files of a model's folder: its weights, others by name, and itself where penstock wrote it."""
-
-    weights: tuple[Path, ...] = ()
-    others: Mapping[str, Path] = {}
-    written: Path | None = None
-
-
-def _folder(path: Path, *, trusted: bool) -> _Folder:
-    written = (path / MANIFEST).is_file()
-    if written:
-        check_lengths(path, added=True)
-    files, others = tuple(weights.weight_files(path)), other_files(path, trusted=trusted)
-    return _Folder(files, others, path if written else None)
+    source = Source(built, files, others, written, adapter_of(built), quantize, commit)
+    return source.checked(new_weights)
 
 
 def _built_from_config(
@@ -432,15 +414,22 @@ def sdpa_for_flash() -> Iterator[None]:
             del ALL_ATTENTION_FUNCTIONS[name]
 
 
-def _check_options(model: PreTrainedModel, dtype: torch.dtype | None, attention: str | None) -> None:
-    """Raise ModelError where another dtype or attention is asked for than the model object has."""
-    for option, wanted, present in (
-        ("dtype", dtype, model.dtype),
-        ("attention", attention, model.config._attn_implementation),
+def _check_options(
+    model: PreTrainedModel,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    adapter: LoraConfig | None,
+    mtp_factor: float | None,
+) -> None:
+    """Raise ModelError where the model object would have to be another one."""
+    present = model.config._attn_implementation
+    anew = "Build the object so, or give its config or folder in its place"
+    by_class = f"Build it with penstock.with_mtp({type(model).__name__}), which reads its config's"
+    for value, is_other, remedy in (
+        (f"dtype={dtype} for a model object with {model.dtype}", dtype not in (None, model.dtype), anew),
+        (f"attention={attention} for a model object with {present}", attention not in (None, present), anew),
+        ("mtp_loss_scaling_factor for a model object", mtp_factor is not None, by_class),
+        ("adapter= for a model object", adapter is not None, "Give get_peft_model(model, config)"),
     ):
-        if wanted not in (None, present):
-            raise ModelError(
-                f"{option}={wanted} for a model object with {present}",
-                "a model object is taken as it is",
-                "Build the object so, or give its config or folder in its place",
-            )
+        if is_other:
+            raise ModelError(value, "a model object is taken as it is", remedy)

@@ -22,29 +22,25 @@ _END = 2048  # bytes of each end of a weight
 def fingerprint_of_files(files: Sequence[Path]) -> str:
     """Of the weights in safetensors files."""
     with open_all(files) as file_of:
-        return _digest({n: _described(*file.described(n, _END)) for n, file in file_of.items()})
+        return _digest({name: file.described(name, _END) for name, file in file_of.items()})
 
 
 def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """The same of weights in memory, by the names and in the shapes that their files have."""
-    found: dict[str, bytes] = {}
+    described = {}
     for name, tensor in tensors:
         flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
-        ends = [_bytes(flat[:count]), _bytes(flat[-count:])]
-        found[name] = _described(NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends)
-    return _digest(found)
+        ends = [
+            end.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            for end in (flat[:count], flat[-count:])
+        ]
+        described[name] = NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends
+    return _digest(described)
 
 
-def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.cpu().contiguous().view(torch.uint8).numpy())
-
-
-def _described(dtype: str, shape: Sequence[int], ends: Sequence[bytes]) -> bytes:
-    return f"{dtype} {list(shape)} ".encode() + b"".join(ends)
-
-
-def _digest(found: Mapping[str, bytes]) -> str:
+def _digest(described: Mapping[str, tuple[str, list[int], list[bytes]]]) -> str:
     digest = hashlib.sha256()
-    for name, described in sorted(found.items()):
-        digest.update(name.encode() + b" " + hashlib.sha256(described).digest())
+    for name, (dtype, shape, ends) in sorted(described.items()):
+        content = f"{dtype} {shape} ".encode() + b"".join(ends)
+        digest.update(name.encode() + b" " + hashlib.sha256(content).digest())
     return digest.hexdigest()

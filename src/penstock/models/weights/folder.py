@@ -22,6 +22,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
@@ -94,12 +95,8 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
             processes, "hash its part of the folder", lambda: {n: _describe(temporary / n) for n in mine}
         )
         files |= {name: entry for of_process in described for name, entry in of_process.items()}
-
-        def publish() -> None:
-            if processes.index == 0:
-                _publish(temporary, target, files)
-
-        together(processes, "publish the folder", publish)
+        publish = partial(_publish, temporary, target, files)
+        together(processes, "publish the folder", publish if processes.index == 0 else lambda: None)
     except BaseException:
         if processes.index == 0:  # it alone knows that it does not publish the folder at this moment
             shutil.rmtree(temporary, ignore_errors=True)

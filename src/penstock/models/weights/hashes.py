@@ -38,18 +38,14 @@ def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
         hashing = threads.submit(_hash_share, path, processes.index, processes.count, stopped)
         try:
             yield
-        except PeerError:  # some processes are gone, and would be waited for
-            stopped.set()
+        except BaseException as error:
+            if isinstance(error, PeerError) or not isinstance(error, Exception):
+                stopped.set()  # processes that are gone would be waited for; Ctrl-C waits for none
             raise
-        except Exception:
-            with shared_errors(processes):
-                hashing.result()
-            raise
-        except BaseException:  # Ctrl-C
-            stopped.set()
-            raise
-        with shared_errors(processes):
-            hashing.result()
+        finally:
+            if not stopped.is_set():
+                with shared_errors(processes):
+                    hashing.result()
 
 
 def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:

@@ -1,4 +1,4 @@
-"""Initial values: what parameters and buffers without any get from the model's own initialisation.
+"""Initial values: what parameters and buffers without any get from the model's own initialisation, or PEFT's.
 
 The random numbers of a module follow from the seed and the module's name, so its values are the same whatever
 the split.
@@ -26,11 +26,12 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from penstock.errors import ModelError
+from penstock.models.adapters import Adapter, base_weight, wrappers
 from penstock.models.huggingface.boundary import ModulePlaceholder
 from penstock.models.tracing.meta import Table, WriteThrough
 from penstock.models.tracing.placeholder import Placeholder
 from penstock.models.weights.files import Ties
-from penstock.runtime.sharded_weights import shard_like
+from penstock.runtime.sharded_weights import full_tensor, shard_like
 
 
 class Place(NamedTuple):
@@ -88,10 +89,52 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
         _initialise_tied(stage, whole, ties, seed, fresh)
 
 
+@torch.no_grad()
+def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
+    """Give values to what of the adapter is on the meta device, once the base model has its own.
+
+    As PEFT does: B is zero, so that the model computes what the base model does. Random numbers follow from
+    the seed and the module's name. `stage` may be a `write_through` twin; then it is collective, as a
+    magnitude of DoRA and a module that is trained are made of whole weights.
+    """
+    kind = "gaussian" if adapter.config.init_lora_weights == "gaussian" else True
+    for name, module in reversed([*wrappers(stage)]):  # those within others first
+        empty = {places[0].full: places for places in _all_empty(module).values()}
+        for full, value in _of_base(module, adapter.name) if empty else ():
+            for place, filled in _materialise([empty.pop(full)]) if full in empty else ():
+                place.table[place.name] = filled.copy_(value)
+        if empty:
+            made = _materialise(empty.values())
+            with torch.random.fork_rng(devices=[]):
+                _seed(seed, name)
+                module.reset_lora_parameters(adapter.name, kind)
+            _pass_on(stage, made, ())
+
+
+def _of_base(wrapper: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    """What an adapter starts with that is made of the base model's values, by its names in a wrapper."""
+    if hasattr(wrapper, "modules_to_save"):
+        original = wrapper.original_module
+        for name, value in (*original.named_parameters(), *original.named_buffers()):
+            yield f"modules_to_save.{adapter}.{name}", full_tensor(value)
+    elif hasattr(wrapper, "trainable_tokens_delta"):
+        rows = full_tensor(base_weight(wrapper))[wrapper.token_indices[adapter]]
+        yield f"trainable_tokens_delta.{adapter}", rows
+        yield f"trainable_tokens_original.{adapter}", rows
+    elif adapter in getattr(wrapper, "lora_magnitude_vector", ()):
+        magnitude, weight = wrapper.lora_magnitude_vector[adapter], full_tensor(base_weight(wrapper))
+        norm = magnitude.get_weight_norm(weight, weight.new_zeros(()), wrapper.scaling[adapter])
+        yield f"lora_magnitude_vector.{adapter}.weight", norm
+
+
 def _run(call: Call, seed: int) -> None:
-    # not torch.manual_seed, which seeds every kind of device: that took most of a deep model's build
-    torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{call.name}".encode()))
+    _seed(seed, call.name)
     call.owner._init_weights(call.module)
+
+
+def _seed(seed: int, name: str) -> None:
+    # not torch.manual_seed, which seeds every kind of device: that took most of a deep model's build
+    torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
 def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterator[Call]:
@@ -181,20 +224,14 @@ def _groups(calls: Sequence[Call], seed: int, seen: set[int], tensors: set[int])
         try:
             _run(call, seed)
         except Exception:  # it needs values, and may read all it holds; other failures will occur again
-            _read(call.module.parameters(), call.module.buffers())
-        _read(call.module._parameters.values(), call.module._buffers.values())
+            seen.update(map(id, (*call.module.parameters(), *call.module.buffers())))
+        seen.update(map(id, (*call.module._parameters.values(), *call.module._buffers.values())))
         group = Group(seen & tensors, {number: call})
         for other in {id(homes[key]): homes[key] for key in group.tensors if key in homes}.values():
             group.tensors.update(other.tensors)
             group.calls.update(other.calls)
         homes |= dict.fromkeys(group.tensors, group)
     return list({id(group): group for group in homes.values()}.values())
-
-
-def _read(*tables: Any) -> None:
-    for table in tables:
-        for _ in table:
-            pass
 
 
 def _initialise_tied(

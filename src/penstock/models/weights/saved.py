@@ -135,9 +135,12 @@ class SavedModel:
         """
         self.check(folder, stages)
         for stage in stages.values():
-            files, twin = _weight_files(Path(folder)), write_through(stage.module)
-            held = next(stage.module.parameters(), None)
-            weights.load(twin, files, self.ties, torch.device("cpu") if held is None else held.device)
+            self._read(Path(folder), stage.module)
+
+    def _read(self, folder: Path, module: PreTrainedModel) -> None:
+        held = next(module.parameters(), None)
+        device = torch.device("cpu") if held is None else held.device
+        weights.load(write_through(module), _weight_files(folder), self.ties, device)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""

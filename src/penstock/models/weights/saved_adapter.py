@@ -29,7 +29,6 @@ from penstock.models.weights.reading import HostReader
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
 from penstock.models.weights.tensor_file import TensorFile, open_all, widest_first, write_tensors
 from penstock.reading import read_json
-from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
 
@@ -109,14 +108,8 @@ class SavedAdapter(SavedModel):
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_bytes(content)
 
-    def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
-        """Read the stages' parts of an adapter back, in place.
-
-        Raises CheckpointError, before any weight of this process changes.
-        """
-        self.check(folder, stages)
-        for stage in stages.values():
-            load_adapter(stage.module, Path(folder), self.names, self.ties)
+    def _read(self, folder: Path, module: PreTrainedModel) -> None:
+        load_adapter(module, folder, self.names, self.ties)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
         folder = Path(folder)
@@ -164,7 +157,7 @@ def check_adapter(file: TensorFile, module: nn.Module, names: Mapping[str, str],
     for name, key in _keys(module, names, ties, there).items():
         if key not in there:
             raise _unfit(folder, f"{ADAPTER}: it lacks {key}")
-        stored, wanted = list(file.like(key).shape), list(meta_like(state[name]).shape)
+        stored, wanted = list(file.like(key).shape), list(state[name].shape)
         if stored != wanted:
             raise _unfit(folder, f"{key} is {stored}, not {wanted}")
     if foreign := sorted(there.difference(names.values())):

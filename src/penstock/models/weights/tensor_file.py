@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
@@ -19,6 +19,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from penstock.errors import CheckpointError
@@ -29,15 +30,8 @@ from penstock.reading import LARGEST_JSON, open_regular, size
 _LENGTH = 8  # bytes that say the header's length, in front of it
 _HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
-# torch's dtypes by their names in safetensors
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16,
-    "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
+# torch's dtypes by their names in safetensors, whose own table lacks one that it writes
+DTYPES: dict[str, Any] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -92,7 +86,8 @@ class TensorFile:
         Raises CheckpointError where it cannot be read, or has a dtype that `DTYPES` lacks.
         """
         shape, stored = self._kind(name)
-        begin, end = _flat(shape, rows)
+        row = math.prod(shape[1:])
+        begin, end = (0, math.prod(shape)) if rows is None else (rows.start * row, rows.stop * row)
         made = reader.empty(shape, stored, slice(begin * stored.itemsize, end * stored.itemsize))
         place = self._begin + self._header[name]["data_offsets"][0] + begin * stored.itemsize
         try:
@@ -128,14 +123,6 @@ class TensorFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._file)
-
-
-def _flat(shape: Sequence[int], rows: slice | None) -> tuple[int, int]:
-    """The range of a contiguous tensor's entries that are in some of its rows."""
-    if rows is None:
-        return 0, math.prod(shape)
-    row = math.prod(shape[1:])
-    return rows.start * row, rows.stop * row
 
 
 @contextmanager
