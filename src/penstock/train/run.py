@@ -36,7 +36,7 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.health.agreement import shake_hands
+from penstock.runtime.health.agreement import shake_hands, shared_errors
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
@@ -58,7 +58,7 @@ from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import make_optimizers, trained_by
-from penstock.train.owner import Owner, last_run, new_run, owned
+from penstock.train.owner import Owner, check_shared, last_run, new_run, owned
 from penstock.train.records.metrics import Display, Metrics, make_display
 from penstock.train.records.outcome import Outcome, check_prompt, report_outcome
 from penstock.train.records.profile import profile_note
@@ -327,7 +327,9 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     with close_on_error(memory) if memory else nullcontext():
         prepared = _recalled(prepared, pipe, memory) or _resumed(prepared, pipe, optimizers)
     start = prepared.start
-    _make_folder(output)
+    with shared_errors(pipe._everyone):
+        _make_folder(output)
+    check_shared(output, pipe._everyone)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
