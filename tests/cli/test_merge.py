@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from penstock import AutoPipeline
 from support import zoo
 from support.adapted import adapted, logits, lora
 from support.command import Command
@@ -70,3 +71,31 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path: Path, penstock: Comman
     assert code == 2
     assert "it holds no adapter_config.json, and no checkpoint with one. Give a run's folder" in err
     assert not (tmp_path / "merged").exists()
+
+
+def test_what_is_merged_is_not_replaced(
+    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: --out of a run's checkpoint replaced its adapter and optimizer, exit code 0: any folder that
+    penstock wrote could be replaced. --out=~/merged made a folder of the name ~.
+    """
+    AutoPipeline(ranks=2, microbatches=2).build(zoo.tiny_model("llama")).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted(base, lora()).save_pretrained(tmp_path / "adapter")
+    (tmp_path / "link").symlink_to("base")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "state.json").write_text("{}")
+    files = sorted(tmp_path.rglob("*"))
+    for out, rule in (
+        ("base", f"it is or lies in {tmp_path / 'base'}, which is merged"),
+        ("link", f"it is or lies in {tmp_path / 'base'}, which is merged"),
+        ("adapter/merged", f"it is or lies in {tmp_path / 'adapter'}, which is merged"),
+        ("checkpoint", "it is a checkpoint that a run can go on from"),
+    ):
+        code, _, err = penstock("merge", tmp_path / "adapter", "--out", tmp_path / out)
+        assert code == 2
+        assert f"--out {tmp_path / out}: {rule}, and would be replaced or changed. Name another folder" in err
+        assert sorted(tmp_path.rglob("*")) == files
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert penstock("merge", tmp_path / "adapter", "--out=~/merged")[0] == 0
+    assert (tmp_path / "merged" / "config.json").exists()

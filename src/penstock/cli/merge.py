@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from penstock.checkpoint.contents import STATE
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
@@ -56,6 +58,7 @@ def merge_folder(
             f"base model {named}", f"{folder / ADAPTER_CONFIG} names it, and there is no such folder",
             "Give the base model's folder: --base FOLDER",
         )  # fmt: skip
+    _check_out(out, folder, Path(named))
     config.init_lora_weights = True  # the values come from the file
     factor = _prediction_factor(folder, config_of(Path(named), trusted))
     source = open_source(Path(named), None, None, config, mtp_factor=factor, trusted=trusted)
@@ -66,6 +69,16 @@ def merge_folder(
     with source.with_room():
         write_folder(out, lambda target: merger.write(target, limit), OneProcess())
     return folder
+
+
+def _check_out(out: Path, *merged: Path) -> None:
+    """Raise ConfigError where the merged model would take something's place."""
+    rule = "" if not (out / STATE).exists() else "it is a checkpoint that a run can go on from"
+    for folder in map(os.path.realpath, merged):
+        if Path(os.path.realpath(out)).is_relative_to(folder):
+            rule = f"it is or lies in {folder}, which is merged"
+    if rule:
+        raise ConfigError(f"--out {out}", f"{rule}, and would be replaced or changed", "Name another folder")
 
 
 def _adapter_folder(folder: Path) -> Path:
