@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.checkpoint.contents import STATE
+from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError
 from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
@@ -20,10 +23,12 @@ from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.weights.files import Ties, tied_names
-from penstock.models.weights.folder import Hashed, write_folder
+from penstock.models.weights.folder import MANIFEST, Hashed, check_lengths, write_folder
+from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
 from penstock.models.weights.saved_adapter import (
     ADAPTER_CONFIG,
+    BASE,
     adapter_file,
     check_adapter,
     check_base,
@@ -64,10 +69,20 @@ def merge_folder(
     source = open_source(Path(named), None, None, config, mtp_factor=factor, trusted=trusted)
     if not source.files:
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
+    if (folder / BASE).is_file():
+        check_config(folder, source.model.config)
     check_base(folder, source.base_fingerprint(0))
     merger = _Merger(source, folder)
+
+    def write(target: Path) -> Hashed:
+        with ExitStack() as hashing:  # what penstock wrote is merged as it was written, or not at all
+            for path in filter(None, (folder if (folder / MANIFEST).exists() else None, source.written)):
+                check_lengths(path, added=True)
+                hashing.enter_context(hashed_meanwhile(path, OneProcess()))
+            return merger.write(target, limit)
+
     with source.with_room():
-        write_folder(out, lambda target: merger.write(target, limit), OneProcess())
+        write_folder(out, write, OneProcess())
     return folder
 
 
@@ -85,7 +100,9 @@ def _adapter_folder(folder: Path) -> Path:
     """The folder of the adapter: this one, or a run's newest checkpoint. Raises CheckpointError."""
     if (folder / ADAPTER_CONFIG).is_file():
         return folder
-    newest = newest_checkpoint(folder).path
+    newest, passed, _ = newest_checkpoint(folder)
+    for reason in passed:
+        print(f"penstock: warning: passed over {reason}", file=sys.stderr)
     if newest is None or not (newest / ADAPTER_CONFIG).is_file():
         found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
         raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")
