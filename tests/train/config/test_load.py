@@ -475,6 +475,8 @@ NO_PATHS = {
     "a long name of few characters": ("\u00e9" * 128, "a name has at most 255 bytes"),
     "a long path": ("a/" * 2000, "and a path 3,000 characters"),
     "nobody's home": ("~nobody-of-this-name/x", "there is no such user"),
+    "a variable": ("/scratch/$USER/x", "$USER would be a folder of that very name"),
+    "a variable in braces": ("${HOME}/x", "${HOME} would be a folder of that very name"),
     "a NUL": ("a\0b", "a NUL or half a surrogate pair"),
     "half a surrogate pair": ("a\ud800", "a NUL or half a surrogate pair"),
 }
