@@ -45,9 +45,11 @@ from penstock.train.checkpoints import (
     Start,
     check_unchanged,
     checked_state,
+    checkpoint_folder,
     find_start,
     recorded_model,
     remove_unfinished,
+    set_aside,
     start_after,
 )
 from penstock.train.config.sections import TrainConfig
@@ -312,6 +314,7 @@ def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
             check_unchanged(output, prepared.start)
             with suppress(OSError):  # it costs room alone
                 remove_unfinished(output)
+                set_aside(output, prepared.start.done, partial(print, flush=True))
         return _run(prepared, owner, stop or Stop())
 
 
@@ -497,7 +500,8 @@ def _first_call(prepared: Prepared, part: int) -> Content:
 def _check_output(config: TrainConfig) -> None:
     """Raise ConfigError now, and not when the first checkpoint is due."""
     output = config.output.path
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    below = checkpoint_folder(output, 0).absolute()
+    existing = next(folder for folder in below.parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         rule = "nothing can be written there" if existing.is_dir() else f"{existing} is no folder"
         raise ConfigError(f"output.folder={output}", rule, "Name a folder that you may write")
