@@ -90,8 +90,10 @@ def read_text(path: str | Path, most: int = LARGEST_JSON) -> str:
 
 
 def read_json(path: str | Path, most: int = LARGEST_JSON) -> Any:
-    """What a JSON file holds. Raises OSError as `read_bytes`, and ValueError as `parse_json`."""
-    return parse_json(read_bytes(path, most))
+    """What a JSON file in UTF-8 holds. Raises OSError as `read_bytes`, and ValueError as `parse_json`."""
+    return parse_json(
+        read_text(path, most)
+    )  # of bytes it would take UTF-16 and a mark, as transformers does not
 
 
 def parse_json(text: str | bytes) -> Any:
