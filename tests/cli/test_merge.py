@@ -144,3 +144,24 @@ def test_what_was_edited_since_it_was_written_is_not_merged(tmp_path: Path, pens
     assert (
         f"passed over checkpoint {checkpoint.with_name('step-00000002')}: its state is of step 1" in merged()
     )
+
+
+def test_a_full_disk_leaves_nothing(
+    tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: a traceback of OSError: the write of the command had no reader of its errors."""
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    zoo.tiny_model("llama").save_pretrained(tmp_path / "base")
+    adapted(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), lora()).save_pretrained(
+        tmp_path / "adapter"
+    )
+    monkeypatch.setattr("penstock.models.weights.saved.FileLayout.write", full)
+    code, _, err = penstock("merge", tmp_path / "adapter", "--out", tmp_path / "out")
+    assert code == 1
+    rule = "it cannot be written (No space left on device). Make room on that disk, or name another folder"
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == f"penstock: error: --out {tmp_path / 'out'}: {rule}"
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter"}

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.save_load import check_config
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
@@ -50,7 +50,7 @@ def merge_folder(
         trusted: whether Python code in that folder may run
 
     Returns the folder of the adapter.
-    Raises ConfigError, CheckpointError, ModelError.
+    Raises ConfigError, CheckpointError, ModelError; RunError on a full disk.
     """
     limit = parsed_size(max_shard_size)
     folder = _adapter_folder(adapter)
@@ -81,8 +81,12 @@ def merge_folder(
                 hashing.enter_context(hashed_meanwhile(path, OneProcess()))
             return merger.write(target, limit)
 
-    with source.with_room():
-        write_folder(out, write, OneProcess())
+    try:
+        with source.with_room():
+            write_folder(out, write, OneProcess())
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror or error})"
+        raise RunError(f"--out {out}", rule, "Make room on that disk, or name another folder") from error
     return folder
 
 

@@ -79,7 +79,9 @@ def usable(path: T) -> T:
         return path
     if fault := path_fault(str(path)):
         raise ConfigError(f"path {str(path)[:60]!r}", fault, "Write the path out")
-    return type(path)(os.path.expanduser(str(path)))  # as of --out=~/merged, where the shell leaves it
+    kind: Callable[[str], Any] = type(path)
+    expanded: T = kind(os.path.expanduser(str(path)))  # as of --out=~/merged, where the shell leaves it
+    return expanded
 
 
 @dataclass(frozen=True)
