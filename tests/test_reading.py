@@ -62,6 +62,16 @@ def test_json_within_the_limits_is_read_whole(tmp_path: Path) -> None:
     assert read_json(tmp_path / "file") == {"a": [[]]}
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32-le"])
+def test_a_json_file_is_utf_8_without_a_mark(tmp_path: Path, encoding: str) -> None:
+    """0.5.0: an index with a mark was read here, and ended `check` with a traceback of transformers, which
+    takes UTF-8 alone. Python's json guesses the encoding of bytes.
+    """
+    (tmp_path / "file").write_text('{"a": 1}', encoding=encoding)
+    with pytest.raises(ValueError, match=r"BOM|can't decode|Expecting"):
+        read_json(tmp_path / "file")
+
+
 def test_json_of_very_many_small_lists_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: 100 MB of empty lists took 2.6 GB."""
     monkeypatch.setattr(reading, "_MOST_NESTED", 10)

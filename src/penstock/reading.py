@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ LARGEST_JSON = 32 * MIB  # bytes: the index of a model with 200,000 tensors has 
 DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
 _LONGEST_NAME, _LONGEST_PATH = 255, 3000  # of Linux, with room for what is written below a folder
 _MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
+_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # as shells have them
 _DEEP = f"its lists and objects nest deeper than {DEEPEST} levels"
 
 _KINDS = {
@@ -47,6 +49,8 @@ def path_fault(text: str) -> str:
         return f"a name has at most {_LONGEST_NAME} bytes, and a path {_LONGEST_PATH:,} characters"
     if os.path.expanduser(text).startswith("~"):
         return "there is no such user, whose home it names"
+    if (variable := _VARIABLE.search(text)) and not os.path.lexists(text):
+        return f"{variable[0]} would be a folder of that very name, as no variables are read here"
     return ""
 
 
@@ -86,8 +90,10 @@ def read_text(path: str | Path, most: int = LARGEST_JSON) -> str:
 
 
 def read_json(path: str | Path, most: int = LARGEST_JSON) -> Any:
-    """What a JSON file holds. Raises OSError as `read_bytes`, and ValueError as `parse_json`."""
-    return parse_json(read_bytes(path, most))
+    """What a JSON file in UTF-8 holds. Raises OSError as `read_bytes`, and ValueError as `parse_json`."""
+    return parse_json(
+        read_text(path, most)
+    )  # of bytes it would take UTF-16 and a mark, as transformers does not
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -133,7 +133,7 @@ def test_an_override_means_the_same_wherever_it_stands(
             if path is not None:
                 given.insert(choices.randrange(len(given) + 1), path)
             taken, checkpoint = main._sort_arguments(given, True)
-            assert checkpoint == (path or "newest")
+            assert checkpoint == (Path(path).expanduser().as_posix() if path else "newest")
             assert load_config(file, taken) == expected
             restart.start_ranks(server, 1, file, taken, checkpoint, tmp_path, 1, 4, 1.0)  # type: ignore[arg-type]
             _, _, _, _, command, config, *rest = commands.pop()

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from penstock import AutoPipeline
-from penstock.errors import HubError
+from penstock.errors import HubError, ModelError
 from penstock.models import hub as hubs
 from support.hub import Hub, files_in, serving, use
 from support.mutations import CASES, mutated_bytes, mutated_json, seeded
@@ -123,6 +123,15 @@ def test_a_local_folder_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch:
         AutoPipeline(ranks=2, microbatches=2, revision="main").build_plan(NAME)
     with pytest.raises(HubError, match="revision='main' for Qwen3Config"):
         AutoPipeline(ranks=2, microbatches=2, revision="main").build_plan(config())
+
+
+def test_a_local_file_of_that_name_wins(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: model/config.json was looked up on the Hub, as only a folder was looked for here."""
+    config().save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=r"model folder model/config\.json: there is no such folder"):
+        AutoPipeline(ranks=2, microbatches=2).build_plan("model/config.json")
+    assert not hub.asked
 
 
 @pytest.mark.parametrize(

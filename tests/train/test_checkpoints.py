@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.checkpoint.optimizer_state import OptimizerState
-from penstock.errors import CheckpointError, FolderInUseError, RunError, UnfitError
+from penstock.errors import CheckpointError, ConfigError, FolderInUseError, RunError, UnfitError
 from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, made_entry, sha256_of, write_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.runtime.transport.groups import OneProcess
@@ -325,6 +325,32 @@ def test_a_checkpoint_that_cannot_be_read_is_passed_over(
     assert prepared.notes[0].startswith(f"penstock: warning: passed over checkpoint {last}")
 
 
+@pytest.mark.parametrize("damage", ["manifest", "another file"])
+def test_a_checkpoint_that_may_not_be_replaced_is_set_aside(
+    tmp_path: Path, two_checkpoints: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    """0.5.0: the run went on from the checkpoint before, and ended with exit code 2 when it wrote that step:
+    every restart did so. Only a whole checkpoint may be replaced, and nothing moved this one.
+    """
+    shutil.copytree(two_checkpoints / "out", tmp_path / "out")
+    last = checkpoint(tmp_path, 2)
+    file = last / (MANIFEST if damage == "manifest" else "notes.txt")
+    file.write_text("mine")
+    run(preflight(config(tmp_path, steps=2, checkpoint_every=1), NEWEST))
+    check_folder(last)
+    (aside,) = last.parent.glob("step-00000002.damaged-*")
+    assert (aside / file.name).read_text() == "mine"
+    assert f"{aside.name} was step-00000002, which this run will write: " in capsys.readouterr().out
+
+
+def test_where_no_checkpoint_can_be_written_no_run_begins(tmp_path: Path) -> None:
+    """0.5.0: a file in the place of the folder of checkpoints ended the run at the first one."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").touch()
+    with pytest.raises(ConfigError, match="checkpoints is no folder"):
+        preflight(config(tmp_path))
+
+
 @pytest.mark.fault("a disk fails", "as a checkpoint is read")
 def test_a_disk_that_fails_while_tensors_are_read_costs_one_checkpoint(
     tmp_path: Path, two_checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -384,12 +410,16 @@ def test_a_failed_write_leaves_all_that_was_there(tmp_path: Path, monkeypatch: p
 def test_a_failed_write_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: at the next checkpoint, maybe hours later, and never if the run was killed before it."""
 
+    within_step = threading.Event()
+
     def failing(*_: Any) -> Hashed:
+        within_step.wait()
         raise OSError("disk full")
 
     def ended(*_: Any) -> None:  # within the step after the save, so that the next one finds the failure
         for thread in threading.enumerate():
             if thread.name.startswith("penstock-checkpoint"):
+                within_step.set()
                 thread.join()
 
     monkeypatch.setattr(OptimizerState, "write", failing)

@@ -9,14 +9,17 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from models.weights.test_folder import on_threads
 from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
+from penstock.runtime.transport.groups import Processes
 from penstock.train import owner
-from penstock.train.owner import OWNER, Owner, last_run, owned
+from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
 from penstock.train.run import preflight, run
 from support.tiny import config, metrics
 
@@ -187,3 +190,27 @@ def test_a_run_asks_before_each_step_whether_the_folder_is_still_its_own(
         run(preflight(config(tmp_path)))
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2]
     assert facts(tmp_path / "out")["ended"]
+
+
+def test_ranks_that_write_into_several_folders_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: ranks of several working folders or machines trained to the first checkpoint, which then failed:
+    nothing looked at the folder before.
+    """
+
+    def work(folders: list[Path], processes: Processes) -> None:
+        check_shared(folders[processes.index], processes)
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    assert on_threads(3, partial(work, [here, here, here])) == [None] * 3
+    for error in on_threads(3, partial(work, [here, here, there])):
+        assert isinstance(error, ConfigError)
+        assert f"process 2 does not see in {there} what process 0 writes into {here}" in str(error)
+    assert [*here.iterdir(), *there.iterdir()] == []
+    seen: list[Path] = []
+    monkeypatch.setattr("penstock.train.run.check_shared", lambda output, processes: seen.append(output))
+    run(preflight(config(tmp_path, steps=1)))
+    assert len(seen) == 1

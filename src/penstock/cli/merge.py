@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from penstock.errors import CheckpointError, ConfigError
+from penstock.checkpoint.contents import STATE
+from penstock.checkpoint.save_load import check_config
+from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.models import hub
 from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
@@ -18,10 +23,12 @@ from penstock.models.source import Source, open_source
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.models.weights.files import tied_names
-from penstock.models.weights.folder import Hashed, write_folder
+from penstock.models.weights.folder import MANIFEST, Hashed, check_lengths, write_folder
+from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import FileLayout, SavedModel, make_shards, parsed_size
 from penstock.models.weights.saved_adapter import (
     ADAPTER_CONFIG,
+    BASE,
     adapter_file,
     check_adapter,
     check_base,
@@ -43,7 +50,7 @@ def merge_folder(
         trusted: whether Python code in that folder may run
 
     Returns the folder of the adapter.
-    Raises ConfigError, CheckpointError, ModelError.
+    Raises ConfigError, CheckpointError, ModelError; RunError on a full disk.
     """
     limit = parsed_size(max_shard_size)
     folder = _adapter_folder(adapter)
@@ -56,23 +63,50 @@ def merge_folder(
             f"base model {named}", f"{folder / ADAPTER_CONFIG} names it, and there is no such folder",
             "Give the base model's folder: --base FOLDER",
         )  # fmt: skip
+    _check_out(out, folder, Path(named))
     config.init_lora_weights = True  # the values come from the file
     factor = _prediction_factor(folder, config_of(Path(named), trusted))
     source = open_source(Path(named), None, None, config, mtp_factor=factor, trusted=trusted)
     if not source.files:
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
+    if (folder / BASE).is_file():
+        check_config(folder, source.model.config)
     check_base(folder, source.base_fingerprint(0))
     merger = _Merger(source, folder)
-    with source.with_room():
-        write_folder(out, lambda target: merger.write(target, limit), OneProcess())
+
+    def write(target: Path) -> Hashed:
+        with ExitStack() as hashing:  # what penstock wrote is merged as it was written, or not at all
+            for path in filter(None, (folder if (folder / MANIFEST).exists() else None, source.written)):
+                check_lengths(path, added=True)
+                hashing.enter_context(hashed_meanwhile(path, OneProcess()))
+            return merger.write(target, limit)
+
+    try:
+        with source.with_room():
+            write_folder(out, write, OneProcess())
+    except OSError as error:
+        rule = f"it cannot be written ({error.strerror or error})"
+        raise RunError(f"--out {out}", rule, "Make room on that disk, or name another folder") from error
     return folder
+
+
+def _check_out(out: Path, *merged: Path) -> None:
+    """Raise ConfigError where the merged model would take something's place."""
+    rule = "" if not (out / STATE).exists() else "it is a checkpoint that a run can go on from"
+    for folder in map(os.path.realpath, merged):
+        if Path(os.path.realpath(out)).is_relative_to(folder):
+            rule = f"it is or lies in {folder}, which is merged"
+    if rule:
+        raise ConfigError(f"--out {out}", f"{rule}, and would be replaced or changed", "Name another folder")
 
 
 def _adapter_folder(folder: Path) -> Path:
     """The folder of the adapter: this one, or a run's newest checkpoint. Raises CheckpointError."""
     if (folder / ADAPTER_CONFIG).is_file():
         return folder
-    newest = newest_checkpoint(folder).path
+    newest, passed, _ = newest_checkpoint(folder)
+    for reason in passed:
+        print(f"penstock: warning: passed over {reason}", file=sys.stderr)
     if newest is None or not (newest / ADAPTER_CONFIG).is_file():
         found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
         raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")

@@ -74,10 +74,14 @@ def ending_quietly() -> Iterator[None]:
 
 
 def usable(path: T) -> T:
-    """Pass on what a command got as a path. Raises ConfigError where no file can have it."""
-    if path is not None and (fault := path_fault(str(path))):
+    """What a command got as a path, with the home for ~. Raises ConfigError where no file can have it."""
+    if path is None:
+        return path
+    if fault := path_fault(str(path)):
         raise ConfigError(f"path {str(path)[:60]!r}", fault, "Write the path out")
-    return path
+    kind: Callable[[str], Any] = type(path)
+    expanded: T = kind(os.path.expanduser(str(path)))  # as of --out=~/merged, where the shell leaves it
+    return expanded
 
 
 @dataclass(frozen=True)

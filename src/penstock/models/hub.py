@@ -54,8 +54,8 @@ _FILES = {
 
 
 def is_name(model: object) -> bool:
-    """Whether `model` is an owner and a name with a slash between them. A local folder of that name wins."""
-    return isinstance(model, str) and bool(_NAME.fullmatch(model)) and not Path(model).is_dir()
+    """Whether `model` is an owner and a name with a slash between them. What is here by that name wins."""
+    return isinstance(model, str) and bool(_NAME.fullmatch(model)) and not Path(model).exists()
 
 
 def folder_of(model: str, revision: str | None, *, trusted: bool = False) -> tuple[Path, str | None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from penstock.models.weights.folder import (
     UNREADABLE,
     check_contents,
     check_lengths,
+    check_replaceable,
     displaced,
     leftovers,
     looks_whole,
@@ -464,6 +466,24 @@ def remove_unfinished(output: Path) -> None:
     folder = output / "checkpoints"
     for path in (*leftovers(folder, "step-*"), *unfinished(folder, "step-*")):
         remove_hidden(path)
+
+
+def set_aside(output: Path, done: int, say: Callable[[str], None]) -> None:
+    """Rename what stands where a run that goes on from step `done` will write, and may not be replaced.
+
+    Only the folder's owner may. Raises OSError.
+
+    Args:
+        say: shows a line, for each
+    """
+    for step, path in sorted(checkpoints_in(output)):
+        try:
+            if step > done:
+                check_replaceable(path)
+        except CheckpointError as error:
+            aside = path.with_name(f"{path.name}.damaged-{secrets.token_hex(4)}")
+            path.rename(aside)
+            say(f"penstock: warning: {aside.name} was {path.name}, which this run will write: {error.rule}")
 
 
 def _complete(output: Path, run: str) -> Iterator[tuple[int, Path]]:

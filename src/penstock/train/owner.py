@@ -26,6 +26,7 @@ from typing import Any
 from penstock.errors import ConfigError, FolderInUseError, RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json, read_bytes
+from penstock.runtime.transport.groups import Processes
 
 OWNER = "owner.json"
 BEAT = 2.0  # seconds between two touches
@@ -47,6 +48,23 @@ def last_run(output: Path) -> str | None:
         run = _facts(_content(output / OWNER)).get("run")
         return run if isinstance(run, str) else None
     return None
+
+
+def check_shared(output: Path, processes: Processes) -> None:
+    """Raise ConfigError on all processes where one does not see what the first writes there. Collective."""
+    probe = output / f".shared-{secrets.token_hex(4)}"  # a name that no file system remembers as missing
+    if processes.index == 0:
+        with suppress(OSError):  # of a full disk: what writes there next names it
+            probe.touch()
+    name = processes.gather(probe.name)[0]
+    (first, written), *others = processes.gather([str(output.absolute()), (output / name).exists()])
+    if processes.index == 0:
+        probe.unlink(missing_ok=True)
+    for index, (path, seen) in enumerate(others, start=1):
+        if written and not seen:
+            rule = f"process {index} does not see in {path} what process 0 writes into {first}"
+            remedy = "Name a folder on a file system that all processes share, by its whole path"
+            raise ConfigError(f"output.folder={output}", rule, remedy)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.health.agreement import shake_hands
+from penstock.runtime.health.agreement import shake_hands, shared_errors
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
@@ -45,9 +45,11 @@ from penstock.train.checkpoints import (
     Start,
     check_unchanged,
     checked_state,
+    checkpoint_folder,
     find_start,
     recorded_model,
     remove_unfinished,
+    set_aside,
     start_after,
 )
 from penstock.train.config.sections import TrainConfig
@@ -58,7 +60,7 @@ from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.loop import Run, train
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import make_optimizers, trained_by
-from penstock.train.owner import Owner, last_run, new_run, owned
+from penstock.train.owner import Owner, check_shared, last_run, new_run, owned
 from penstock.train.records.metrics import Display, Metrics, make_display
 from penstock.train.records.outcome import Outcome, check_prompt, report_outcome
 from penstock.train.records.profile import profile_note
@@ -312,6 +314,7 @@ def run(prepared: Prepared, stop: Stop | None = None) -> Outcome:
             check_unchanged(output, prepared.start)
             with suppress(OSError):  # it costs room alone
                 remove_unfinished(output)
+                set_aside(output, prepared.start.done, partial(print, flush=True))
         return _run(prepared, owner, stop or Stop())
 
 
@@ -327,7 +330,9 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     with close_on_error(memory) if memory else nullcontext():
         prepared = _recalled(prepared, pipe, memory) or _resumed(prepared, pipe, optimizers)
     start = prepared.start
-    _make_folder(output)
+    with shared_errors(pipe._everyone):
+        _make_folder(output)
+    check_shared(output, pipe._everyone)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
@@ -495,7 +500,8 @@ def _first_call(prepared: Prepared, part: int) -> Content:
 def _check_output(config: TrainConfig) -> None:
     """Raise ConfigError now, and not when the first checkpoint is due."""
     output = config.output.path
-    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    below = checkpoint_folder(output, 0).absolute()
+    existing = next(folder for folder in below.parents if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         rule = "nothing can be written there" if existing.is_dir() else f"{existing} is no folder"
         raise ConfigError(f"output.folder={output}", rule, "Name a folder that you may write")

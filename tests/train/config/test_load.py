@@ -424,7 +424,7 @@ def test_steps_to_profile_are_a_range_of_the_run(tmp_path: Path, steps: str, mes
         ("1:30", "1:30"), ("1:30.5", "1:30.5"), ("017", 17), ("0o17", 15), ("0x1f", 31), ("0b11", "0b11"),
         ("1_000", "1_000"), ("+7", 7), ("1e3", 1e3), ("1e-3", 1e-3), (".5", 0.5), ("5.", 5.0),
         ("-.inf", -float("inf")),
-        ("1e", "1e"), ("yes", True), ("off", False), ("~", None), ("null", None), ("", None), ("=", "="),
+        ("1e", "1e"), ("yes", True), ("off", False), ("null", None), ("=", "="),
         ("'1'", "1"), ("'1e3'", "1e3"), ("'0o17'", "0o17"), ("2026-02-28", "2026-02-28"),
     ],
 )  # fmt: skip
@@ -435,6 +435,23 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: object)
     found = config.model.config["key"]
     assert (type(found), found) == (type(value), value)
     same_as_yaml(config)
+
+
+@pytest.mark.parametrize("key", ["data.path", "adapter", "train.clip_norm", "model.config.key"])
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("", "nothing follows the =, as where a shell's variable is not set"),
+        (" ", "nothing follows the ="),
+        ("~", "~ alone would be null, and not your home"),
+        ("-", "- alone would be a list, and nothing is read from standard input"),
+    ],
+)
+def test_a_value_that_nobody_gave_is_refused(tmp_path: Path, key: str, text: str, rule: str) -> None:
+    """0.5.0: adapter=$UNSET trained all weights, and data.path=- was called [None]: so YAML reads them."""
+    message = refused(tmp_path, MINIMAL, f"{key}={text}")
+    assert rule in message
+    assert message.endswith(f"Write it out, or {key}=null for none")
 
 
 def test_minutes_are_no_number_of_steps(tmp_path: Path) -> None:
@@ -455,6 +472,8 @@ NO_PATHS = {
     "a long name of few characters": ("\u00e9" * 128, "a name has at most 255 bytes"),
     "a long path": ("a/" * 2000, "and a path 3,000 characters"),
     "nobody's home": ("~nobody-of-this-name/x", "there is no such user"),
+    "a variable": ("/scratch/$USER/x", "$USER would be a folder of that very name"),
+    "a variable in braces": ("${HOME}/x", "${HOME} would be a folder of that very name"),
     "a NUL": ("a\0b", "a NUL or half a surrogate pair"),
     "half a surrogate pair": ("a\ud800", "a NUL or half a surrogate pair"),
 }

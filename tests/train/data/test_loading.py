@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
@@ -212,6 +213,66 @@ def test_a_folder_is_read_in_sorted_order_within_its_patterns(tmp_path: Path) ->
     assert found == [(n, n.encode()) for n in ("a.py", "b/a.py", "b/c.py", "b.py")]
     rows = load(tmp_path, include=["*.py"], exclude=["skip", "skip.py"])
     assert stream(rows) == b"a.py\0b/a.py\0b/c.py\0b.py"[:20]
+
+
+def test_no_file_of_a_folder_is_left_out_unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: links that lead nowhere or to another folder, pipes and folders that this user may not list were
+    left out, and the rest trained; a folder that vanished was a traceback. rglob and is_file() say nothing.
+    """
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for name in ("folder/a.txt", "folder/b/c.txt", "other/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text of " + name)
+    (folder / "again").symlink_to("b")  # is read where it lies
+    assert stream(load(folder)) == b"text of folder/a.txt\0text of folder/b/c.txt"[:40]
+    for make, rule in (
+        (lambda odd: odd.symlink_to("nowhere"), "No such file or directory"),
+        (lambda odd: odd.symlink_to("odd"), "Too many levels of symbolic links"),
+        (lambda odd: odd.symlink_to(other), "it is a link to another folder, which is not followed"),
+        (os.mkfifo, "it is a pipe, and no regular file"),
+    ):
+        make(folder / "odd")
+        said = refused(folder)
+        assert f"data file {folder / 'odd'}: " in said
+        assert rule in said
+        load(folder, exclude=["odd"])
+        (folder / "odd").unlink()
+    listed = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("b"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert f"data file {folder / 'b'}: it cannot be read (Permission denied)" in refused(folder)
+
+
+def test_packed_files_are_refused_by_name(tmp_path: Path) -> None:
+    """0.5.0: gzip was "not JSON", or trained byte by byte, and left out unseen in a folder: no one looked."""
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 9)
+    packed = gzip.compress((tmp_path / "a.jsonl").read_bytes())
+    (tmp_path / "b.jsonl.gz").write_bytes(packed)
+    for path, kind in (
+        (tmp_path, "jsonl"),
+        (tmp_path / "b.jsonl.gz", "jsonl"),
+        (tmp_path / "b.jsonl.gz", "auto"),
+    ):
+        assert "b.jsonl.gz: it is packed, and files are read as they are. Unpack it" in refused(
+            path, kind=kind
+        )
+
+
+def test_what_auto_takes_for_records(tmp_path: Path) -> None:
+    """0.5.0: a .json file and a folder of JSONL were trained as they are spelled, with all brackets: only the
+    suffix of a single .jsonl was looked at.
+    """
+    (tmp_path / "a.json").write_text('[{"text": "first"}, {"text": "second"}, {"text": "third"}]')
+    expected = b"first\0second\0third"[:16]
+    assert stream(load(tmp_path / "a.json")) == stream(load(tmp_path)) == expected
+    (tmp_path / "b.jsonl").write_text('{"text": "fourth"}\n')
+    assert stream(load(tmp_path))[:16] == expected
+    assert stream(load(tmp_path, kind="text"))[:10] == b'[{"text": '
 
 
 def test_jsonl_and_a_dataset_give_the_same_rows(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -67,6 +68,13 @@ def test_a_full_disk_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(RunError, match=r"it cannot be written \(Is a directory"):
         Metrics(tmp_path / "folder", "a")
+
+
+def test_a_pipe_in_place_of_the_file_is_a_typed_error(tmp_path: Path) -> None:
+    """0.5.0: a resumed run waited for ever for who writes into it: the file was opened, whatever it was."""
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match="it is a pipe, and no regular file"):
+        Metrics(tmp_path / "metrics.jsonl", "a", resumed_at=2)
 
 
 def test_a_nan_is_no_metric(tmp_path: Path) -> None:

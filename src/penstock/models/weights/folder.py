@@ -158,7 +158,7 @@ def remove_folder(path: Path) -> None:
 
     Raises CheckpointError where it holds anything that is no part of a checkpoint.
     """
-    _check_replaceable(path)
+    check_replaceable(path)
     removed = path.parent / f".{path.name}.{_REMOVED}-{secrets.token_hex(4)}"
     path.rename(removed)
     _flush(path.parent)
@@ -217,7 +217,7 @@ def together(processes: Processes, action: str, work: Callable[[], Any]) -> list
 
 def _prepare(temporary: Path, target: Path) -> None:
     if os.path.lexists(target):
-        _check_replaceable(target)
+        check_replaceable(target)
     try:
         temporary.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -226,8 +226,8 @@ def _prepare(temporary: Path, target: Path) -> None:
         ) from error
 
 
-def _check_replaceable(target: Path) -> None:
-    """Only a checkpoint may be replaced: a mistyped path must not cost anybody their files."""
+def check_replaceable(target: Path) -> None:
+    """Raise CheckpointError unless it is a checkpoint: a mistyped path must not cost anybody their files."""
     held = _files_in(target) if target.is_dir() else {target.name}
     listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
     if foreign := sorted(held - listed):

@@ -73,6 +73,14 @@ def is_override(argument: str) -> bool:
     return bool(equals) and "/" not in name
 
 
+# what a shell leaves of a value, and YAML takes for null, or for a list that holds null
+_UNSAID = {
+    "": "nothing follows the =, as where a shell's variable is not set",
+    "~": "~ alone would be null, and not your home",
+    "-": "- alone would be a list, and nothing is read from standard input",
+}
+
+
 def _apply(tree: dict[str, Any], override: str) -> None:
     value, (name, _, text) = f"argument {_shown(override)}", override.partition("=")
     keys = name.split(".")
@@ -80,6 +88,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     remedy = "Write it like train.steps=200, or a whole section like model='{path: models/mine}'"
     if not is_override(override) or len(keys) > DEEPEST or not all(keys):
         raise ConfigError(value, rule, remedy)
+    if (meant := _UNSAID.get(text.strip())) is not None:
+        raise ConfigError(value, meant, f"Write it out, or {name}=null for none")
     try:
         parsed = _parse(text)
     except yaml.YAMLError as error:

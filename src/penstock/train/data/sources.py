@@ -8,8 +8,9 @@ held.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -17,7 +18,7 @@ from functools import partial
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,8 @@ _BLANKS = " \t\r\n"
 _OPENING = re.compile(rf"[{_BLANKS}]*\[[{_BLANKS}]*(\])?")
 _BETWEEN = re.compile(rf"[{_BLANKS}]*(?:,[{_BLANKS}]*|(\]))")
 _NO_LIST = "a list goes on with a comma, or ends with a bracket and the file"
+_LINES = re.compile(r".+\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?")  # and those that only look like less data
+_PACKED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04")
 
 
 class Record(NamedTuple):
@@ -131,12 +134,10 @@ def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
         return "text"
     if kind == "parquet" or suffixes == {".parquet"}:
         return "parquet"
-    if kind == "jsonl" or (kind == "auto" and path.suffix in (".jsonl", ".ndjson")):
+    if kind == "jsonl" or suffixes <= {*_JSON}:
         return "jsonl"
     if kind == "auto":
         return "text"
-    if suffixes <= {*_JSON}:
-        return "jsonl"
     raise DataError(
         f"data.path={path}",
         f"data.kind={kind} reads JSON, JSONL, Parquet or a dataset, and here is "
@@ -147,15 +148,15 @@ def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
 
 def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
     """Files below `path`, sorted by the parts of their paths, so that every machine has the same order."""
-    excluded = set(section.exclude)
-    names = (file.relative_to(path) for file in path.rglob("*"))
     chosen = sorted(
-        (name for name in names
-         if any(fnmatch(name.name, pattern) for pattern in section.include)
-         and (section.kind != "jsonl" or name.suffix in _JSON[:2])
-         and not excluded.intersection(name.parts) and (path / name).is_file()),
-        key=lambda name: name.parts,
+        (file for file in _below(path, section.exclude)
+         if any(fnmatch(file.name, pattern) for pattern in section.include)
+         and (section.kind != "jsonl" or _LINES.fullmatch(file.name))),
+        key=lambda file: file.parts,
     )  # fmt: skip
+    for file in chosen:
+        with readable(file):
+            check_regular(file)
     if not chosen:
         jsonl = " and ends in .jsonl" if section.kind == "jsonl" else ""
         raise DataError(
@@ -163,7 +164,25 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
             f"no file below it matches data.include={list(section.include)}{jsonl} and none of data.exclude",
             "Fix the patterns, or give another folder",
         )
-    return tuple(path / name for name in chosen)
+    return tuple(chosen)
+
+
+def _below(path: Path, excluded: Sequence[str]) -> Iterator[Path]:
+    """What is below `path`, but for folders. Raises DataError where some of it would stay unseen."""
+
+    def unseen(error: OSError) -> None:
+        with readable(Path(error.filename)):
+            raise error
+
+    for folder, folders, files in os.walk(path, onerror=unseen):
+        folders[:] = (name for name in folders if name not in excluded)
+        for link in filter(Path.is_symlink, (Path(folder, name) for name in folders)):
+            if not link.resolve().is_relative_to(path.resolve()):  # else its files are read where they lie
+                rule = "it is a link to another folder, which is not followed"
+                raise wrong(
+                    str(link), rule, "Give that folder as a source of data.mixture, or exclude the link"
+                )
+        yield from (Path(folder, name) for name in files if name not in excluded)
 
 
 def _made_up(section: DummySection, first: int) -> Iterator[Record]:
@@ -194,15 +213,24 @@ def readable(path: Path) -> Iterator[None]:
         raise wrong(str(path), rule, "Write several files, or JSONL") from None
 
 
-def _texts(path: Path) -> Iterator[Record]:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
     with readable(path), open_regular(path) as file:
+        if _PACKED.match(file.read(16)):
+            raise wrong(str(path), "it is packed, and files are read as they are", "Unpack it")
+        file.seek(0)
+        yield file
+
+
+def _texts(path: Path) -> Iterator[Record]:
+    with _opened(path) as file:
         content = file.read()
     yield Record(str(path), content)
 
 
 def _lines(path: Path) -> Iterator[Record]:
     """The lines that are not empty; of a file that is one JSON list, its entries."""
-    with readable(path), open_regular(path) as file:
+    with _opened(path) as file:
         if file.read(64).lstrip().startswith(b"["):
             yield from _entries(path)
             return

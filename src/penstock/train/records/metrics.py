@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
-from penstock.reading import parse_json
+from penstock.reading import open_regular, parse_json
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -84,7 +84,9 @@ def without_replaced_rows(rows: Iterable[tuple[Row, T]]) -> list[tuple[Row, T]]:
 def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
     """The lines that are kept. Rows of versions up to 0.5.0 name no run."""
     kept = []
-    for line in path.read_bytes().split(b"\n"):
+    with open_regular(path) as file:
+        lines = file.read().split(b"\n")
+    for line in lines:
         try:
             row = parse_json(line)
             if row.get("run", run) == run and row["step"] >= 0:
