@@ -26,7 +26,7 @@ from penstock import Axes, Pipeline
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, PeerError, RunError
-from penstock.models.weights import hashes
+from penstock.models.weights import folder
 from penstock.models.weights.folder import sha256_of
 from penstock.models.weights.saved import FileLayout
 from penstock.runtime.sharded_weights import local_shard
@@ -297,7 +297,7 @@ def hashed_on_a_mesh(path: str) -> list[str]:
         return sha256_of(file, stopped)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hashes, "sha256_of", noted)
+        patch.setattr(folder, "sha256_of", noted)
         assert load_checkpoint(path, pipe, optimizers) == {"step": 1}
     before = [local_shard(parameter).detach().clone() for parameter in pipe.parameters()]
     dist.barrier()

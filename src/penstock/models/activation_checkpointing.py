@@ -30,7 +30,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
-    _detach_helper,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -335,8 +334,11 @@ class _SelectiveMode(TorchDispatchMode):
 
 
 def _detached(value: Any) -> Any:
-    """The same memory and version counter, without the graph."""
-    return _detach_helper(value)  # type: ignore[no-untyped-call]
+    """The same memory and version counter, without the graph, also beneath autograd."""
+    if not isinstance(value, Tensor):
+        return value
+    with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+        return value.detach()
 
 
 def _overloads(name: str) -> list[OpOverload]:

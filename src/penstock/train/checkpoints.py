@@ -14,8 +14,6 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +41,7 @@ from penstock.models.weights.folder import (
     unfinished,
 )
 from penstock.reading import read_json
+from penstock.runtime.health.agreement import version_of_penstock
 from penstock.train.config.sections import KeepSection, ModelSection, TrainConfig
 from penstock.train.early_stop import NONE_YET, Best
 from penstock.train.optimizers.optimizer import SHAPED
@@ -50,7 +49,6 @@ from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
 from penstock.train.spikes import NOTHING_SEEN, Seen
 
-_version = cache(metadata.version)  # a millisecond, and a state may be made after each step
 _REMEDY = "Give a checkpoint that penstock train wrote"
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
 NEWEST = "newest"  # in place of a checkpoint's path
@@ -117,7 +115,7 @@ def state_after(
         best: of the evaluations up to now
         seen: of the losses up to now
     """
-    versions = {"penstock": _version("penstock"), "torch": torch.__version__}
+    versions = {"penstock": version_of_penstock(), "torch": torch.__version__}
     written = config.model_dump(mode="json")
     known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best, "seen": seen}
     known["mesh"] = mesh_of(config)

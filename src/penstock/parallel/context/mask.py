@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     and_masks,
-    packed_sequence_compatibility_function,
     padding_mask_function,
 )
 
@@ -35,7 +34,7 @@ class Mask:
         self, rule: Callable[..., Any], full: FullSequence, window: int | None, base: str, dtype: torch.dtype
     ) -> None:
         if full.documents is not None:
-            rule = packed_sequence_compatibility_function(rule, full.positions, full.documents)
+            rule = _within_documents(rule, full.positions, full.documents)
         self.full, self._rule, self._window, self._base, self._dtype = full, rule, window, base, dtype
 
     def __getattr__(self, name: str) -> Any:
@@ -98,6 +97,16 @@ class Mask:
             dtype=self._dtype, device=full.positions.device,
         )  # fmt: skip
         return made
+
+
+def _within_documents(rule: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
+    """`rule` of places within documents; no document sees another. positions, documents: (rows, tokens)"""
+
+    def within(row: Any, head: Any, query: Any, key: Any) -> Any:
+        same = documents[row, query] == documents[row, key]
+        return same & rule(row, head, positions[row, query], positions[row, key])
+
+    return within
 
 
 def _untouchable(does: str) -> ModelError:

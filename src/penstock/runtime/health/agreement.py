@@ -13,6 +13,7 @@ import json
 import platform
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
@@ -126,14 +127,18 @@ def facts_of_schedule(schedule: Schedule) -> dict[str, str]:
     }
 
 
+@cache
+def version_of_penstock() -> str:
+    try:
+        return version("penstock")
+    except PackageNotFoundError:  # run from its source
+        return "not installed"
+
+
 def facts_of_process() -> dict[str, str]:
     """The versions that run here."""
     major, minor, _ = platform.python_version_tuple()
-    try:
-        installed = version("penstock")
-    except PackageNotFoundError:  # run from its source
-        installed = "not installed"
-    return {"penstock": installed, "torch": torch.__version__, "python": f"{major}.{minor}"}
+    return {"penstock": version_of_penstock(), "torch": torch.__version__, "python": f"{major}.{minor}"}
 
 
 def flat(name: str, value: Any) -> dict[str, str]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import read_json
+from penstock.runtime.health.agreement import version_of_penstock
 from penstock.schedule import Timeline
 from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import Owner, new_run
@@ -96,7 +97,11 @@ def _started(
 
 def _environment(device: torch.device) -> dict[str, str]:
     cuda = device.type == "cuda"
-    found = {name: version(name) for name in ("penstock", "torch", "transformers")}
+    found = {
+        "penstock": version_of_penstock(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+    }
     found |= {"python": platform.python_version(), "system": platform.platform()}
     found |= {"processes": str(_processes()), "CPUs": str(os.cpu_count())}
     return found | ({"GPU": torch.cuda.get_device_name(device)} if cuda else {})
