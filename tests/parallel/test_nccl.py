@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -277,3 +279,28 @@ def test_a_world_on_nccl_asks_for_enough_hardware_queues(monkeypatch: pytest.Mon
     made.check(schedule)
     with pytest.raises(ConfigError, match="too few"):
         replace(made, on_nccl=True).check(schedule)
+
+
+ENDS = """
+import datetime, threading
+from types import SimpleNamespace
+from penstock.runtime.transport import groups
+groups._LINGERS = datetime.timedelta(seconds={seconds})
+made = groups.Groups.__new__(groups.Groups)
+group = SimpleNamespace(abort=threading.Event().wait if {hangs} else lambda: None,
+                        _get_backend=lambda device: SimpleNamespace(name=lambda: "nccl"))
+made.backend, made.pipeline, made._made = "nccl", group, []
+made.abort()
+print("raised")
+"""
+
+
+@pytest.mark.parametrize(("hangs", "seconds", "code"), [(True, 0.2, 1), (False, 60, 0)])
+def test_a_process_ends_whatever_nccl_waits_for(hangs: bool, seconds: float, code: int) -> None:
+    """0.5.0: a rank that had raised the error of a killed one never ended, in NCCL's abort."""
+    ran = subprocess.run(
+        [sys.executable, "-c", ENDS.format(hangs=hangs, seconds=seconds)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ran.returncode, ran.stdout) == (code, "raised\n"), ran.stderr
+    assert ("NCCL does not end" in ran.stderr) is hangs

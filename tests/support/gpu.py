@@ -10,7 +10,7 @@ gloo does not show what NCCL does. Here
 - `work.wait()` makes the compute stream wait, and `work.wait(limit)` the host;
 - the first message between two ranks on a communicator holds up both hosts until they have come to it;
 - streams share hardware queues, each of which begins its entries in order;
-- to destroy a group waits for what is under way, and to abort it ends that.
+- to destroy a group waits for what is under way, and to abort it ends that, and returns a minute later.
 
 One thread at a time runs: a rank's host, until it communicates or waits, or the GPUs. A seed chooses which,
 and which entry of which queue is next. So a run can be repeated, and one that cannot go on is known at once.
@@ -58,6 +58,7 @@ _STOPS = 0.05  # how often a GPU stops between two ops that it could run
 # its time is over: with 8 ranks most looks are of those whose turn is far off
 _TICK, _SHORT_TICK = 0.1, 0.001
 _PATIENCE = 50.0  # seconds
+_ABORT = 60.0  # seconds of the cluster that NCCL's abort takes after a rank was killed or stopped
 _LOST = 60.0  # seconds after which a thread that has not come back fails the test
 
 
@@ -473,6 +474,9 @@ class ComputeStream:
     def __init__(self, gpu: GPU) -> None:
         self._gpu = gpu
 
+    def begin_step(self) -> None:
+        """There is one."""
+
     def now(self) -> Mark:
         return Mark(self._gpu)
 
@@ -610,6 +614,8 @@ class Group(dist.ProcessGroup):
     def abort(self) -> None:
         self._aborted = True
         self._gpu.abort(self._mine)
+        if _here() is not None:  # else a thread beside the host waits for it
+            self._gpu.cluster.clock += _ABORT
 
     def destroy(self) -> None:
         self._gpu.cluster.pause(self._gpu, lambda: not any(map(self._mine, self._gpu.open_streams)))
@@ -666,14 +672,23 @@ def _open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, s
     return World((gpu.rank,), device, transport, transport, transport, 0.0, batched, mesh, Reductions())
 
 
+def _here() -> GPU | None:
+    return getattr(_HERE, "gpu", None)
+
+
 @contextmanager
 def emulated() -> Iterator[None]:
     """Inside, pipelines that an emulated rank builds are on its GPU."""
     real_stream, real_open = stream.stream_of, world.open_world
     real_store, real_destroy, real_sleep = distributed._store, dist.destroy_process_group, time.sleep
 
-    def here() -> GPU | None:
-        return getattr(_HERE, "gpu", None)
+    here = _here
+
+    def begun(what: str, call: Callable[[], None]) -> Callable[[timedelta], None]:
+        gpu, _HERE.gpu = here(), None
+        call()
+        _HERE.gpu = gpu
+        return lambda limit: None
 
     def open_world(schedule: Schedule, *args: Any) -> World:
         return real_open(schedule, *args) if here() is None else _open_world(schedule, *args)
@@ -698,6 +713,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
         patch.setattr(distributed, "_store", store)
+        patch.setattr(groups_of, "begun", begun)
         patch.setattr(groups_of, "within", lambda seconds, what, call: call())  # in the thread of the rank
         patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
         patch.setattr(dist, "batch_isend_irecv", lambda ops: ops[0].group.batch(ops))

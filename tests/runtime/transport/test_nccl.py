@@ -368,7 +368,8 @@ class Failing(nn.Module):
 def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others raise a typed error that names it, and close; NCCL alone would wait for ever.
 
-    A host that reads a value which never comes is freed by the watch.
+    A host that reads a value which never comes is freed by the watch. 0.5.0: the error came a minute late, as
+    NCCL's abort, which takes so long after a rank has died, was waited for before it was raised.
     """
     monkeypatch.setattr(watch, "_NOTICES", 0.3)
 
@@ -396,7 +397,7 @@ def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: p
     cluster = Cluster(3, seed=5, patient=True)
     with emulated():
         found = cluster.run(job)
-    assert kind == "stalls" or cluster.clock < 30  # they know at once
+    assert cluster.clock < (30 if kind == "raises" else 30 + 15)  # of an error they know at once
     expected = PeerLostError if kind == "raises" else StalledPeerError
     for rank in (0, 2):
         assert isinstance(found[rank], PeerLostError | expected), found[rank]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import datetime
 import json
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -17,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batch.placement import to_device
 from penstock.errors import PeerError, PeerLostError, StalledPeerError
-from penstock.runtime.health.limits import is_late, is_of_peer, within
+from penstock.runtime.health.limits import begun, is_late, is_of_peer, within
 from penstock.runtime.health.watch import Watch
 
 # where no rank waits: a thread of sends, and NCCL, whose deadlines its callers keep
 FOREVER = datetime.timedelta(days=30)
 _SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
+_LINGERS = datetime.timedelta(seconds=5)  # in which a process that ends lets NCCL end
 _SPARE = 2.0  # seconds after its own limit in which gloo gives up making a group
 
 
@@ -97,10 +101,10 @@ class GroupProcesses:
     def abandon(self) -> None:
         """Never free the group, in which a collective is under way that may not complete.
 
-        As a group is freed, gloo waits for that up to the group's own limit, which is 30 minutes for the
-        group of the job, and holds Python's lock: a process that has raised its error would not end.
+        gloo would wait for that up to the group's own limit, which is 30 minutes for the group of the job: a
+        process that has raised its error would not end.
         """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        never_free(self._group)
 
     def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
         """The same, without waiting for it."""
@@ -267,30 +271,62 @@ class Groups:
         return torch.device("cpu") if self.backend == "gloo" else device
 
     def abort(self) -> None:
-        """End what is under way in these groups and may never complete, after a failure. For NCCL alone.
+        """Begin to end what is under way in these groups and may never complete. For NCCL alone.
 
-        gloo ends what waits for a rank that has closed its connections.
+        gloo ends what waits for a rank that has closed its connections. Does not wait: where a process was
+        killed or stopped, torch takes a minute and more.
         """
         if self.backend != "nccl" or self._aborted:
             return
         self._aborted = True
         made = [each for each in self._made if isinstance(each, dist.ProcessGroup)]
         groups = [each for each in (self.pipeline, *made) if backend_for(each, "cuda") == "nccl"]
-        backend: Any = groups[0]._get_backend(torch.device("cuda"))
-        together = hasattr(backend, "_group_start")  # not where torch wraps it for debugging
-        if together:  # one by one, communicators may wait for each other
-            backend._group_start()
         for group in groups:
-            group.abort()
-        if together:
-            backend._group_end()
+            never_free(group)
+        _aborts.append(begun("NCCL's abort", lambda: _abort(groups)))
 
     def close(self) -> None:
         """Where nothing has failed, NCCL first completes what is under way: nothing is."""
-        for group in self._made:
+        for group in () if self._aborted else self._made:
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member of it
                 dist.destroy_process_group(group)
         self._made = []
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    backend: Any = groups[0]._get_backend(torch.device("cuda"))
+    together = hasattr(backend, "_group_start")  # not where torch wraps it for debugging
+    if together:  # one by one, communicators may wait for each other
+        backend._group_start()
+    for group in groups:
+        group.abort()
+    if together:
+        backend._group_end()
+
+
+# what waits for each that has begun in this process
+_aborts: list[Callable[[datetime.timedelta], object]] = []
+
+
+@atexit.register  # before anybody has a pipeline, so that it runs after what they register
+def _end_process() -> None:
+    """Python ends: let NCCL end first, or end without it, as torch would wait for it with no limit."""
+    try:
+        for ended in _aborts:
+            ended(_LINGERS)
+    except RuntimeError:
+        sys.stdout.flush()
+        print("penstock: a rank was lost and NCCL does not end: this process does, with 1", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def never_free(group: dist.ProcessGroup) -> None:
+    """Keep the group until the process is gone.
+
+    As one is freed in which a collective may not complete, torch waits for that, and holds Python's lock.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def new_group(ranks: Sequence[int], limit: datetime.timedelta, name: str) -> dist.ProcessGroup:
