@@ -35,6 +35,8 @@ ABOUT = {
     "overhead": "Computing takes almost no time here, so that the numbers are the runtime's own time for an "
     "op. In process no message is sent. Two processes: torch over gloo, and penstock over gloo and over "
     "shared memory, its default on one host.",
+    "host": "Layers are so narrow that the host is the limit, as it is on a GPU that waits for launches. All "
+    "ranks are in one process: a step does the work of the plain loop and nothing else.",
     "trainer": "A step of `penstock train`, beside the same step in a loop of one's own.",
     "memory": "Three comparisons: live activations, measured and proven; peak bytes of penstock and of "
     "torch; peak bytes, measured and predicted. The bytes that are counted from outside include what an op "

@@ -168,7 +168,7 @@ MUTANTS = [
     Mutant(STREAMED, "works, tensors, nbytes)", "works, (), nbytes)", OF_STREAMED),
     Mutant(STREAMED, "len(self._freed) > _AHEAD", "False", OF_STREAMED),
     Mutant(STREAMED, "if watch.broken:", "if False:", OF_STREAMED),
-    Mutant("runtime/transport/groups.py", "            group.abort()\n", "            pass\n", OF_STREAMED),
+    Mutant("runtime/transport/groups.py", "        group.abort()\n", "        pass\n", OF_STREAMED),
     Mutant("parallel/world.py", 'backend == "nccl" and fits_batches(schedule)', "False", OF_STREAMED),
     Mutant(
         "runtime/transport/distributed.py",
@@ -304,14 +304,24 @@ MUTANTS = [
     Mutant(DEFERRED, "total += products.pop().gradient()", "total = products.pop().gradient()", OF_SPLIT),
     Mutant(DEFERRED, "product.dy.clone()", "product.dy", OF_SPLIT),
     Mutant(DEFERRED, "if (self.x._version, self.dy._version) != self.versions:", "if False:", OF_SPLIT),
-    Mutant(DEFERRED, "        and not is_hooked(parameter)\n", "", OF_SPLIT),
+    Mutant(
+        DEFERRED,
+        " or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:",
+        ":",
+        OF_SPLIT,
+    ),
     Mutant(
         DEFERRED,
         "(product.x, product.dy) if product.counts else (product.dy,)",
         "(product.x, product.dy)",
         OF_SPLIT,
     ),
-    Mutant(RECORDING, " or is_hooked(parameter)", "", OF_SPLIT),
+    Mutant(
+        RECORDING,
+        "            or parameter._backward_hooks\n            or parameter._post_accumulate_grad_hooks\n",
+        "",
+        OF_SPLIT,
+    ),
     Mutant(RECORDING, " or id(parameter) in self._inputs", "", f"{OF_SPLIT} pipeline/test_edges.py"),
     # ---- autocast
     Mutant(CASTS, " or known.state != state", "", OF_SPLIT),
@@ -404,7 +414,16 @@ MUTANTS = [
         "]",
         "models/weights/test_reading.py",
     ),
-    Mutant(DEFERRED, "        products.reverse()\n        with", "        with", OF_SPLIT),
+    Mutant(DEFERRED, "        products.reverse()\n        gradient +=", "        gradient +=", OF_SPLIT),
+    Mutant(
+        "runtime/split_backward/modules.py", "        type(self) is nn.Linear\n", "        True\n", OF_SPLIT
+    ),
+    Mutant(
+        "runtime/split_backward/modules.py",
+        '                del module.__dict__["forward"]\n',
+        "                pass\n",
+        OF_SPLIT,
+    ),
     # ---- prediction layers
     Mutant(LOSS, "documents == reached", "documents >= 0", "models/test_mtp.py"),
     Mutant(LOSS, "ahead(following, depth, IGNORED)", "ahead(following, 1, IGNORED)", "models/test_mtp.py"),

@@ -12,6 +12,7 @@ An error within a measurement is a missed row, and the part goes on with the nex
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import signal
@@ -27,7 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.cuda import nccl
 
 from benchmarks import report
 from benchmarks.report import Found, Row
@@ -206,11 +206,13 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that torch was built with; none without it."""
+    """The version of the NCCL that is loaded, not of the one that torch was built with; none without it."""
     if not dist.is_nccl_available():
         return ()
-    version = nccl.version()  # type: ignore[no-untyped-call]
-    return tuple(int(each) for each in version if isinstance(each, int))
+    number = ctypes.c_int()
+    if ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number)):
+        raise RuntimeError("NCCL does not say its version")
+    return number.value // 10_000, number.value // 100 % 100, number.value % 100
 
 
 def show(found: Found) -> None:

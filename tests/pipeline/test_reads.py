@@ -267,6 +267,36 @@ def test_hooks_of_these_libraries_are_no_edits() -> None:
     assert not edits
 
 
+@pytest.mark.parametrize("where", ["class", "function of the class", "module"])
+def test_what_changes_between_two_steps_is_asked_about(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0 on GPUs: documents were mixed if a model was replaced, or its class, after a first step."""
+    whole = model("qwen3")
+    kind: Any = type(whole.base_model)
+
+    plain_forward = kind.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = torch.arange(LENGTH).expand(ROWS // MICROBATCHES, -1) % 5
+        return plain_forward(self, *args, **kwargs | {"position_ids": positions})
+
+    packs: Any = type("Packs", (kind,), {"forward": forward})
+    pipe = AutoPipeline(ranks=1, microbatches=MICROBATCHES).build(whole)
+    stage: Any = pipe.modules[0]
+    inner = stage.base_model
+    before = pipe.step(plain(0)).loss
+    if where == "class":
+        inner.__class__ = packs
+    elif where == "module":
+        stage.model = packs.__new__(packs)
+        vars(stage.model).update(vars(inner))
+    else:
+        monkeypatch.setattr(kind, "forward", forward)
+    found = pipe.step(plain(0)).loss
+    expected = AutoPipeline(ranks=1, microbatches=MICROBATCHES).build(stage).step(plain(0)).loss
+    assert found == pytest.approx(expected)
+    assert found != pytest.approx(before, rel=1e-6)
+
+
 @pytest.mark.usefixtures("one_process")
 def test_tokens_find_their_experts_with_one_wait() -> None:
     """0.5.0: to count them took two more."""

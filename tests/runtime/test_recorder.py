@@ -148,14 +148,14 @@ def test_the_anchor_of_a_gpu_is_a_point_that_it_has_just_come_to(monkeypatch: py
     monkeypatch.setattr("penstock.runtime.device.stream.time.perf_counter", lambda: float(next(clock)))
 
     class Moment:
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, current: None) -> None:
             self.looks = 0
 
         def query(self) -> bool:
             self.looks += 1
             return self.looks == 3
 
-    monkeypatch.setattr(stream, "_CudaMoment", Moment)
+    monkeypatch.setattr(stream, "CudaMoment", Moment)
     at, moment = stream.CudaStream(torch.device("cuda")).anchor()
     assert isinstance(moment, Moment)
     assert (at, moment.looks) == (1.0, 3)

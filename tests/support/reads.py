@@ -101,6 +101,9 @@ class _Stream:
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
 
+    def begin_step(self) -> None:
+        """There is one."""
+
     def now(self) -> _Moment:
         return _Moment(self._reads)
 

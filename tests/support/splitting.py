@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
 from penstock.runtime.split_backward.casts import WeightCasts
 from penstock.runtime.split_backward.deferred import Deferred
+from penstock.runtime.split_backward.modules import ProductModules
 from penstock.runtime.split_backward.recording import deferring
 from support.reference import TOLERANCE, assert_gradients, gradients_of
 
@@ -27,6 +29,9 @@ ORDERS = {
     "whole": "F0 F1 B0 F2 B1 B2",
     "mixed": "F0 F1 I0 B1 F2 I2 W0 W2",
 }
+# how a forward finds products: torch shows it every call; modules ask, once the first forward has shown that
+# these make all products; modules ask, and a product that is made elsewhere is left to I
+WAYS = ("every call", "modules", "modules alone")
 Call = Callable[..., Any]
 
 
@@ -58,9 +63,29 @@ def plain(module: nn.Module, call: Call, microbatches: Sequence[Sequence[Tensor]
 
 
 def split(
-    module: nn.Module, call: Call, microbatches: Sequence[Sequence[Tensor]], order: str
+    module: nn.Module,
+    call: Call,
+    microbatches: Sequence[Sequence[Tensor]],
+    order: str,
+    way: str = WAYS[0],
 ) -> tuple[list[list[Tensor]], int]:
     """The same by `order`; the gradients of the inputs, and the most bytes that one W had to hold."""
+    products = ProductModules(module)
+    if way != WAYS[0]:
+        products.begin_step(all_ask=True if way == WAYS[2] else None)
+    try:
+        return _split(module, call, microbatches, order, products)
+    finally:
+        products.end_step()
+
+
+def _split(
+    module: nn.Module,
+    call: Call,
+    microbatches: Sequence[Sequence[Tensor]],
+    order: str,
+    products: ProductModules,
+) -> tuple[list[list[Tensor]], int]:
     found: dict[int, list[Tensor]] = {}
     live: dict[int, tuple[Live, list[Tensor]]] = {}
     deferred: dict[int, Deferred] = {}
@@ -70,8 +95,9 @@ def split(
         if kind == "F":
             inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in microbatches[number]]
             torch.manual_seed(number)
-            with deferring(casts) as tape:
+            with deferring(casts, every_call=products.every_call) as tape:
                 outputs = outputs_of(call(module, *inputs))
+            products.saw(tape)
             live[number] = hold(inputs, outputs, tape), upstream(outputs, number)
             del inputs, outputs
         elif kind == "B":
@@ -107,16 +133,18 @@ def assert_exact(
     inputs_expected = plain(module, call, microbatches)
     expected = gradients_of(module)
     most = 0
-    for order in orders:
+    for order, way in itertools.product(orders, WAYS):
         module.zero_grad()
-        inputs_found, held = split(module, call, microbatches, ORDERS[order])
+        inputs_found, held = split(module, call, microbatches, ORDERS[order], way)
         found = gradients_of(module)
-        assert found.keys() == expected.keys(), order
+        assert found.keys() == expected.keys(), (order, way)
         if found:
             assert_gradients(found, expected, tolerance)
         for mine, theirs in zip(inputs_found, inputs_expected, strict=True):
             for one, other in zip(mine, theirs, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=tolerance * largest(other), msg=order)
+                torch.testing.assert_close(
+                    one, other, rtol=0, atol=tolerance * largest(other), msg=f"{order}, {way}"
+                )
         most = max(most, held)
     module.zero_grad()
     return most

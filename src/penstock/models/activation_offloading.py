@@ -22,7 +22,7 @@ from torch import nn
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.runtime.device.offload import Offload
-from penstock.runtime.stage import is_compiled
+from penstock.runtime.split_backward.modules import is_compiled
 from penstock.schedule import Schedule
 from penstock.schedule.offload import host_copies, offloaded
 

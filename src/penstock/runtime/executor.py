@@ -76,7 +76,7 @@ class Executor:
         self._program = plan.schedule.programs[plan.rank]
         self.messages = messages = transport.messages
         self.stages, self._with_specs = stages, edges is None
-        self.ops = Ops(plan, stages, edges, loss, recorder.device, lambda: messages.buffer_bytes)
+        self.ops = Ops(plan, stages, edges, loss, recorder.device, messages)
         self._by_kind: Mapping[str, Run] = {}
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}

@@ -22,6 +22,8 @@ from penstock.runtime.device.footprints import Footprint, ForwardKey, footprint
 from penstock.runtime.device.memory import Ledger, measuring
 from penstock.runtime.plan import Compute, Message, Plan
 from penstock.runtime.stage import Stage
+from penstock.runtime.transport.interface import Messages
+from penstock.schedule import Op
 from penstock.schedule.offload import HostCopy
 
 _PLAIN = nullcontext()
@@ -34,7 +36,7 @@ class Ops:
 
     Args:
         edges: what crosses each edge; None where each message carries its own specs.
-        buffers: returns the bytes that the transport holds now.
+        messages: those of the transport, for the bytes that it holds.
     """
 
     def __init__(
@@ -44,10 +46,10 @@ class Ops:
         edges: EdgeShapes | None,
         loss: Loss,
         device: torch.device,
-        buffers: Callable[[], int],
+        messages: Messages,
     ) -> None:
         self._plan, self._stages, self._edges, self._loss = plan, stages, edges, loss
-        self._device, self._buffers = device, buffers
+        self._device, self._messages = device, messages
         self._repeated = _repeated(plan)
         self._held = [held for stage in stages.values() for held in (stage.live, stage.deferred)]
         # set while a second thread runs a backward, which may have freed its activation or not
@@ -69,6 +71,7 @@ class Ops:
         self._autocast = torch.is_autocast_enabled(self._device.type)
         # by shape within this step
         self._known: dict[object, Footprint] = {}
+        self._for_weight: dict[object, int] = {}
         self._expected: dict[tuple[int, str, int], EdgeSpecs] = {}
 
     def end_step(self, step: StepInput) -> None:
@@ -97,7 +100,7 @@ class Ops:
         if live > self.peak_live:
             assert live <= self._plan.peak_live, f"{live} live activations, {self._plan.peak_live} proven"
             self.peak_live = live
-        ledger.sample(self._buffers() + known.output)
+        ledger.sample(self._messages.buffer_bytes + known.output)
         return None if result is None else Payload(result.tensors, result.specs, known.output)
 
     def _forward(
@@ -186,7 +189,7 @@ class Ops:
 
     def before_backward(self, received: Payload | None, step: StepInput) -> tuple[Tensor, ...]:
         """The gradients of the stage's outputs: those received, or on the last stage that of its loss."""
-        self.ledger.sample(self._buffers())  # the gradients are here, and the activation still is
+        self.ledger.sample(self._messages.buffer_bytes)  # the gradients are here, and the activation still is
         if received is not None:
             return received.tensors
         if self._seed is None:
@@ -205,12 +208,20 @@ class Ops:
         ledger = self.ledger
         if received is not None:
             ledger.take(received)
-        stage, _, number = compute.op
-        deferred = self._stages[stage].deferred.get(number)
-        ledger.backward(compute.op, 0 if deferred is None else deferred.nbytes)
+        ledger.backward(compute.op, self._deferred_bytes(compute.op, step))
         result = self._checked(compute, inputs, SINGLE, step)
-        ledger.sample(self._buffers() + result.specs.nbytes)
+        ledger.sample(self._messages.buffer_bytes + result.specs.nbytes)
         return result
+
+    def _deferred_bytes(self, op: Op, step: StepInput) -> int:
+        """The bytes that the I `op` has left for W: as many as that of the step's first I of its shape."""
+        deferred = self._stages[op.stage].deferred.get(op.microbatch)
+        if deferred is None:
+            return 0
+        key = op.stage, step.shapes[op.microbatch]
+        if key not in self._for_weight:
+            self._for_weight[key] = deferred.nbytes
+        return self._for_weight[key]
 
     def weight_backward(self, compute: Compute, received: Payload | None, step: StepInput) -> None:
         self._stages[compute.op.stage].weight_backward(compute.op.microbatch)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from penstock.runtime.device.stream import Time
 from penstock.runtime.sharded_weights import Sharding
-from penstock.runtime.stage import Stage, is_compiled
+from penstock.runtime.split_backward.modules import is_compiled
+from penstock.runtime.stage import Stage
 
 Gradients = tuple[Tensor, ...]
 

@@ -54,6 +54,7 @@ class Recorder:
 
     def begin_step(self, program: Sequence[Op] = ()) -> None:
         self.program = program
+        self._stream.begin_step()
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
 
     def waited(self, source: Op, start: Time, end: Time) -> None:

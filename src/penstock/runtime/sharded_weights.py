@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
+from penstock.runtime.split_backward.modules import all_modules
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
     """The modules in `module` that `fully_shard` was applied to."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported means not used
-    return [] if fsdp is None else [part for part in module.modules() if isinstance(part, fsdp.FSDPModule)]
+    return [] if fsdp is None else [part for part in all_modules(module) if isinstance(part, fsdp.FSDPModule)]
 
 
 def param_groups(module: Any) -> list[Any]:

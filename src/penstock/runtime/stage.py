@@ -8,7 +8,6 @@ W  weight_backward  deferred.pop(m) -> weight gradients
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -28,6 +27,7 @@ from penstock.runtime.sharded_weights import Sharding, local_shard
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.split_backward.casts import WeightCasts
 from penstock.runtime.split_backward.deferred import PLAIN, Deferred, PutOff
+from penstock.runtime.split_backward.modules import ProductModules
 from penstock.runtime.split_backward.recording import Tape, casting, deferring
 from penstock.schedule import Op
 
@@ -95,6 +95,7 @@ class Stage:
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
         self.casts = WeightCasts()  # under autocast
+        self.products = ProductModules(module)
         self.footprints = Footprints()  # of its forwards
         self._sharding: Sharding | None = None
         # how much its I left to W, for a warning: looked at while it is to be said, in the first step
@@ -136,6 +137,8 @@ class Stage:
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
         outputs = Payload(tensors, expected or EdgeSpecs.of(tensors, form))
+        if tape is not None:
+            self.products.saw(tape)
         self.live[number] = hold(inputs, tensors, tape, outputs.specs.carrying)
         return outputs
 
@@ -159,6 +162,8 @@ class Stage:
                 "nothing would be trained by it, on this stage or before",
                 "Do not detach what the loss is made of; freeze only a part of the model, or call evaluate()",
             )
+        if tape is not None:
+            self.products.saw(tape)
         self.live[number] = hold(inputs, (total,), tape)
         return total.detach()  # kept to the end of the step: its graph would keep the inputs
 
@@ -167,10 +172,12 @@ class Stage:
     ) -> AbstractContextManager[Tape | None]:
         if self._recomputing is not None:
             self._recomputing.on = recompute
-        return deferring(self.casts) if split else self._casting()
+        return deferring(self.casts, every_call=self.products.every_call) if split else self._casting()
 
     def _casting(self) -> AbstractContextManager[Tape | None]:
-        return casting(self.casts) if torch._C._is_any_autocast_enabled() else _PLAIN
+        if not torch._C._is_any_autocast_enabled():
+            return _PLAIN
+        return casting(self.casts, every_call=self.products.every_call)
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """B: the gradients of the inputs; accumulates those of the weights."""
@@ -228,11 +235,13 @@ class Stage:
         return {storage._cdata for storage in storages}
 
     def begin_step(self) -> None:
-        """Do nothing; RoutedStage forgets the last step's choices here."""
+        """The step's first op comes next."""
+        self.products.begin_step()
 
     def end_step(self) -> None:
         """All its ops of the step have run: free what its microbatches shared."""
         self.casts.clear()
+        self.products.end_step()
 
     def reset(self) -> None:
         """Forget a failed step."""
@@ -304,6 +313,7 @@ class RoutedStage(Stage):
         return super().left_over + len(self.routing.held)
 
     def begin_step(self) -> None:
+        super().begin_step()
         self.routing.reset()  # a microbatch of that number may have gone through another copy of the model
 
     @contextmanager
@@ -333,14 +343,6 @@ class RoutedStage(Stage):
     def reset(self) -> None:
         super().reset()
         self.routing.reset()
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs `module`, perhaps with what is in it."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported means not used
-    return module._compiled_call_impl is not None or (
-        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    )
 
 
 def autocasting(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[object]:

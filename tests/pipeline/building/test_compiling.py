@@ -13,7 +13,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import ConfigError, InputError
 from penstock.pipeline import Compile, names_per_stage, provider_of
 from penstock.pipeline.options import Options
-from penstock.runtime.stage import is_compiled
+from penstock.runtime.split_backward.modules import is_compiled
 from support.families import pipeline, ragged_batch, tiny_model
 from support.own_chain import made, squares, x_batch
 from support.pool import Pool

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime import sharded_weights
-from penstock.runtime.device import copies, stream
+from penstock.runtime.device import copies
 from penstock.runtime.device.copies import CudaCopies, CudaLink
 
 CPU = torch.device("cpu")
@@ -70,14 +70,14 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         made.add("copy")
         return to(self, device, copy=True)
 
-    def now(self: Any) -> object:
+    def moment(device: torch.device) -> object:
         made.add("moment")
         return object()
 
     monkeypatch.setattr(torch.cuda, "Stream", made.make)
     monkeypatch.setattr(torch.cuda, "stream", made.on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: made.current)
-    monkeypatch.setattr(stream.CudaStream, "now", now)
+    monkeypatch.setattr(copies, "CudaMoment", moment)
     monkeypatch.setattr(Tensor, "copy_", copied)
     monkeypatch.setattr(Tensor, "to", moved)
     monkeypatch.setattr(Tensor, "record_stream", lambda self, of: made.add(f"memory is used on {of.name}"))

@@ -166,16 +166,18 @@ def forget_buffers(pipe: Pipeline) -> None:
 def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     most = 0
     (executor,) = pipe._training.executors
-    look = executor.ops._buffers  # asked for where a step looks at what it holds
+    messages = executor.ops._messages  # asked where a step looks at what it holds
 
-    def watch() -> int:
-        nonlocal most
-        time.sleep(OP)
-        casts = sum(s.nbytes() for stage in executor.stages.values() for s in stage.casts.storages)
-        most = max(most, alive.nbytes - casts)
-        return look()
+    class Watched:
+        @property
+        def buffer_bytes(self) -> int:
+            nonlocal most
+            time.sleep(OP)
+            casts = sum(s.nbytes() for stage in executor.stages.values() for s in stage.casts.storages)
+            most = max(most, alive.nbytes - casts)
+            return int(messages.buffer_bytes)
 
-    with patch.object(executor.ops, "_buffers", watch), Measured() as alive:
+    with patch.object(executor.ops, "_messages", Watched()), Measured() as alive:
         pipe.step(batch)
     return most
 

@@ -25,19 +25,54 @@ def test_a_point_is_of_its_own_gpu_whatever_gpu_is_the_current_one(monkeypatch: 
 
     class Event:
         def __init__(self, **options: Any) -> None:
-            asked.append(("made", current[-1]))
+            """It is of the GPU of the stream that records it."""
+
+        def record(self, of: torch.device) -> None:
+            asked.append(("record", of))
 
         def __getattr__(self, name: str) -> Any:
             asked.append((name, current[-1]))
             return lambda *_: 1.0
 
     monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     moment = stream.stream_of(torch.device("cuda:1")).now()
     assert not isinstance(moment, float)
     moment.query()
     moment.synchronize()
     moment.elapsed_time(moment)
-    assert {name for name, _ in asked} >= {"made", "record", "query", "synchronize", "elapsed_time"}
+    assert {name for name, _ in asked} >= {"record", "query", "synchronize", "elapsed_time"}
     # the point that time is counted to is read where the other one is asked
     assert {device for _, device in asked} == {torch.device("cuda:1")}
+
+
+def test_points_of_a_step_are_of_the_stream_that_was_the_current_one_as_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is asked for once a step: to ask took longer than to record. A step may follow on another stream."""
+    asked: list[str] = []
+    recorded: list[str] = []
+    current = ["first"]
+
+    def ask(device: torch.device) -> str:
+        asked.append(current[0])
+        return current[0]
+
+    class Event:
+        def __init__(self, **options: Any) -> None:
+            """It is of the GPU of the stream that records it."""
+
+        def record(self, of: str) -> None:
+            recorded.append(of)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", ask)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    gpu = stream.stream_of(torch.device("cuda:1"))
+    for name in ("first", "second"):
+        current[0] = name
+        gpu.begin_step()
+        gpu.now()
+        gpu.now()
+    assert asked == ["first", "second"]
+    assert recorded == ["first", "first", "second", "second"]

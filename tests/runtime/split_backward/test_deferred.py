@@ -19,6 +19,7 @@ from penstock.runtime.split_backward.deferred import Deferred
 from penstock.runtime.split_backward.recording import deferring
 from support.covering import every
 from support.families import FAMILIES, ragged_batch, tiny_config, tiny_model
+from support.reference import assert_gradients, gradients_of
 from support.splitting import assert_exact
 
 DTYPES = (torch.float32, torch.float64)
@@ -484,3 +485,46 @@ def test_checkpointing_of_calls_that_are_no_products() -> None:
         return result
 
     assert assert_exact(module, microbatches(torch.float64, 5, WIDTH), call=call) > 0
+
+
+class _GivesItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        return x
+
+
+def test_a_gradient_has_no_graph() -> None:
+    """Before a release: a backward of one's own that gives a tensor of the graph gave a weight one."""
+    last = linear()
+    module, x = nn.Sequential(linear(), nn.Tanh(), last), torch.randn(5, WIDTH)
+    outputs = _GivesItsInput.apply(module(x))  # type: ignore[no-untyped-call]
+    outputs.backward(torch.ones_like(outputs))
+    expected = gradients_of(module)
+    for _ in range(2):
+        module.zero_grad()
+        with deferring() as tape:
+            outputs = _GivesItsInput.apply(module(x))  # type: ignore[no-untyped-call]
+        input_backward(hold([x], [outputs], tape), [torch.ones_like(outputs)])[1].run()
+        assert last.weight.grad is not None
+        assert not last.weight.grad.requires_grad
+        assert_gradients(gradients_of(module), expected, 1e-5)
+
+
+@pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"), reason="this torch has gradients of the weight's dtype"
+)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16, None])
+def test_a_gradient_of_another_dtype_than_the_weight(
+    weights: torch.dtype, gradients: torch.dtype | None
+) -> None:
+    """Before a release: RuntimeError in the first W, as the gradient was not converted."""
+    module = linear().to(weights)
+    module.weight.grad_dtype = gradients
+    assert assert_exact(module, microbatches(weights, 5, WIDTH), tolerance=2**-6) > 0

@@ -222,10 +222,28 @@ def make_boundary_around(module: nn.Module, boundary: Boundary) -> None:
     module.boundary = boundary  # type: ignore[assignment]
 
 
+def keep_whole_slices(layers: nn.Module) -> None:
+    """Make this list of layers a WholeSlice, if it is no class of the model's own."""
+    if type(layers) is nn.ModuleList:
+        layers.__class__ = _boundary_class(nn.ModuleList, WholeSlice)  # type: ignore[assignment]
+
+
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
     """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
     layer.__class__ = _boundary_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
     layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
+
+
+class WholeSlice(nn.ModuleList):
+    """Mixed into the class of the list of layers: all of its layers are the list itself, and no new one.
+
+    Models of transformers run through `layers[:config.num_hidden_layers]`.
+    """
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
+            return self
+        return super().__getitem__(index)
 
 
 class WithoutWeights(nn.Module):
@@ -307,14 +325,22 @@ class PlaceholderBefore(ModulePlaceholder):
         self.__dict__["_known"] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = tree_leaves((args, kwargs))
-        key = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # as of an embedding
+            key: object = (args[0].shape, args[0].dtype)
+        else:
+            leaves = tree_leaves((args, kwargs))
+            key = tuple(
+                (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
+            )
         known = self.__dict__["_known"]
         if key not in known:
             if len(known) >= _REMEMBERED:
                 known.pop(next(iter(known)))
             known[key] = self._run_without_values(args, kwargs)
-        return tree_map_only(TensorSpec, lambda spec: self._zeros(spec.shape, spec.dtype), known[key],
+        result = known[key]
+        if isinstance(result, TensorSpec):
+            return self._zeros(result.shape, result.dtype)
+        return tree_map_only(TensorSpec, lambda spec: self._zeros(spec.shape, spec.dtype), result,
                              is_leaf=lambda value: isinstance(value, TensorSpec))  # fmt: skip
 
     @torch.no_grad()

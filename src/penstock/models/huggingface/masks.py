@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -26,7 +26,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from penstock.batch.placement import OnDevice, to_device
+from penstock.batch.shapes import Microbatch
 from penstock.models.tracing.provenance import Provenance
+from penstock.runtime.split_backward.modules import ASKING
+from penstock.runtime.unseen import unseen
 
 Ask = Callable[[Tensor], Any]
 _USUAL = {"find_packed_sequence_indices": None, "fast_all": True, "_is_packed_sequence": False}
@@ -43,9 +46,11 @@ class Answers:
         constant: how many of the first questions are about what the model makes from shapes alone
     """
 
-    def __init__(self, microbatch: OnDevice, known: dict[object, Any], constant: int) -> None:
+    def __init__(self, microbatch: Microbatch, known: dict[object, Any], constant: int) -> None:
         self._known, self._constant, self._asked = known, constant, 0
         self._copies: list[tuple[Tensor, int, Tensor]] = []  # on the device, with its version; on the host
+        if not isinstance(microbatch, OnDevice):
+            return
         for name, there in microbatch.items():
             if isinstance(there, Tensor) and not there.is_floating_point() and not there.is_inference():
                 self._add(there, microbatch.host[name])
@@ -106,7 +111,15 @@ def count_shape_questions(model: PreTrainedModel) -> int:
     looking = _Looking()
     ids = torch.zeros(_PROBED, dtype=torch.int64, device=model.device)
     looking.provenance.mark(ids, {"ids"})
-    with answering(looking), looking.provenance, torch.no_grad(), suppress(Exception):
+    with ExitStack() as stack:
+        stack.enter_context(unseen())
+        stack.enter_context(torch._C.DisableTorchFunction())  # nor by a caller's mode around the step
+        # eager: torch.compile would give up for good on code that it first meets under a mode
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(suppress(Exception))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(answering(looking))
+        stack.enter_context(looking.provenance)
         model(input_ids=ids, use_cache=False)
     return 0 if looking.depends else looking.count
 
@@ -127,27 +140,51 @@ class _Looking:
 
 
 class Edits:
-    """Hooks and forwards that somebody has put into a model of transformers.
+    """Hooks, forwards, classes and modules that somebody has put into a model of transformers.
 
     They may change from one forward to the next what it makes from shapes, so that no answer can be kept.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._classes = not all(_is_known(type(module).forward) for module in model.modules())
-        self._held = [vars(module) for module in model.modules()]  # hooks come and go
+        self._model = model
+        self._look()
+
+    def _look(self) -> None:
+        self._modules = list(self._model.modules())
+        self._kinds: list[type[nn.Module]] = list(map(type, self._modules))
+        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._kinds)]
+        self._classes = not all(_is_known(forward) for _, forward in self._forwards)
+        children = (module._modules for module in self._modules if module._modules)
+        self._children = [(inner, tuple(inner.values())) for inner in children]
 
     def __bool__(self) -> bool:
+        if not self._is_same():
+            self._look()
         everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
-        return self._classes or everywhere or not all(map(_is_known, self._put_in))
+        return self._classes or everywhere or not all(map(_is_known, self._put_in()))
 
-    @property
-    def _put_in(self) -> Iterator[Callable[..., Any]]:
-        for held in self._held:
-            if "forward" in held:
-                yield held["forward"]
+    # each forward asks: loops, as generators are resumed for each module
+
+    def _is_same(self) -> bool:
+        """Whether all modules and their classes are those that were looked at."""
+        for inner, children in self._children:
+            if tuple(inner.values()) != children:
+                return False
+        for kind, forward in self._forwards:
+            if kind.forward is not forward:
+                return False
+        return list(map(type, self._modules)) == self._kinds
+
+    def _put_in(self) -> list[Callable[..., Any]]:
+        """Hooks and forwards of modules, which come and go."""
+        found: list[Callable[..., Any]] = []
+        for module in self._modules:
+            held = module.__dict__
+            if "forward" in held and getattr(held["forward"], "__func__", None) not in ASKING:
+                found.append(held["forward"])
             if held["_forward_pre_hooks"] or held["_forward_hooks"]:
-                yield from held["_forward_pre_hooks"].values()
-                yield from held["_forward_hooks"].values()
+                found += [*held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()]
+        return found
 
 
 def _is_known(function: Any) -> bool:
@@ -164,14 +201,17 @@ def _is_known(function: Any) -> bool:
 # ---- In the place of transformers' functions
 
 
-@contextmanager
-def answering(answers: Answers | _Looking) -> Iterator[None]:
+class answering:  # noqa: N801 - used as a function; in each forward, so no generator
     """Inside, this thread's questions go to `answers`."""
-    _install()
-    _HERE.answers = answers
-    try:
-        yield
-    finally:
+
+    def __init__(self, answers: Answers | _Looking) -> None:
+        _install()
+        self._answers = answers
+
+    def __enter__(self) -> None:
+        _HERE.answers = self._answers
+
+    def __exit__(self, *error: object) -> None:
         _HERE.answers = None
 
 

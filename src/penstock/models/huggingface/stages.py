@@ -29,6 +29,7 @@ from penstock.models.huggingface.boundary import (
     PlaceholderAfter,
     PlaceholderBefore,
     StageDone,
+    keep_whole_slices,
     make_boundary_around,
     make_boundary_layer,
     mark_without_weights,
@@ -85,6 +86,7 @@ def cut(
         delattr(owner, attribute)
         owner.register_buffer(attribute, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
     stage.boundary = boundary
+    keep_whole_slices(stage.get_submodule(chain.layers))
     if chain.features:
         make_boundary_around(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
     for index in layers:
@@ -166,15 +168,15 @@ class HFCall:
     def _answering(
         self, arguments: Mapping[str, Any], microbatch: Microbatch
     ) -> AbstractContextManager[None]:
-        if not isinstance(microbatch, OnDevice):
-            return _ON_HOST
         alone = arguments.keys() == {"input_ids"} and not self._edits
         constant = self._shape_questions() if alone else 0
+        if not (constant or isinstance(microbatch, OnDevice)):
+            return _ASKED  # values on the host can be read without waiting
         return answering(Answers(microbatch, self._answers, constant))
 
 
 _UNEQUAL = "features and "  # of transformers' models: "Image features and image tokens do not match"
-_ON_HOST = nullcontext()  # where values can be read without waiting
+_ASKED = nullcontext()
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:

@@ -15,7 +15,8 @@ from torch import nn
 
 from penstock.models.huggingface.head import DeferredHead
 from penstock.runtime.split_backward.deferred import PLAIN, is_hooked
-from penstock.runtime.stage import Stage, is_compiled
+from penstock.runtime.split_backward.modules import is_compiled
+from penstock.runtime.stage import Stage
 
 _LEAST = 0.8  # of the weight gradients' FLOPs
 _COMPILED, _HOOKED, _CHUNKED = "torch.compile", "hooks on gradients", "the chunked loss"

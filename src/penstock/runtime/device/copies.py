@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from penstock.runtime.device.stream import CudaStream, Moment
+from penstock.runtime.device.stream import CudaMoment, Moment
 
 
 class Copies(Protocol):
@@ -32,7 +32,7 @@ class CudaCopies:
     """Copies to and from a GPU, with a stream for each direction."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._moments = device, CudaStream(device)
+        self._device = device
         self._downs, self._ups = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Moment:
@@ -41,13 +41,13 @@ class CudaCopies:
             for tensor, host in zip(tensors, hosts, strict=True):
                 host.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._downs)  # freed by then, its memory is kept until the copy is over
-            return self._moments.now()
+            return CudaMoment(self._device)
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
         computing = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._ups):  # whose own memory they get: the compute stream is not waited for
             copies = tuple([host.to(self._device, non_blocking=True) for host in hosts])
-            moment = self._moments.now()
+            moment = CudaMoment(self._device)
         computing.wait_stream(self._ups)
         for copy in copies:
             copy.record_stream(computing)
@@ -58,7 +58,7 @@ class CudaCopies:
         self._ups.wait_stream(computing)
         with torch.cuda.stream(self._ups):
             tensor.copy_(host, non_blocking=True)
-            moment = self._moments.now()
+            moment = CudaMoment(self._device)
         computing.wait_stream(self._ups)
         return moment
 

@@ -33,6 +33,9 @@ class Stream(Protocol):
 
     runs_behind: bool
 
+    def begin_step(self) -> None:
+        """From now on points are of the stream that is the current one now."""
+
     def now(self) -> Time:
         """The point that the stream has come to, or comes to after all that is queued."""
 
@@ -46,6 +49,9 @@ class HostStream:
     runs_behind = False
     now = staticmethod(time.perf_counter)  # four times an op: without a call in between
 
+    def begin_step(self) -> None:
+        """There is one."""
+
     def anchor(self) -> tuple[float, float]:
         now = self.now()
         return now, now
@@ -58,9 +64,13 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._current: torch.cuda.Stream | None = None  # until the first step, whichever is the current one
+
+    def begin_step(self) -> None:
+        self._current = torch.cuda.current_stream(self._device)  # to ask for it costs more than a mark
 
     def now(self) -> Moment:
-        return _CudaMoment(self._device)
+        return CudaMoment(self._device, self._current)
 
     def anchor(self) -> tuple[float, Moment]:
         moment = self.now()
@@ -91,15 +101,15 @@ def seconds(start: Time, end: Time) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-class _CudaMoment:
+class CudaMoment:
     """A new thread is on GPU 0 whatever its process computes on; by waiting it would open a context there."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        """stream: one of that GPU; None takes the current one"""
         self._device = device
-        with torch.cuda.device(device):
-            # blocking: a wait spins else
-            self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record()
+        # blocking: a wait spins else
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(torch.cuda.current_stream(device) if stream is None else stream)
 
     def query(self) -> bool:
         with torch.cuda.device(self._device):

@@ -92,8 +92,12 @@ def input_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[Tenso
     if live.tape is None:
         return whole_backward(live, gradients), Deferred()
     roots, paired = _pair(live, gradients)
-    with live.tape.collecting(roots, live.inputs) as products, live.tape.replaying():
-        _run(roots, paired)
+    products = live.tape.begin_collecting(roots, live.inputs)
+    try:
+        with live.tape.replaying():
+            _run(roots, paired)
+    finally:
+        live.tape.end_collecting()
     return _input_gradients(live), Deferred(products)
 
 

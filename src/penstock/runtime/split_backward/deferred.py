@@ -7,7 +7,7 @@ values. So I frees everything else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,6 +23,8 @@ Edge = tuple[Node, int]
 
 LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
+_use_count = torch._C._storage_Use_Count
+_WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
 PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have products of their own
 
 
@@ -41,23 +43,11 @@ class Product(NamedTuple):
     counts: bool
     form: Form
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether the weight is the parameter itself."""
-        return self.edge[0].name() == LEAF
-
     def gradient(self) -> Tensor:
-        self._check()
+        self.check()
         return self.form.weight_gradient(self.x, self.dy)
 
-    def add_to(self, gradient: Tensor) -> None:
-        self._check()
-        if self.form.add_weight_gradient is None:
-            gradient += self.form.weight_gradient(self.x, self.dy)
-        else:
-            self.form.add_weight_gradient(gradient, self.x, self.dy)
-
-    def _check(self) -> None:
+    def check(self) -> None:
         if (self.x._version, self.dy._version) != self.versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "
@@ -86,16 +76,21 @@ class PutOff(NamedTuple):
 
 
 class Deferred:
-    """The work that an I leaves for its W.
-
-    nbytes: bytes held only for W, each storage counted once, parameters left out; 0 after `run`
-    """
+    """The work that an I leaves for its W."""
 
     def __init__(self, products: Sequence[Product] = ()) -> None:
         groups: dict[int, list[Product]] = {}
         for product in _owned(products):
-            groups.setdefault(id(product.parameter), []).append(product)
+            group = groups.get(id(product.parameter))
+            if group is None:
+                groups[id(product.parameter)] = [product]
+            else:
+                group.append(product)
         self._groups = list(groups.values())[::-1]  # taken from the end: in I's order
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held only for W, each storage counted once, parameters left out."""
         storages = {
             storage._cdata: storage.nbytes()
             for group in self._groups
@@ -103,7 +98,7 @@ class Deferred:
             for tensor in ((product.x, product.dy) if product.counts else (product.dy,))
             for storage in (tensor.untyped_storage(),)
         }
-        self.nbytes = sum(storages.values())
+        return sum(storages.values())
 
     @property
     def put_off(self) -> PutOff:
@@ -124,7 +119,6 @@ class Deferred:
         with without_autocast():
             while self._groups:
                 _accumulate(self._groups.pop())
-        self.nbytes = 0
 
 
 def _accumulate(products: list[Product]) -> None:
@@ -133,68 +127,100 @@ def _accumulate(products: list[Product]) -> None:
     if not parameter.requires_grad:  # frozen since: autograd drops its gradient as well
         products.clear()
         return
-    if _may_add(parameter) and _enter_through_one_cast(products):
+    gradient = parameter.grad
+    enters = LEAF if len(products) == 1 and products[0].edge[0].name() == LEAF else _enters(products)
+    if enters is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        _accumulate_in_engine(parameter, products)
+    elif gradient is None:
         products.reverse()
-        with torch.no_grad():
-            parameter.grad += _sum(products)  # type: ignore[operator]
-        return
-    whole = [products.pop(index) for index in reversed(range(len(products))) if products[index].is_whole]
-    if not products and _may_add(parameter):
-        assert parameter.grad is not None
-        with torch.no_grad():
-            while whole:
-                whole.pop().add_to(parameter.grad)
-        return
+        total = _sum(products)
+        if enters == CAST:
+            total = total.to(parameter.dtype)
+        if _is_like(total, parameter):
+            parameter.grad = total
+        else:  # autograd gives it the layout of the parameter
+            _run((get_gradient_edge(parameter),), (total,))
+    elif not (  # what autograd itself would add to in place
+        type(gradient) in PLAIN
+        and gradient.layout is torch.strided
+        and gradient.dtype is parameter.dtype
+        and gradient.is_floating_point()
+        and not gradient.requires_grad
+    ):
+        _accumulate_in_engine(parameter, products)
+    elif enters == LEAF and gradient.dtype in _WIDE:
+        products.reverse()
+        while products:
+            product = products.pop()
+            if (add := product.form.add_weight_gradient) is None:
+                gradient += product.gradient()
+            else:
+                product.check()
+                add(gradient, product.x, product.dy)
+    else:
+        products.reverse()
+        gradient += _sum(products)
+
+
+def _enters(products: Sequence[Product]) -> str | None:
+    """The node where the gradients of all of them enter, if W need not pass through it.
+
+    LEAF: the weight is the parameter itself. CAST: it is one copy of it in half precision, as under autocast:
+    the sum of gradients may be added as it is. Autograd widens it first, which changes no value and is one
+    more pass over memory.
+    """
+    first = products[0]
+    node = first.edge[0]
+    name = node.name()
+    if len(products) > 1 and any(product.edge[0] is not node for product in products):
+        return None
+    if name == LEAF:
+        return name
+    is_cast = (
+        name == CAST
+        and node.next_functions[0][0].name() == LEAF  # type: ignore[union-attr]
+        and first.dy.dtype in (torch.bfloat16, torch.float16)
+        and first.dy.device == first.parameter.device
+    )
+    return name if is_cast else None
+
+
+def _is_like(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether autograd would take it as the parameter's gradient as it is."""
+    return (
+        gradient.dtype is parameter.dtype is getattr(parameter, "grad_dtype", gradient.dtype)
+        and gradient.device == parameter.device
+        and gradient.shape == parameter.shape
+        and gradient.is_contiguous()
+        and parameter.is_contiguous()
+    )
+
+
+def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
+    """By way of the views that made weights of the parameter, and of its hooks."""
     roots: list[GradientEdge] = []
     gradients: list[Tensor] = []
+    products.reverse()  # autograd sums in the order of I
+    whole = [product for product in products if product.edge[0].name() == LEAF]
+    pieces = [product for product in products if product.edge[0].name() != LEAF]
+    products.clear()
     if whole:
         with torch.enable_grad():
             gate = _Gate.apply(parameter, whole)  # type: ignore[no-untyped-call]
         roots.append(get_gradient_edge(gate))
         gradients.append(gate)
-    products.reverse()  # autograd sums in the order of I
     with torch.no_grad():
-        while products:
-            piece = products.pop()
+        while pieces:
+            piece = pieces.pop()
             roots.append(GradientEdge(*piece.edge))
             gradients.append(piece.gradient())
             del piece
+    _run(tuple(roots), tuple(gradients))
+
+
+def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
     Variable._execution_engine.run_backward(
-        tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
-
-
-def _may_add(parameter: Tensor) -> bool:
-    """Whether what W computes may be added directly to the gradient, without autograd.
-
-    Not to one in half precision: autograd rounds the product, and then the sum, as two kernels do. A product
-    that adds to the gradient rounds once, so that other bits come out.
-    """
-    gradient = parameter.grad
-    return (
-        gradient is not None
-        and type(gradient) in PLAIN
-        and gradient.layout is torch.strided
-        and gradient.dtype == parameter.dtype
-        and gradient.dtype in (torch.float32, torch.float64)
-        and not is_hooked(parameter)
-    )
-
-
-def _enter_through_one_cast(products: Sequence[Product]) -> bool:
-    """Whether the weight of all products is one copy of the parameter in half precision, as under autocast.
-
-    Their sum may then be added to the gradient as it is. Autograd widens it first, which changes no value and
-    is one more pass over memory.
-    """
-    first = products[0]
-    node = first.edge[0]
-    return (
-        node.name() == CAST
-        and node.next_functions[0][0].name() == LEAF  # type: ignore[union-attr]
-        and all(product.edge[0] is node for product in products)
-        and first.dy.dtype in (torch.bfloat16, torch.float16)
-        and first.dy.device == first.parameter.device
+        roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 
@@ -222,26 +248,38 @@ class _Gate(torch.autograd.Function):
         return _sum(ctx.products), None
 
 
-def _owned(products: Sequence[Product]) -> Iterator[Product]:
+def _owned(products: Sequence[Product]) -> Sequence[Product]:
     """The products, with a copy of each dy that something else holds as well.
 
     A parameter's gradient may be the very memory of a dy (autograd passes gradients on as they are), and
-    the next microbatch's gradient is added to it in place.
+    the next microbatch's gradient is added to it in place. What dy is a view of is held by dy as well, so
+    autograd never makes a gradient of it.
     """
+    shared = []
+    for product in products:
+        storage = product.dy.untyped_storage()
+        if _use_count(storage._cdata) > 2 + product.dy._is_view():  # `storage`, dy, and what dy is a view of
+            shared.append(product)
+    if not shared:
+        return products
     holders: dict[int, set[int]] = {}
     for product in products:
         for tensor in (product.x, product.dy):
             holders.setdefault(tensor.untyped_storage()._cdata, set()).add(id(tensor))
     copies: dict[int, Tensor] = {}
-    for product in products:
+    for product in shared:
         storage = product.dy.untyped_storage()
-        ours = len(holders[storage._cdata]) + 1  # `storage` counts as well
-        if torch._C._storage_Use_Count(storage._cdata) > ours and id(product.dy) not in copies:
+        ours = 1 + len(holders[storage._cdata]) + product.dy._is_view()
+        if _use_count(storage._cdata) > ours and id(product.dy) not in copies:
             copies[id(product.dy)] = product.dy.clone()
-    for product in products:
-        if (copy := copies.get(id(product.dy))) is not None:
-            product = product._replace(dy=copy, versions=(product.versions[0], copy._version))
-        yield product
+    return [_with_copy(product, copies) for product in products]
+
+
+def _with_copy(product: Product, copies: Mapping[int, Tensor]) -> Product:
+    copy = copies.get(id(product.dy))
+    if copy is None:
+        return product
+    return product._replace(dy=copy, versions=(product.versions[0], copy._version))
 
 
 _PLAIN_CONTEXT = nullcontext()

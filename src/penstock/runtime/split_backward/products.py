@@ -25,8 +25,21 @@ class Form(NamedTuple):
     cast: bool = True
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+def _transposed_product(left: Tensor, right: Tensor) -> Tensor:
+    """leftᵀ right, of the rows of both."""
+    if left.dim() == 1:
+        left, right = left.unsqueeze(0), right.unsqueeze(0)
+    return left.flatten(0, -2).t() @ right.flatten(0, -2)
+
+
+def _add_of_linear(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
+    if x.dim() == 1:
+        x, dy = x.unsqueeze(0), dy.unsqueeze(0)
+    gradient.addmm_(dy.flatten(0, -2).t(), x.flatten(0, -2))
+
+
+def _add_of_matmul(gradient: Tensor, x: Tensor, dy: Tensor) -> None:
+    _add_of_linear(gradient, dy, x)
 
 
 def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -43,16 +56,16 @@ def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bo
 # y = x Wᵀ + b, any number of dimensions
 LINEAR = Form(
     F.linear,
-    lambda dy, weight: dy @ weight,
-    lambda x, dy: _rows(dy).t() @ _rows(x),
-    lambda gradient, x, dy: gradient.addmm_(_rows(dy).t(), _rows(x)),
+    torch.matmul,
+    lambda x, dy: _transposed_product(dy, x),
+    _add_of_linear,
 )
 # y = x W + b
 MATMUL = Form(
     _add_matmul,
     lambda dy, weight: dy @ weight.t(),
-    lambda x, dy: _rows(x).t() @ _rows(dy),
-    lambda gradient, x, dy: gradient.addmm_(_rows(x).t(), _rows(dy)),
+    _transposed_product,
+    _add_of_matmul,
 )
 
 

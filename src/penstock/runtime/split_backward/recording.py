@@ -1,9 +1,10 @@
 """Recording the products of a forward, so that its backward may defer their weight gradients.
 
 While a stage's forward runs under `deferring`, each product of activations with a weight goes through one
-autograd function. It computes what torch would, and keeps its forward's `Tape`. In a whole backward that
-function gives all gradients. In a split one (`input_backward`, in backward.py) it gives those of the
-activations and the bias, and defers the weight's:
+autograd function: the modules that make products ask for it (modules.py), and where one is made in another
+way, a torch function mode sees every call (`EveryCall`). It computes what torch would, and keeps its
+forward's `Tape`. In a whole backward that function gives all gradients. In a split one (`input_backward`, in
+backward.py) it gives those of the activations and the bias, and defers the weight's:
 
     y = x Wᵀ + b        I:  dx = dy W,  db = Σ dy        W:  dW = dyᵀ x
 
@@ -15,19 +16,32 @@ backward stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.hooks import RemovableHandle
 
 from penstock.runtime.split_backward.casts import WeightCasts, cast, is_weight
-from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product, is_hooked
+from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product
 from penstock.runtime.split_backward.products import CALLS, Form, find
+
+# each product of a step asks these
+_in_functorch = torch._C._are_functorch_transforms_active
+_unwrapped = torch._C._functorch.unwrap_if_dead
+_in_autocast = torch._C._is_any_autocast_enabled
+_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_current_task = torch._C._current_graph_task_id
+_modes = torch._C._len_torch_function_stack
+_product: Callable[..., Product] = tuple.__new__
+
+_PLAIN = nullcontext()
 
 # Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
 # pass through them without a gradient, and W again with one.
@@ -47,28 +61,44 @@ class Tape:
     Args:
         weights: the casts of weights that the forward shares with others.
         defers: whether a backward may be split; else the products stay torch's.
+        every_call: whether torch shows it each call; else only those modules that ask for it.
     """
 
-    def __init__(self, weights: WeightCasts, *, defers: bool) -> None:
-        self._weights, self._defers = weights, defers
-        self._recomputes = False
+    def __init__(self, weights: WeightCasts, *, defers: bool, every_call: bool = True) -> None:
+        self._weights, self._defers, self.every_call = weights, defers, every_call
+        self.saw_product = False  # made by no module that asks for the tape
+        self.modules = 0  # that ask, and whose forward runs now
+        self._recomputes = self._recomputes_every_call = False
+        self._hooks: object = None  # on saved tensors, as the innermost of these modules found them
         # of activations; only in the forward: a part of it that runs again must hold only its own casts
-        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = None
+        self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = {}
         self._task: int | None = None  # the engine's number of the I that is running
         self._products: list[Product] = []
         self._inputs: frozenset[int] = frozenset()
+        self._handles: list[RemovableHandle] = []
 
     # ---- in the forward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor | None:
         """The product, or None where torch's own call does all that there is to do."""
-        defers = self._defers and _may_defer(weight)
-        kind = x.device.type
-        casts = form.cast and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        if not (
+            type(weight) in PLAIN
+            and type(x) in PLAIN
+            and (bias is None or type(bias) in PLAIN)
+            and x.is_floating_point()
+            and weight.layout is x.layout is torch.strided
+            and not _in_functorch()
+            and forward_ad._current_level < 0
+        ):
+            return None  # something other than autograd looks at it
+        casts = form.cast and _in_autocast() and _is_cast(x.device.type)
+        defers = self._defers and weight.requires_grad and is_grad_enabled()
+        if defers and not weight.is_leaf:
+            defers = not (weight._backward_hooks or weight.retains_grad)
         if not (defers or casts):
             return None
         if not self._recomputes:  # such hooks may run this part of the forward again in the backward
-            self._recomputes = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            self._recomputes = _saving_hooks(True) is not None
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
             weight, bias = self.lowered(weight, dtype), None if bias is None else self.lowered(bias, dtype)
@@ -76,7 +106,7 @@ class Tape:
                 x = self.lowered(x, dtype)
         if not defers:
             return form.product(x, weight, bias)
-        result: Tensor = _Product.apply(x, weight, bias, form, self)  # type: ignore[no-untyped-call]
+        result: Tensor = _apply(_unwrapped(x), weight, bias, form, self)
         return result
 
     def lowered(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,64 +132,132 @@ class Tape:
         return self._casts[key][1]
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        self._casts = {}
+    def in_module(self) -> Iterator[None]:
+        """The forward of a module that asks, and makes products in its own way."""
+        before, self._hooks = self._hooks, _saving_hooks(True)
+        self.modules += 1
         try:
-            with _Recording(self):
+            # one mode and not two: what torch.cond compiles is made for modes as they are
+            with nullcontext() if self.every_call else EveryCall(self):
                 yield
         finally:
-            self._casts = None
+            self.modules -= 1
+            self._hooks = before
+
+    def seen(self) -> None:
+        """The mode has seen a product, and recorded it."""
+        self.saw_product |= not self.modules
+        if self.modules and self._recomputes and not self._recomputes_every_call:
+            # a part of the module runs again alone, where nobody asks
+            self._recomputes_every_call = _saving_hooks(True) != self._hooks
+
+    def end_forward(self) -> None:
+        """Share no cast of an activation any more."""
+        self._casts = None
 
     # ---- in the backward
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """For any backward: a checkpointed forward that runs again must save what it saved before."""
-        with _Recording(self) if self._recomputes else nullcontext():
-            yield
+    def replaying(self) -> AbstractContextManager[object]:
+        """Around any backward: a checkpointed forward that runs again must save what it saved before."""
+        # the engine takes torch's modes, and no thread variable of Python, to its own threads
+        if not self._recomputes:
+            return _PLAIN
+        every_call = self.every_call or self._recomputes_every_call
+        return EveryCall(self) if every_call else _Carries(self)
 
-    @contextmanager
-    def collecting(
-        self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()
-    ) -> Iterator[list[Product]]:
-        """A backward from `roots` under this fills the list instead of computing weight gradients.
+    def begin_collecting(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()) -> list[Product]:
+        """From now on a backward from `roots` fills the list instead of computing weight gradients.
 
         inputs: what the stage received. Its gradient is never deferred, even if it is a factor of a product.
         """
-        products = self._products = []
-        self._inputs = frozenset(map(id, inputs))
-        handles = [root.node.register_prehook(self._note_task) for root in roots]
-        try:
-            yield products
-        finally:
-            self._task, self._products = None, []
-            for handle in handles:
-                handle.remove()
+        self._products, self._inputs = [], frozenset(map(id, inputs))
+        self._handles = [root.node.register_prehook(self._note_task) for root in roots]
+        return self._products
+
+    def end_collecting(self) -> None:
+        self._task, self._products = None, []
+        for handle in self._handles:
+            handle.remove()
 
     def _note_task(self, gradients: object) -> None:
         if self._task is None:
-            self._task = torch._C._current_graph_task_id()
+            self._task = _current_task()
 
     def defer(self, edge: Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
         """Take over the weight gradient that enters at `edge`, unless it must be computed now."""
         # A task other than I's own is a backward within the backward: it may ask for this very gradient.
         # One with gradients enabled will be differentiated itself.
-        if self._task is None or self._task != torch._C._current_graph_task_id() or torch.is_grad_enabled():
+        if self._task is None or self._task != _current_task() or is_grad_enabled():
             return False
-        parameter = _parameter(edge)
-        if parameter is None or id(parameter) in self._inputs or is_hooked(parameter):
+        node = edge[0]
+        parameter = node.variable if node.name() == LEAF else _parameter(node)  # type: ignore[attr-defined]
+        if (
+            parameter is None
+            or id(parameter) in self._inputs
+            or parameter._backward_hooks
+            or parameter._post_accumulate_grad_hooks
+        ):
             return False
+        owner = x if x._base is None else x._base
+        counts = not (owner.is_leaf and isinstance(owner, nn.Parameter))
         versions = x._version, dy._version
-        counts = not isinstance(x if x._base is None else x._base, nn.Parameter)
+        if dy.requires_grad:  # of a backward of one's own, which enables gradients
+            dy = dy.detach()
         # detached: x would hold the graph that made it
-        self._products.append(Product(parameter, edge, x.detach(), dy, versions, counts, form))
+        self._products.append(_product(Product, (parameter, edge, x.detach(), dy, versions, counts, form)))
         return True
 
 
-class _Recording(TorchFunctionMode):
+class _Thread(threading.local):
+    """The tape that this thread records on."""
+
+    tape: Tape | None = None
+
+
+thread = _Thread()
+
+
+class _Recorded:
+    """This thread records on `tape` inside."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape, self._mode = tape, EveryCall(tape) if tape.every_call else None
+
+    def __enter__(self) -> Tape:
+        self._before, thread.tape = thread.tape, self._tape
+        if self._mode is not None:
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self._tape
+
+    def __exit__(self, *error: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
+        thread.tape = self._before
+
+
+class _RecordedFirst(_Recorded):
+    """The forward itself, and no part of it that runs again."""
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._tape.end_forward()
+
+
+class _Carries(TorchFunctionMode):
+    """Takes the tape to where modules ask for it."""
+
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self.tape = tape
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class EveryCall(_Carries):
+    """Finds products among all calls of torch."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -168,9 +266,10 @@ class _Recording(TorchFunctionMode):
         # keeps torch's own products: the compiler must see them.
         if func in CALLS and not torch.compiler.is_dynamo_compiling():
             found = find(*CALLS[func], args, kwargs or {})
-            if found is not None and _is_plain(*found[:3]):
+            if found is not None:
                 result = self.tape.product(*found)
                 if result is not None:
+                    self.tape.seen()
                     return result
         return func(*args, **(kwargs or {}))
 
@@ -181,14 +280,16 @@ def recording_again() -> AbstractContextManager[object]:
     A backward that this forward itself runs, by torch.autograd.grad, may run the part again, and torch has
     taken the recording off the stack then.
     """
-    tape = _current()
+    tape = current()
     return nullcontext() if tape is None else _RecordingAgain(tape)
 
 
-def _current() -> Tape | None:
-    """The tape that records now."""
+def current() -> Tape | None:
+    """The tape that records now: this thread's, or in a backward that replays, that of torch's mode."""
+    if (tape := thread.tape) is not None or not _modes():
+        return tape
     modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    return next((mode.tape for mode in modes if isinstance(mode, _Recording)), None)
+    return next((mode.tape for mode in modes if isinstance(mode, _Carries)), None)
 
 
 class _RecordingAgain:
@@ -196,65 +297,66 @@ class _RecordingAgain:
         self._tape, self._entered = tape, ExitStack()
 
     def __enter__(self) -> None:
-        if _current() is None:
-            self._entered.enter_context(_Recording(self._tape))
+        if current() is None:
+            self._entered.enter_context(_Recorded(self._tape))
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
 
 
-@contextmanager
-def deferring(weights: WeightCasts | None = None) -> Iterator[Tape]:
+def deferring(weights: WeightCasts | None = None, *, every_call: bool = True) -> AbstractContextManager[Tape]:
     """A stage's forward runs under this if its backward will be split; `hold` takes the tape.
 
     weights: where autocast's casts of weights are kept; None keeps them with this forward
+    every_call: False where the modules that make products ask for the tape (modules.py)
     """
-    tape = Tape(WeightCasts() if weights is None else weights, defers=True)
-    with tape.recording():
-        yield tape
+    casts = WeightCasts() if weights is None else weights
+    return _RecordedFirst(Tape(casts, defers=True, every_call=every_call))
 
 
-@contextmanager
-def casting(weights: WeightCasts) -> Iterator[Tape]:
+def casting(weights: WeightCasts, *, every_call: bool = True) -> AbstractContextManager[Tape]:
     """Any other forward of a stage runs under this where autocast is on; `hold` takes the tape."""
-    tape = Tape(weights, defers=False)
-    with tape.recording():
-        yield tape
+    return _RecordedFirst(Tape(weights, defers=False, every_call=every_call))
 
 
 def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in autocast's dtype, for a product that is no call of torch: of a weight, the stage's cast."""
-    tape = _current()
+    tape = current()
     return tensor.to(dtype) if tape is None else tape.lowered(tensor, dtype)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, tape: Tape) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.form, ctx.tape = form, tape
-        ctx.bias_shape = None if bias is None else bias.shape
-        # detached: a view made here could not be modified in place later, as torch's own result can
-        return form.product(x, weight, bias).detach()
+        ctx.materialize_grads = (
+            False  # as the functions of torch do that are named so, without calls of Python
+        )
+        ctx.to_save = (x, weight if ctx.needs_input_grad[0] else None)
+        ctx.of_product = form, tape, None if bias is None else bias.shape
+        result = form.product(x, weight, bias)
+        # a view made here could not be modified in place later, as torch's own result can
+        return result.detach() if result._is_view() else result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        (dy,) = gradients
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        form: Form = ctx.form
+        form, tape, bias_shape = ctx.of_product
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
-        db = dy.sum_to_size(ctx.bias_shape) if of_bias else None
-        later = ctx.tape.defer(ctx.next_functions[1], x, dy, form)
+        db = dy.sum_to_size(bias_shape) if of_bias else None
+        later = tape.defer(ctx.next_functions[1], x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 
-def _parameter(edge: Edge) -> Tensor | None:
-    """The parameter that the weight at `edge` is a view of; None where it is computed in another way."""
-    node: Node | None = edge[0]
+# as `_Product.apply`, and the backward that the engine calls, without the calls of Python around them
+_apply: Any = super(torch.autograd.Function, _Product).apply
+_Product._backward_cls.apply = _Product.backward  # type: ignore[attr-defined]
+
+
+def _parameter(node: Node | None) -> Tensor | None:
+    """The parameter that the weight made by `node` is a view of; None where it is computed in another way."""
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != LEAF:
@@ -263,22 +365,6 @@ def _parameter(edge: Edge) -> Tensor | None:
     return parameter
 
 
-def _is_plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a product is one of plain tensors, and nothing but autograd looks at it."""
-    return (
-        type(weight) in PLAIN
-        and type(x) in PLAIN
-        and (bias is None or type(bias) in PLAIN)
-        and x.is_floating_point()
-        and weight.layout is x.layout is torch.strided
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
-
-
-def _may_defer(weight: Tensor) -> bool:
-    return (
-        torch.is_grad_enabled()
-        and weight.requires_grad
-        and (weight.is_leaf or not (weight._backward_hooks or weight.retains_grad))
-    )
+def _is_cast(kind: str) -> bool:
+    """Whether autocast casts the factors of products on that kind of device."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)

@@ -1,0 +1,160 @@
+"""The modules of a stage that make products with a weight: during a step, each asks for the tape itself.
+
+A torch function mode sees every call of a forward, of which one in twenty is a product. So during a step
+the forward of each nn.Linear takes the tape, and any other module with a matrix of its own runs under the
+mode, as does an nn.Linear that somebody has changed. The first forward of a stage runs under the mode as a
+whole: a product that the mode sees is made in another place, as by a head that takes the embedding's weight.
+A stage with one of these goes on under the mode.
+
+The forwards are attributes of the modules from the begin of a step to its end. What a user replaces, hooks
+or wraps between steps counts; a module that has a forward of its own keeps it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from penstock.runtime.split_backward.products import LINEAR
+from penstock.runtime.split_backward.recording import Tape, current, thread
+
+# torch's own; users replace them, some before they import penstock
+_FORWARD = nn.Linear.forward
+_LINEAR = torch._C._nn.linear
+_modes = torch._C._len_torch_function_stack
+_KEEPS_FORWARD = _FORWARD.__globals__ is vars(nn.modules.linear)
+
+
+class ProductModules:
+    """Those of one stage.
+
+    Args:
+        module: what holds the stage's parameters
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._installed: list[tuple[nn.Module, MethodType]] = []
+        self._modules: list[tuple[int, type, bool]] = []  # of the last step
+        self._all_ask: bool | None = None  # None until a forward has shown it
+
+    @property
+    def every_call(self) -> bool:
+        """Whether a forward has to run under the mode as a whole."""
+        return not (self._all_ask and self._installed)
+
+    def begin_step(self, all_ask: bool | None = None) -> None:
+        """Let the modules ask. all_ask: whether these make all products; None: the first forward shows it"""
+        modules = all_modules(self._module)
+        known = [(id(module), type(module), "forward" in module.__dict__) for module in modules]
+        if known != self._modules:
+            self._modules, self._all_ask = known, all_ask
+        if any(map(is_compiled, modules)):
+            self._all_ask = False  # a compiler does not look into such forwards
+            return
+        for module in modules:
+            forward = _asking(module)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+                self._installed.append((module, forward))
+
+    def saw(self, tape: Tape) -> None:
+        """A forward of the step has been recorded."""
+        if self._all_ask is None:
+            self._all_ask = not tape.saw_product
+
+    def end_step(self) -> None:
+        for module, forward in self._installed:
+            if module.__dict__.get("forward") is forward:
+                del module.__dict__["forward"]
+        self._installed = []
+
+
+def all_modules(module: nn.Module) -> list[nn.Module]:
+    """`module.modules()`, without its several calls for each: this runs in each step."""
+    found: dict[int, nn.Module] = {}
+    todo = [module]
+    while todo:
+        inner = todo.pop()
+        if id(inner) not in found:
+            found[id(inner)] = inner
+            todo += [child for child in reversed(inner._modules.values()) if child is not None]
+    return list(found.values())
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile runs `module`, perhaps with what is in it."""
+    dynamo = sys.modules.get("torch._dynamo")  # not imported means not used
+    return module._compiled_call_impl is not None or (
+        dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    )
+
+
+def _asking(module: nn.Module) -> MethodType | None:
+    """A forward of `module` that asks for the tape; None where it makes no product, or has one of its own."""
+    kind = type(module)
+    if "forward" in module.__dict__ or kind is nn.Embedding:
+        return None
+    if kind is nn.Linear:
+        return MethodType(_linear, module)
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.dim() > 1:
+            return MethodType(_under_mode, module) if _is_method(kind) else None
+    return None
+
+
+def _is_method(kind: type[nn.Module]) -> bool:
+    """Whether `forward` of the class is an ordinary method, which can be called with the module."""
+    found = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+    return isinstance(found, FunctionType)
+
+
+def _linear(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
+    if is_dynamo_compiling():  # of a function that calls the module
+        return type(self).forward(self, *args, **kwargs)
+    held = self.__dict__
+    parameters = held["_parameters"]
+    if (  # it is torch's, with parameters: a hook may change it, or its class, at any time
+        type(self) is nn.Linear
+        and nn.Linear.forward is _FORWARD
+        and _KEEPS_FORWARD
+        and F.linear is _LINEAR
+        and "weight" in parameters
+        and "bias" in parameters
+        and "weight" not in held
+        and "bias" not in held
+        and len(args) == 1
+        and not kwargs
+    ):
+        tape = thread.tape
+        if tape is None and _modes():
+            tape = current()
+        if tape is None or not tape.every_call:
+            weight, bias = parameters["weight"], parameters["bias"]
+            if tape is not None and weight is not None and weight.dim() == 2:
+                result = tape.product(args[0], weight, bias, LINEAR)
+                if result is not None:
+                    return result
+            return _LINEAR(args[0], weight, bias)
+    return _under_mode(self, *args, **kwargs)
+
+
+def _under_mode(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    forward = type(self).forward
+    tape = None if is_dynamo_compiling() else current()
+    if tape is None:
+        return forward(self, *args, **kwargs)
+    with tape.in_module():
+        return forward(self, *args, **kwargs)
+
+
+ASKING = frozenset((_linear, _under_mode))  # the functions of such forwards
+
+for _function in (_linear, _under_mode):
+    _function.__name__ = "forward"  # pickle looks for it: what is saved during a step is loaded plain

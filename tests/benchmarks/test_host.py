@@ -1,0 +1,30 @@
+"""What a step costs the host, by counts that no machine changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from benchmarks import host
+
+# calls of Python an op, beyond a plain loop's: what they are now, and some more for other versions of Python
+CALLS = [("1f1b", 105), ("zb_h1", 116), pytest.param("zb_v", 110, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize(("schedule", "most"), CALLS)
+def test_a_step_makes_few_calls_and_no_run_of_the_engine_for_w(schedule: str, most: int) -> None:
+    """0.5.0: a function mode saw every call of a forward, and each W ran the engine for each weight.
+
+    Beyond a plain loop these were 447 calls an op in zb_h1.
+    """
+    pipe, whole, rows = host.pipeline(schedule), host.model(), host.batch()
+    for _ in range(2):  # the first step learns where products are
+        pipe.step(rows)
+        host.loop(whole, rows)
+    kinds = Counter(op.kind for program in pipe.schedule.programs for op in program)
+    assert host.engine_runs(lambda: pipe.step(rows)) == kinds["B"] + kinds["I"]
+    beyond = host.python_calls(lambda: pipe.step(rows)) - host.python_calls(lambda: host.loop(whole, rows))
+    assert beyond / host.ops(pipe) <= most
+    pipe.zero_grad()
+    assert host.engine_runs(lambda: pipe.step(rows)) == kinds["B"] + kinds["I"]  # the first gradients too
