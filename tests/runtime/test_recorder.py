@@ -29,6 +29,9 @@ class PaperGPU:
         """Queue a kernel."""
         self._free = max(self._free, self.host) + seconds
 
+    def begin_step(self) -> None:
+        """There is one stream."""
+
     def now(self) -> PaperMoment:
         return PaperMoment(self, max(self._free, self.host))
 
