@@ -18,8 +18,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.runtime.split_backward.products import Form
 
-# (node, which of its inputs), as in `Node.next_functions`
-Edge = tuple[Node, int]
+# (node, which of its inputs), as in `Node.next_functions`, or with what holds the node
+Edge = tuple[Node, int] | GradientEdge
 
 LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.hooks import RemovableHandle
 
@@ -37,6 +37,7 @@ _in_functorch = torch._C._are_functorch_transforms_active
 _unwrapped = torch._C._functorch.unwrap_if_dead
 _in_autocast = torch._C._is_any_autocast_enabled
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_IN_PYTHON: type = torch._C._FunctionBase
 _current_task = torch._C._current_graph_task_id
 _modes = torch._C._len_torch_function_stack
 _product: Callable[..., Product] = tuple.__new__
@@ -332,7 +333,13 @@ class _Product(torch.autograd.Function):
             False  # as the functions of torch do that are named so, without calls of Python
         )
         ctx.to_save = (x, weight if ctx.needs_input_grad[0] else None)
-        ctx.of_product = form, tape, None if bias is None else bias.shape
+        # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
+        held = (
+            None
+            if weight.is_leaf or not isinstance(weight.grad_fn, _IN_PYTHON)
+            else get_gradient_edge(weight)
+        )
+        ctx.of_product = form, tape, None if bias is None else bias.shape, held
         result = form.product(x, weight, bias)
         # a view made here could not be modified in place later, as torch's own result can
         return result.detach() if result._is_view() else result
@@ -342,11 +349,11 @@ class _Product(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        form, tape, bias_shape = ctx.of_product
+        form, tape, bias_shape, held = ctx.of_product
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
         db = dy.sum_to_size(bias_shape) if of_bias else None
-        later = tape.defer(ctx.next_functions[1], x, dy, form)
+        later = tape.defer(held or ctx.next_functions[1], x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 
