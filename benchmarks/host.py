@@ -4,7 +4,7 @@ A Qwen3 of 8 layers of 64, P = 4, m = 16, one thread, all ranks in one process: 
 loop and nothing else, so every difference is penstock's. The loop is what a user writes,
 ``(model(**microbatch).loss / m).backward()``. Time is the processor's, in turn, a step of each.
 
-Two numbers do not depend on the machine, and are tested (tests/benchmarks/test_host.py): the calls of Python
+Two numbers do not depend on the machine, and are tested (tests/test_host_cost.py): the calls of Python
 functions that a step makes beyond the loop's, an op, and the runs of autograd's engine: one for each B and I,
 and none for a W.
 """
