@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-
 from benchmarks import host
 
 # calls of Python an op, beyond a plain loop's: what they are now, and some more for other versions of Python
