@@ -97,14 +97,14 @@ def _started(
 
 def _environment(device: torch.device) -> dict[str, str]:
     cuda = device.type == "cuda"
-    found = {
+    facts = {
         "penstock": version_of_penstock(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
     }
-    found |= {"python": platform.python_version(), "system": platform.platform()}
-    found |= {"processes": str(_processes()), "CPUs": str(os.cpu_count())}
-    return found | ({"GPU": torch.cuda.get_device_name(device)} if cuda else {})
+    facts |= {"python": platform.python_version(), "system": platform.platform()}
+    facts |= {"processes": str(_processes()), "CPUs": str(os.cpu_count())}
+    return facts | ({"GPU": torch.cuda.get_device_name(device)} if cuda else {})
 
 
 def _processes() -> int:
