@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from penstock.batch.placement import OnDevice, to_device
 from penstock.batch.shapes import Microbatch
 from penstock.models.tracing.provenance import Provenance
+from penstock.private import DisableTorchFunction, has_any_global_hook
 from penstock.runtime.split_backward.modules import ASKING
 from penstock.runtime.unseen import unseen
 
@@ -113,7 +113,7 @@ def count_shape_questions(model: PreTrainedModel) -> int:
     looking.provenance.mark(ids, {"ids"})
     with ExitStack() as stack:
         stack.enter_context(unseen())
-        stack.enter_context(torch._C.DisableTorchFunction())  # nor by a caller's mode around the step
+        stack.enter_context(DisableTorchFunction())  # nor by a caller's mode around the step
         # eager: torch.compile would give up for good on code that it first meets under a mode
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(suppress(Exception))
@@ -160,7 +160,7 @@ class Edits:
     def __bool__(self) -> bool:
         if not self._is_same():
             self._look()
-        everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        everywhere: bool = has_any_global_hook()  # type: ignore[no-untyped-call]
         return self._classes or everywhere or not all(map(_is_known, self._put_in()))
 
     # each forward asks: loops, as generators are resumed for each module

@@ -24,6 +24,7 @@ from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
+from penstock.private import FLASH_ATTENTION_FOR_CPU
 from penstock.runtime.device.footprints import footprint
 from penstock.runtime.device.memory import Measured, Sizes
 from penstock.runtime.device.offload import Offload
@@ -71,7 +72,7 @@ def _fused(
 ) -> Tensor:  # fmt: skip
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)  # as torch does
-    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: Tensor = FLASH_ATTENTION_FOR_CPU(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return result

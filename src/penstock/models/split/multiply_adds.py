@@ -23,6 +23,7 @@ from penstock.models.tracing.chain import Chain, prefixes
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import Identity
 from penstock.models.tracing.towers import encodes
+from penstock.private import EFFICIENT_ATTENTION, FLASH_ATTENTION, FLASH_ATTENTION_FOR_CPU
 
 SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
 _SHORT = 16  # tokens
@@ -219,8 +220,4 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: obje
     return flops // 2
 
 
-_MORE = dict.fromkeys(
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-     torch.ops.aten._scaled_dot_product_efficient_attention,
-     torch.ops.aten._scaled_dot_product_flash_attention), _attention,
-)  # fmt: skip
+_MORE = dict.fromkeys((FLASH_ATTENTION_FOR_CPU, EFFICIENT_ATTENTION, FLASH_ATTENTION), _attention)

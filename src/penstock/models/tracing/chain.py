@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from penstock.models.mtp import prediction_layers
 from penstock.models.tracing.autocast import AutocastWithoutValues
@@ -35,6 +34,7 @@ from penstock.models.tracing.probe import (
     siblings,
 )
 from penstock.models.tracing.towers import encodes, feature_names
+from penstock.private import CAN_RECORD_REGISTRY
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _recorded(model: PreTrainedModel) -> tuple[str, ...]:
         return ()
     kinds: list[Any] = []
     for module in model.modules():
-        known = (_CAN_RECORD_REGISTRY.get(module) or {}) if isinstance(module, PreTrainedModel) else {}
+        known = (CAN_RECORD_REGISTRY.get(module) or {}) if isinstance(module, PreTrainedModel) else {}
         recorders = known.get("router_logits", ())
         kinds += recorders if isinstance(recorders, list | tuple) else [recorders]
     routers = tuple(getattr(recorder, "target_class", recorder) for recorder in kinds)

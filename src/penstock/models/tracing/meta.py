@@ -20,10 +20,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from penstock.private import FakeTensorMode
 from penstock.runtime.sharded_weights import meta_like, shard_like
 from penstock.runtime.unseen import detach_hooks, unseen
 

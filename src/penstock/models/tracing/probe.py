@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
 from penstock.models.tracing.provenance import Provenance
+from penstock.private import tree_leaves, tree_map_only
 
 # what a layer may return: h; (h,); (h, something for the next layer); (h, None)
 FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")

@@ -14,10 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import BatchError
+from penstock.private import (
+    flatten_dense_tensors,
+    foreach_copy_,
+    get_default_store,
+    take_tensors,
+    unflatten_dense_tensors,
+)
 from penstock.runtime.health.limits import is_of_peer, within
 from penstock.runtime.health.notes import boot_id
 from penstock.runtime.health.watch import Watch
@@ -174,16 +180,16 @@ class DistributedTransport(Transport):
             return
         peer, what = next(rank for rank in ranks if rank != self.rank), "its part of a shared gradient"
         on_stream, works = self._groups.backend == "nccl", list[dist.Work]()
-        for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
-            joined = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
+        for bucket in take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
+            joined = flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
             with self.watch.waiting(what, peer):
                 work = dist.all_reduce(joined, group=self._sharing[ranks], async_op=True)
                 assert work is not None
                 # with a limit NCCL holds up the host, once for each bucket
                 work.wait() if on_stream else work.wait(self._limit)
             works.append(work)
-            sums = _unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(bucket, list(sums))
+            sums = unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
+            foreach_copy_(bucket, list(sums))
         if on_stream:  # once: an error comes before an optimizer uses the gradients
             hold_up_until(Transfer(what, peer, works).over, what, peer, self.watch, self._limit)
 
@@ -272,7 +278,7 @@ def times_built(timeout: float) -> int:
 
 
 def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
+    return get_default_store()
 
 
 def clock_offset(transport: DistributedTransport) -> float:

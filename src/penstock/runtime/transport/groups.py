@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batch.placement import to_device
 from penstock.errors import PeerError, PeerLostError, StalledPeerError
+from penstock.private import set_pg_timeout
 from penstock.runtime.health.limits import begun, is_late, is_of_peer, within
 from penstock.runtime.health.watch import Watch
 
@@ -122,11 +123,11 @@ class GroupProcesses:
         """What begins in the block takes up to `limit`; gloo closes the connections of what takes longer."""
         backend: Any = self._group._get_backend(torch.device("cpu"))
         before = backend.options._timeout
-        dist.distributed_c10d._set_pg_timeout(limit, self._group)
+        set_pg_timeout(limit, self._group)
         try:
             yield
         finally:
-            dist.distributed_c10d._set_pg_timeout(before, self._group)
+            set_pg_timeout(before, self._group)
 
 
 class PatientProcesses:
@@ -371,7 +372,7 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
     """
     for group in groups:
         if group is not dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+            set_pg_timeout(datetime.timedelta(seconds=timeout), group)
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from penstock.private import ExperimentalConfig
 from penstock.train.config.sections import TrainSection
 
 
@@ -60,7 +61,7 @@ class StepProfiler:
 
     def _start(self) -> profile:
         # else the profiler sees this thread only: neither an overlapped backward, nor the next batch's thread
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        every_thread = ExperimentalConfig(profile_all_threads=True)
         started = profile(activities=self._activities, experimental_config=every_thread)
         started.start()
         return started
