@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -30,29 +28,6 @@ from penstock.runtime.device.memory import Measured, Sizes
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
-
-
-def layer_kind(layer: nn.Module) -> Hashable:
-    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
-    return tuple(
-        (name, type(part), *_settings(part),
-         *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
-        for name, part in layer.named_modules()
-    )  # fmt: skip
-
-
-def _settings(part: nn.Module) -> Iterator[Hashable]:
-    for name, value in vars(part).items():
-        if type(value) in _PLAIN and not _is_number(name):
-            yield name, value
-
-
-@cache
-def _is_number(name: str) -> bool:
-    return _NUMBER.search(name) is not None
 
 
 class _Fused(TorchFunctionMode):
