@@ -337,6 +337,8 @@ def test_too_few_hardware_queues_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 # ---- failures
 
+LONG = 3000.0  # seconds of the cluster: of real ones fewer, which the watch counts
+
 
 class Failing(nn.Module):
     """fails: called in the third forward of rank 1; reads: whether other ranks read what they receive"""
@@ -363,30 +365,37 @@ class Failing(nn.Module):
         ("raises", "channels", True),
         ("stalls", "channels", False),
         ("stalls", "batched", True),
+        ("is killed", "channels", False),
+        ("is killed", "batched", True),
     ],
 )
 def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others raise a typed error that names it, and close; NCCL alone would wait for ever.
 
     A host that reads a value which never comes is freed by the watch. 0.5.0: the error came a minute late, as
-    NCCL's abort, which takes so long after a rank has died, was waited for before it was raised.
+    NCCL's abort, which takes so long after a rank has died, was waited for before it was raised; and a killed
+    rank was named as a silent one, after the timeout: over NCCL no connection breaks.
     """
     monkeypatch.setattr(watch, "_NOTICES", 0.3)
+    timeout = LONG if kind == "is killed" else 30
 
     def fail() -> None:
         if kind == "raises":
             raise ValueError("by design")
+        cluster.gpus[1].killed = kind == "is killed"
         cluster.pause(cluster.gpus[1], lambda: cluster.gpus[0].ended and cluster.gpus[2].ended)
         raise RuntimeError("too late")
 
     def job(rank: int) -> BaseException | None:
         pipe = Pipeline.from_provider(
             lambda info: Failing(info, fail, reads), schedule="1f1b", ranks=3, microbatches=4,
-            loss_fn=jobs.mean_square, timeout=30, exchange=exchange,
+            loss_fn=jobs.mean_square, timeout=timeout, exchange=exchange,
         )  # fmt: skip
-        if reads and kind == "stalls":  # real seconds: the watch is a thread of its own
-            transport: Any = pipe._world.transport
-            transport.watch.timeout, transport.watch._period = 3.0, 0.2
+        transport: Any = pipe._world.transport
+        if kind != "raises":  # real seconds: the watch is a thread of its own
+            transport.watch._period = 0.2
+        if reads and kind == "stalls":
+            transport.watch.timeout = 3.0
         try:
             pipe.step({"x": torch.ones(8, 4)})
         except BaseException as error:
@@ -397,8 +406,8 @@ def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: p
     cluster = Cluster(3, seed=5, patient=True)
     with emulated():
         found = cluster.run(job)
-    assert cluster.clock < (30 if kind == "raises" else 30 + 15)  # of an error they know at once
-    expected = PeerLostError if kind == "raises" else StalledPeerError
+    assert cluster.clock < (timeout + 15 if kind == "stalls" else timeout)  # of an error they know at once
+    expected = StalledPeerError if kind == "stalls" else PeerLostError
     for rank in (0, 2):
         assert isinstance(found[rank], PeerLostError | expected), found[rank]
         assert "rank 1" in str(found[rank])
