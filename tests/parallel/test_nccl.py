@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.parallel import mesh, nccl, world
@@ -228,10 +229,10 @@ def test_an_abort_ends_nccls_groups_together_and_once(debugging: bool) -> None:
 
 
 def test_communicators_of_a_rank() -> None:
-    assert nccl.communicators(LOOPED, batched=True) == 2
-    assert nccl.communicators(LOOPED, batched=False) == 1 + 8
-    assert nccl.describe(LOOPED, "auto").startswith("2 communicators a rank")
-    assert nccl.describe(LOOPED, "channels").startswith("up to 9 communicators a rank")
+    assert nccl.communicators(LOOPED, batched=True) == 1
+    assert nccl.communicators(LOOPED, batched=False) == 8
+    assert nccl.describe(LOOPED, "auto").startswith("1 communicator a rank")
+    assert nccl.describe(LOOPED, "channels").startswith("up to 8 communicators a rank")
 
 
 def test_messages_go_in_batches_on_nccl_where_the_schedule_can() -> None:
@@ -255,9 +256,27 @@ def test_a_gpu_is_made_the_current_one_before_anything_is_on_it(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     set_device: Callable[[torch.device], None] = current.append
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    woken: list[torch.device] = []
+    monkeypatch.setattr(world, "wake_autograd", woken.append)
     schedule = build("1f1b", ranks=2, microbatches=2)
     made = open_world(schedule, WorldOptions(device="cuda:1", transport="local"))
-    assert current == [torch.device("cuda:1")] == [made.device]
+    assert current == woken == [torch.device("cuda:1")] == [made.device]
+
+
+@torch.no_grad()
+def test_the_first_backward_on_a_gpu_multiplies_no_matrices() -> None:
+    """0.5.0: torch warned that cuBLAS found no current CUDA context, in autograd's own thread."""
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Seen():
+        world.wake_autograd(torch.device("cpu"))
+    assert seen.count("aten.mul.Tensor") == 2  # forward and backward
+    assert not any("mm" in name for name in seen)
 
 
 @pytest.mark.usefixtures("one_process")
