@@ -383,7 +383,9 @@ def test_model_flops_are_those_of_products_and_attention() -> None:
 def test_the_bars_are_those_of_the_page() -> None:
     page = " ".join((suite.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     for text in (
-        f"ends after {suite.LIMIT / 60:g} minutes at most",
+        f"a budget of {parts.BUDGET / 60:g} minutes and ends after {suite.LIMIT / 60:g} minutes at most",
+        f"in the same two processes, on one GPU or two | {processes.NEXT_TO_TORCH} |",
+        f"raises `PeerLostError` within {processes.AFTER:g} s |",
         f"float32, without TF32 | a difference of {exactness.TOLERANCE:.0e}".replace("e-0", "e-"),
         f"repeats a step {exactness.FULL.repeats} times",
         f"NCCL, one process | build, step, save and close in {processes.WORLD_OF_ONE:g} s |",

@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from penstock import AutoPipeline, Pipeline, StageInfo
@@ -241,6 +244,64 @@ def test_no_message_holds_up_a_host(exchange: str) -> None:
     assert_equal(found, in_one_process(built("1f1b", 2, MICROBATCHES)))
     assert sum(cluster.held_up.values()) > 0  # the ranks compare their batches, and report
     assert not [name for name in cluster.held_up if " to " in name]
+
+
+def kernels_of_torch(ranks: int, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What torch.distributed.pipelining's 1F1B queues for NCCL in a step, by rank: a batch is one kernel."""
+    row, queued = torch.ones(1, 4), Counter[int]()
+
+    def count(ops: list[dist.P2POp], desc: str | None = None) -> list[dist.Work]:
+        queued[rank] += len(ops) if len({each.op for each in ops}) < 2 else 1
+        return []
+
+    monkeypatch.setattr(schedules, "_batch_p2p", count)
+    for rank in range(ranks):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            stage: Any = PipelineStage(
+                nn.Linear(4, 4), rank, ranks, torch.device("cpu"),
+                input_args=row.clone().requires_grad_(rank > 0), output_args=row.clone().requires_grad_(),
+            )  # fmt: skip
+            # the ranks' vote on how shapes are learnt, which the fake group does not deliver
+            stage._warmup_backward_result = lambda received_result=None: torch.ones(1, dtype=torch.int32)
+            batch = torch.ones(microbatches, 4)
+            schedules.Schedule1F1B(stage, microbatches, loss_fn=lambda output, target: output.sum()).step(
+                *([batch] if rank == 0 else []),
+                target=batch if rank == ranks - 1 else None,
+                return_outputs=False,
+            )
+        finally:
+            dist.destroy_process_group()
+    return [queued[rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_step_queues_no_more_on_nccl_than_torchs(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: two collectives more, of values. The one at the end of a step waited on the GPU for the last
+    rank: where ranks share a GPU, while that one computed its last backward there."""
+    queued = [Counter[str]() for _ in range(ranks)]
+    for name in ("send", "recv", "batch", "allgather", "allreduce"):
+        called = getattr(Group, name)
+
+        def counted(self: Group, *args: Any, called: Any = called, name: str = name) -> Any:
+            queued[self._gpu.rank][name] += self._backend == "nccl"
+            return called(self, *args)
+
+        monkeypatch.setattr(Group, name, counted)
+
+    def job(rank: int) -> Counter[str]:
+        pipe = jobs.pipeline("1f1b", ranks, 8)
+        before = queued[rank].copy()
+        pipe.step(jobs.batch(8, torch.float64))
+        counts = queued[rank] - before
+        pipe.close()
+        return counts
+
+    found, _ = on_gpus(job, ranks)
+    monkeypatch.undo()
+    assert [set(each) for each in found] == [{"batch"}] * ranks
+    theirs = kernels_of_torch(ranks, 8, monkeypatch)
+    assert all(0 < ours["batch"] <= other for ours, other in zip(found, theirs, strict=True)), (found, theirs)
 
 
 def test_the_sum_of_shared_gradients_holds_up_a_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
