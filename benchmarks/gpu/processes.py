@@ -55,17 +55,17 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _START = 120.0  # seconds for a case of several processes, whose first use of CUDA is slow
 
 
-class Blocks(NamedTuple):
-    """A model of blocks over two stages, in bfloat16. tokens: of a microbatch; rounds: that count"""
+class Stack(NamedTuple):
+    """A stack of blocks over two stages, in bfloat16. tokens: of a microbatch; rounds: that count"""
 
-    count: int
+    blocks: int
     width: int
     tokens: int
     microbatches: int
     rounds: int
 
     def __str__(self) -> str:
-        return f"{self.count} blocks of {self.width}, m={self.microbatches} of {self.tokens} tokens"
+        return f"{self.blocks} blocks of {self.width}, m={self.microbatches} of {self.tokens} tokens"
 
 
 class Sizes(NamedTuple):
@@ -76,17 +76,17 @@ class Sizes(NamedTuple):
     """
 
     model: Size
-    beside: Blocks
+    beside: Stack
     schedules: tuple[str, ...]
     timeout: float
     method: str
 
 
 FULL = Sizes(
-    Size(8, 256, 768, 4, 2, 64, 512, 2, 128, 8, 0), Blocks(8, 2048, 4096, 16, 10),
+    Size(8, 256, 768, 4, 2, 64, 512, 2, 128, 8, 0), Stack(8, 2048, 4096, 16, 10),
     ("1f1b", "zb_v", "dualpipe"), 5.0, "spawn",
 )  # fmt: skip
-TINY = Sizes(Size(8, 16, 24, 2, 1, 8, 64, 1, 8, 8, 0), Blocks(4, 16, 8, 4, 2), ("zb_v",), 1.5, "forkserver")
+TINY = Sizes(Size(8, 16, 24, 2, 1, 8, 64, 1, 8, 8, 0), Stack(4, 16, 8, 4, 2), ("zb_v",), 1.5, "forkserver")
 
 
 class Job(NamedTuple):
@@ -258,9 +258,9 @@ class Block(nn.Module):
 class HalfOfBlocks(nn.Module):
     """One of two stages. Made on the current device: penstock builds it without values, too."""
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, stack: Stack) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(blocks.width) for _ in range(blocks.count // 2)])
+        self.blocks = nn.ModuleList([Block(stack.width) for _ in range(stack.blocks // 2)])
         self.to(torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,11 +273,11 @@ def squared(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).float().square().mean()
 
 
-def work_of(blocks: Blocks, device: torch.device) -> Work:
+def work_of(stack: Stack, device: torch.device) -> Work:
     torch.manual_seed(0)
-    shape = blocks.microbatches, blocks.tokens, blocks.width
+    shape = stack.microbatches, stack.tokens, stack.width
     batch, target = torch.randn((2, *shape), dtype=torch.bfloat16).to(device).unbind()
-    return Work(partial(HalfOfBlocks, blocks), squared, batch, target, blocks.microbatches)
+    return Work(partial(HalfOfBlocks, stack), squared, batch, target, stack.microbatches)
 
 
 def _next_to_torch(part: Part, sizes: Sizes, pool: Pool, backend: str) -> None:
@@ -287,8 +287,8 @@ def _next_to_torch(part: Part, sizes: Sizes, pool: Pool, backend: str) -> None:
     part.measure(case, _START, partial(_compare_steps, part, pool, case, job, sizes.beside))
 
 
-def _compare_steps(part: Part, pool: Pool, case: str, job: Job, blocks: Blocks) -> None:
-    by_rank = pool.run(steps_in_turn, job, blocks, on=job.on, timeout=_START)
+def _compare_steps(part: Part, pool: Pool, case: str, job: Job, stack: Stack) -> None:
+    by_rank = pool.run(steps_in_turn, job, stack, on=job.on, timeout=_START)
     # a step is over when its last rank is done
     rounds = [
         {name: max(each[name] for each in ranks) for name in ranks[0]} for ranks in zip(*by_rank, strict=True)
@@ -300,21 +300,21 @@ def _compare_steps(part: Part, pool: Pool, case: str, job: Job, blocks: Blocks) 
     part.add(case, "step", mine, "s", other=theirs)
 
 
-def steps_in_turn(rank: Rank, job: Job, blocks: Blocks) -> list[dict[str, float]]:
+def steps_in_turn(rank: Rank, job: Job, stack: Stack) -> list[dict[str, float]]:
     """In a process of the pool: the seconds of a step of each, by round."""
     number = job.on.index(rank.index)
     device = torch.device(job.device)
     if device.type == "cuda" and torch.cuda.device_count() >= len(job.on):
         device = torch.device("cuda", number)
     with joined(rank, job):
-        pipe, mine = ours(work_of(blocks, device), "1f1b", len(job.on), transport=job.transport)
-        steps = {"penstock": mine, "torch": theirs(work_of(blocks, device), "1f1b", number, len(job.on)).step}
+        pipe, mine = ours(work_of(stack, device), "1f1b", len(job.on), transport=job.transport)
+        steps = {"penstock": mine, "torch": theirs(work_of(stack, device), "1f1b", number, len(job.on)).step}
 
         def one(step: Callable[[], object]) -> float:
             pipe.processes.gather(None)  # the ranks begin together
             return seconds(device, step)
 
-        rounds = [{name: one(step) for name, step in steps.items()} for _ in range(2 + blocks.rounds)]
+        rounds = [{name: one(step) for name, step in steps.items()} for _ in range(2 + stack.rounds)]
         pipe.close()
     return rounds[2:]
 

@@ -267,13 +267,13 @@ def test_a_gpu_is_made_the_current_one_before_anything_is_on_it(monkeypatch: pyt
 def test_the_first_backward_on_a_gpu_multiplies_no_matrices() -> None:
     """0.5.0: torch warned that cuBLAS found no current CUDA context, in autograd's own thread."""
 
-    class Seen(TorchDispatchMode):
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
     seen: list[str] = []
-    with Seen():
+    with Seen():  # type: ignore[no-untyped-call]
         world.wake_autograd(torch.device("cpu"))
     assert seen.count("aten.mul.Tensor") == 2  # forward and backward
     assert not any("mm" in name for name in seen)
