@@ -38,23 +38,17 @@ treespec_loads = torch.utils._pytree.treespec_loads
 # ops beneath autograd; torch's notes document it for users
 TorchDispatchMode = torch.utils._python_dispatch.TorchDispatchMode
 OpOverload = torch._ops.OpOverload  # the class of ops, for annotations. instead: Any
-disable_current_modes = (
-    torch.utils._python_dispatch._disable_current_modes
-)  # calls that no mode of a user sees
+# calls that no mode of a user sees
+disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 # whether there is any: asked for each product. instead: the stack's length
 len_torch_function_stack = torch._C._len_torch_function_stack
 len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
-get_current_function_mode_stack = (
-    torch.overrides._get_current_function_mode_stack
-)  # finds a mode of ours in it
+# finds a mode of ours in it
+get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack
 DisableTorchFunction = torch._C.DisableTorchFunction  # calls that no function mode sees
-DisableTorchFunctionSubclass = (
-    torch._C.DisableTorchFunctionSubclass
-)  # torch's notes document it for subclasses
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass  # torch's notes tell subclasses to
 DispatchKey = torch._C.DispatchKey
-SetExcludeDispatchKeyGuard = (
-    torch._C._SetExcludeDispatchKeyGuard
-)  # a detach beneath autograd that keeps versions
+SetExcludeDispatchKeyGuard = torch._C._SetExcludeDispatchKeyGuard  # detaches beneath autograd, with versions
 # names of ops that users may write. instead: dir(torch.ops.aten), which lacks those of other libraries
 dispatch_get_all_op_names = torch._C._dispatch_get_all_op_names
 
@@ -69,15 +63,14 @@ is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 are_functorch_transforms_active = torch._C._are_functorch_transforms_active  # torch.func looks at a product
 unwrap_if_dead = torch._C._functorch.unwrap_if_dead  # what autograd.Function.apply does first
 current_graph_task_id = torch._C._current_graph_task_id  # which backward runs; -1 outside
-top_saved_tensors_default_hooks = (
-    torch._C._autograd._top_saved_tensors_default_hooks
-)  # who sees what is saved
+# who sees what is saved
+top_saved_tensors_default_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 # the class of nodes written in Python. instead: type(node).__module__ != "builtins"
 FunctionBase: type = torch._C._FunctionBase
 has_any_global_hook = modules.module._has_any_global_hook  # instead: whether the tables have entries
 GLOBAL_FORWARD_HOOKS = (modules.module._global_forward_pre_hooks, modules.module._global_forward_hooks)
 
-# ---- Memory: whether another holds a storage. instead: UntypedStorage._use_count, if it becomes public
+# ---- Memory: how many hold a storage. instead: weak references to every tensor that we made of it
 storage_use_count = torch._C._storage_Use_Count
 
 # ---- Ops

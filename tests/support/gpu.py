@@ -38,6 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.parallel import world
@@ -743,7 +744,12 @@ def emulated() -> Iterator[None]:
         patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
         patch.setattr(dist, "batch_isend_irecv", lambda ops: ops[0].group.batch(ops))
         patch.setattr(dist, "destroy_process_group", destroy)
+        for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+            patch.setattr(_python_dispatch, name, False)
         groups = dict(dist.distributed_c10d._world.pg_group_ranks)
         yield
         dist.distributed_c10d._world.pg_group_ranks.clear()
         dist.distributed_c10d._world.pg_group_ranks.update(groups)
+    # torch notes for the whole process whether any thread is in a mode, and threads leave theirs in any order
+    with TorchDispatchMode():  # its end tells dynamo, whose code would not be used again in a process that is
+        pass

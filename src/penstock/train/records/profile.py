@@ -62,7 +62,8 @@ class StepProfiler:
     def _start(self) -> profile:
         # else the profiler sees this thread only: neither an overlapped backward, nor the next batch's thread
         every_thread = ExperimentalConfig(profile_all_threads=True)
-        started = profile(activities=self._activities, experimental_config=every_thread)
+        # acc_events: without it torch 2.11 warns of a second cycle at the start of the first
+        started = profile(activities=self._activities, experimental_config=every_thread, acc_events=True)
         started.start()
         return started
 
