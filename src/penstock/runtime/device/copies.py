@@ -6,13 +6,20 @@ what is read must not be written to, and what is written must not be looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import os
+from collections.abc import Callable, Sequence
+from queue import Queue
+from threading import Thread
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from penstock.runtime.device.stream import CudaMoment, Moment
+
+PIECE = 1 << 24  # bytes that one thread copies, hashes or writes at a time
+_MOST_THREADS = 8  # of a process: SHA-256 runs at 1.1 GB/s on a core, and files are read at 7
 
 
 class Copies(Protocol):
@@ -140,3 +147,58 @@ def pin(host: Tensor) -> None:
     Where the system refuses, copies are as correct and take longer.
     """
     torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+# ---- Threads for pieces of memory
+
+
+class Workers:
+    """Threads that each work on a piece of memory at a time, in calls that release Python's lock.
+
+    As many pieces wait as there are threads: what they hold is bounded. A context that ends once all are
+    done. The error of a piece is raised by the next `do`, or at the end.
+    """
+
+    def __init__(self) -> None:
+        count = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        count = min(max(count, 1), _MOST_THREADS)
+        self._queue: Queue[Callable[[], None] | None] = Queue(count)
+        self._error: BaseException | None = None
+        self._threads: list[Thread] = []
+        for _ in range(count):
+            thread = Thread(target=self._serve, name="penstock-piece", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # Python ends, or the process may have no more
+                break
+            self._threads.append(thread)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have a thread call `work`; without threads call it here."""
+        if self._error is not None:
+            raise self._error
+        if self._threads:
+            self._queue.put(work)
+        else:
+            work()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+            del work  # and with it the memory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        if error is None and self._error is not None:
+            raise self._error
