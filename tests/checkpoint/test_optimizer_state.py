@@ -16,6 +16,7 @@ from penstock.checkpoint.optimizer_state import Named, Optimizers, StoredState, 
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.device.copies import HostCopies
 from support.covering import every
 from support.jobs_checkpoint import KINDS, advance, make
 
@@ -99,7 +100,7 @@ def members(of: Named) -> list[nn.Parameter]:
 
 
 def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> StoredState:
-    state_of(optimizer, of, copied=True).write(folder, 0, 1)
+    state_of(optimizer, of, HostCopies(None)).write(folder, 0, 1)
     return StoredState(folder, ())
 
 
