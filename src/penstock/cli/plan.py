@@ -123,10 +123,10 @@ def _copies(planned: Planned) -> str:
     parameters = dict(planned.plan.source.model.named_parameters())
     states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
     nbytes, room = states + sum(p.nbytes for p in parameters.values()), available_memory()
-    return (
-        f"{gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on; where a host "
-        f"has too little for its processes' part, training stands meanwhile (here {gib(room, room)} GiB are free)"
-    )
+    copied = f"{gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on"
+    if nbytes <= room:
+        return copied
+    return f"{copied}; a host with too little, as with the {gib(room, nbytes)} GiB here, stands meanwhile"
 
 
 def _weights(planned: Planned) -> str:
