@@ -333,7 +333,12 @@ def test_each_byte_is_read_once_and_none_of_another_ranks_rows(
     monkeypatch.setattr(os, "preadv", count)
     made: list[Tensor] = []
     empty = HostReader.empty
-    monkeypatch.setattr(HostReader, "empty", lambda *args: made.append(empty(*args)) or made[-1])
+
+    def noted(*arguments: Any) -> Tensor:
+        made.append(empty(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(HostReader, "empty", noted)
     restore(stored, optimizer, here)
     state = optimizer.state[weight]
     for part, value in expected.items():

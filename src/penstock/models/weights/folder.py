@@ -388,7 +388,7 @@ def sha256_of(file: Path, piece: int | None = None, stopped: Callable[[], bool] 
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size
         if piece is None or piece >= size:
-            return _hash(opened.fileno(), 0, size, stopped).hexdigest()
+            return str(_hash(opened.fileno(), 0, size, stopped).hexdigest())
         hashes = [b""] * -(-size // piece)
 
         def work(index: int) -> None:

@@ -299,7 +299,7 @@ class HostCopies:
         with Workers() as workers:
             for pair in pairs:
                 source, host = (tensor.reshape(-1).view(torch.uint8) for tensor in pair)
-                for part, into in zip(source.split(PIECE), host.split(PIECE), strict=True):
+                for part, into in zip(torch.split(source, PIECE), torch.split(host, PIECE), strict=True):
                     if self._dropped:
                         raise RunError(
                             "a checkpoint under way", "it was given up", "Go on from the one before"
