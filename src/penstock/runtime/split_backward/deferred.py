@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -25,7 +26,9 @@ LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
 _use_count = torch._C._storage_Use_Count
 _WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
-PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have products of their own
+# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor stands for a plain one where
+# an estimate runs a stage without values: it defers what the stage defers.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class Product(NamedTuple):
