@@ -26,8 +26,8 @@ LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
 _use_count = torch._C._storage_Use_Count
 _WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
-# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor stands for a plain one where
-# an estimate runs a stage without values: it defers what the stage defers.
+# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor stands for a plain tensor
+# where an estimate runs a stage without values: what a step defers, it defers too.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
