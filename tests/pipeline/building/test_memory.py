@@ -94,7 +94,39 @@ def test_the_peak_of_a_step_is_as_predicted(form: str, way: str) -> None:
     batch, pipe = batch_of(SIZE, CPU), auto.build(model)
     pipe.step(batch)
     peak = peak_of_storages(pipe, partial(pipe.step, batch))  # adds to gradients
+    made = gradients_made(pipe)
     fixed = sum(rank.fixed for rank in account.ranks(None, lambda *_: 0))
-    predicted = fixed + predicted_live(pipe.timeline, pipe.schedule, costs, gradients_made(pipe))
-    assert predicted == pytest.approx(peak, rel=BAR)
+    predicted = fixed + predicted_live(pipe.timeline, pipe.schedule, costs, made)
+    # where little but gradients is held, it matters at which moment of its first B a stage makes them
+    within = max(made.values(), default=0) if "activation_checkpointing" in options else 0
+    assert predicted == pytest.approx(peak, rel=BAR, abs=within)
     pipe.close()
+
+
+def test_a_split_within_memory_counts_what_w_holds() -> None:
+    """0.5.0: a layer that runs again counted with its input alone, so that a split could exceed its limit.
+
+    Between I and W a microbatch holds the factors of all products.
+    """
+    auto = AutoPipeline(ranks=2, schedule="zb_h1", microbatches=4, activation_checkpointing="full")
+    account = auto.account(auto.build_plan(plain()))
+    costs, layers = account.costs(SIZE.shape), account.of_layers(1e9, SIZE.shape, recomputed=True)
+    assert costs is not None
+    (held, *_), *_ = costs.rows("held_for_weight", account.plan.schedule.placement, 4)
+    assert sum(layers.activations[: SIZE.layers // 2]) == held > 0
+
+
+def test_the_dry_run_counts_the_gradients_that_a_step_sets_aside() -> None:
+    """0.5.0 counted one set with train.accumulate too, where dualpipe and tied weights take two."""
+    for schedule, tied in (("dualpipe", False), ("1f1b", True), ("1f1b", False)):
+        model = plain(tie_word_embeddings=tied)
+        auto = AutoPipeline(ranks=2, schedule=schedule, microbatches=4)
+        account = auto.account(auto.build_plan(model))
+        once, twice = (
+            [rank.gradients for rank in each.ranks()]
+            for each in (account, replace(account, accumulates=True))
+        )
+        tensor = model.get_input_embeddings().weight.nbytes * tied
+        assert twice == (
+            [2 * held for held in once] if schedule == "dualpipe" else [held + tensor for held in once]
+        )

@@ -249,7 +249,13 @@ class Account:
     def _kept_and_recomputed(self, shape: tuple[int, int]) -> tuple[Costs, Costs] | None:
         """Sizes with all activations kept, and with all recomputed, one layer at a time."""
         kept, recomputed = self._sizes(shape), self._sizes(shape, self.checkpointing)
-        return None if kept is None or recomputed is None else (kept, recomputed)
+        if kept is None or recomputed is None:
+            return None
+        # The bisection of counts relies on it that to recompute more never holds more
+        placement, one = self.plan.schedule.placement, min(1, self.plan.schedule.microbatches)
+        both = (costs.rows("held_in_backward", placement, one) for costs in (recomputed, kept))
+        least = [min(pair) for pair in zip(*both, strict=True)]
+        return kept, replace(recomputed, held_in_backward=[held for (held,) in least])
 
     def _sizes(self, shape: tuple[int, int], checkpointing: Checkpointing | None = None) -> Costs | None:
         """Bytes of microbatches, if every one goes by `checkpointing`."""
