@@ -218,13 +218,13 @@ def predicted_live(
 
 def peak_of_storages(pipe: Pipeline, step: Callable[[], object]) -> int:
     """The most bytes of live storages in `step`: weights, gradients, and all that it makes."""
-    there = list(pipe.parameters())
+    there: list[Tensor] = list(pipe.parameters())
     there += [gradient for parameter in there if (gradient := parameter.grad) is not None]
     with Watch() as watch:
         for tensor in (*there, *(buffer for part in pipe.modules.values() for buffer in part.buffers())):
             watch.skip(tensor)
         step()
-    return watch.peak + sum(tensor.nbytes for tensor in there)
+    return int(watch.peak) + sum(tensor.nbytes for tensor in there)
 
 
 def gradients_made(pipe: Pipeline) -> dict[int, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -285,7 +285,8 @@ class Account:
                 found.append(known[key])
         held, in_backward = zip(*found, strict=True)
         columns = zip(Sizes._fields, zip(*held, strict=True), strict=True)
-        costs = Costs(held_in_backward=in_backward, **{name: list(column) for name, column in columns})
+        rows: dict[str, Any] = {name: list(column) for name, column in columns}
+        costs = Costs(held_in_backward=in_backward, **rows)
         return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
 
     def _of_stage(
