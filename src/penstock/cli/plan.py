@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -318,7 +319,7 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
-    account = planned.auto.account(planned.plan)
+    account = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
     shares = shares_of(planned.config.optimizer)
     processes = planned.plan.schedule.ranks * planned.axes.ranks_per_stage
     # where gradients are whole only once all ranks have ended, nothing steps early
