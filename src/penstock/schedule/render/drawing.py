@@ -207,7 +207,9 @@ class Drawing:
         timeline = panel.timeline
         bubble, inner = percent(timeline.bubble), percent(timeline.inner_bubble)
         summary = f"makespan {self.time(timeline.makespan)}, bubble {bubble}"
-        return summary if inner == bubble else f"{summary}, {inner} between first and last op"
+        summary += "" if inner == bubble else f", {inner} between first and last op"
+        host = timeline.host_share
+        return summary if host is None else f"{summary}, the host is the limit: {percent(host)}"
 
     def bubble_parts(self, panel: Panel) -> str:
         """The parts of the bubble, e.g. ``peer 12.0%, outside 4.1%``; empty if waits were not recorded."""

@@ -114,4 +114,7 @@ def _tables(panel: Panel, width: int) -> Iterator[str]:
         for part in parts:
             shares = "".join(f"{percent(getattr(panel.idle[rank], part)):>{_NUMBER}}" for rank in ranks)
             yield f"  {part:<7}{shares}"
+        if timeline.host_bound:
+            shares = "".join(f"{percent(timeline.rank_host_share[rank]):>{_NUMBER}}" for rank in ranks)
+            yield f"host     {shares}"
         yield "peak live" + "".join(f"{timeline.peak_live[rank]:>{_NUMBER}}" for rank in ranks)
