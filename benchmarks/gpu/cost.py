@@ -9,9 +9,9 @@ attention. Time is taken in turns, a step of each, until the GPU is done.
   Both have the same stages.
 - memory: the peak of a step that adds to gradients, over weights, gradients and the live activations that
   `AutoPipeline.memory_costs` predicts. What one op needs while it runs is the rest.
-- the timeline's busy time over the profiler's: what the timeline says that the GPU computed, without its waits
-  for the host, which a step before has measured (`Pipeline.measuring_device`). Both of one step, recorded
-  without the host's calls. Between the kernels of an op that is queued as a whole lies about a microsecond each
+- the timeline's busy time over the profiler's: how long the GPU computed, without its waits for the host,
+  which the step before has measured (`Pipeline.measuring_device`). Both of one step, recorded without the
+  host's calls. The timeline counts the microsecond or so between two kernels that are queued together.
 - host: with layers of next to no width the GPU waits for the host. A step less a loop, over the ops. Next to
   torch.distributed.pipelining the stages multiply by a parameter, and messages of torch are left out.
 - synchronisations: calls of CUDA in which the host waits for the GPU, within a step; those of an op are what
@@ -286,8 +286,8 @@ def durations_of(timelines: list[Timeline], device: Iterable[DeviceTime] = ()) -
     durations: Durations = defaultdict(dict)
     for (kind, stage), times in sorted(found.items()):
         durations[kind][stage] = median(times)
-    for stage, kind, seconds in device:
-        durations[kind][stage] = min(seconds, durations[kind][stage])
+    for stage, kind, known in device:
+        durations[kind][stage] = min(known, durations[kind][stage])
     return dict(durations)
 
 

@@ -15,8 +15,8 @@ gloo does not show what NCCL does. Here
 One thread at a time runs: a rank's host, until it communicates or waits, or the GPUs. A seed chooses which,
 and which entry of which queue is next. So a run can be repeated, and one that cannot go on is known at once.
 Time goes by where all that is left to do is to look again whether something has happened: no test depends on
-how busy the machine is. With `costs`, clocks are of numbers alone: a launch takes its host's time and a kernel
-its GPU's, so that a GPU runs behind its host, or waits for it.
+how busy the machine is. With `costs`, clocks are of numbers alone: a launch takes its host's time, a kernel
+its GPU's, and a GPU runs behind its host, or waits for it.
 """
 
 from __future__ import annotations

@@ -399,11 +399,11 @@ class Pipeline(SplitModel):
     def measuring_device(self) -> Iterator[None]:
         """Inside, a step learns what the GPUs take for its ops, however slow their hosts are.
 
-        A GPU that has to wait for its host within an op shows gaps in the op's time. So its stream stands still
-        before each op, for a little longer than the host took to launch such an op in the step before: run one
-        first. The step takes up to three times as long, and computes the same. From then on the timeline, the
-        summary and `StepResult.host_share` say how far the host is the limit, and `costs` and simulations
-        take the time of the GPU. Where GPUs run behind their hosts anyway, all of this is known without it.
+        The time of an op has gaps where a GPU waits for its host to launch the rest of it. So the GPU's
+        stream stands still before each op, for longer than the host took to launch such an op in the last
+        step: run one first. The step takes up to three times as long, and computes the same. From then on
+        the timeline, the summary and `StepResult.host_share` say how far the host is the limit, and `costs`
+        takes the time of the GPU. Where GPUs run behind their hosts anyway, all of this is known without it.
         On the CPU nothing changes.
         """
         recorders = self._steps.schedules.recorders.values()
@@ -419,8 +419,9 @@ class Pipeline(SplitModel):
     def costs(self) -> Costs:
         """The measured costs of the last step, in seconds and bytes, to simulate other schedules. Collective.
 
-        The median time of each stage's ops, without the exchanges within an op (`Costs.measured`), and where
-        it is known that of the GPU without its waits for the host (`measuring_device`); the bytes of each stage and microbatch. Raises ConfigError before the first step.
+        The median time of each stage's ops, without the exchanges within an op (`Costs.measured`) and, where
+        they are known, without a GPU's waits for its host (`measuring_device`); the bytes of each stage and
+        microbatch. Raises ConfigError before the first step.
         """
         offloading = self._built.offloading
         ahead = 1 if offloading is None else offloading.ahead

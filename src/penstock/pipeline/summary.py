@@ -54,8 +54,10 @@ def layer_costs(
 ) -> LayerCosts:
     """Seconds of each layer in a microbatch's forward and backward, over `repeats` steps. Collective.
 
-    step: runs one that measures the device. Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
+    Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
     first stage's time is the embedding's, of the last one's the head's; with one stage all of it the head's.
+
+    step: runs one that measures the device
     """
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]

@@ -116,7 +116,7 @@ class Recorder:
         return [when + offset for when in self._times]  # type: ignore[operator]
 
     def hold_back(self, op: Op) -> None:
-        """Let the stream stand still until the host has launched the op, if that takes as long as last time."""
+        """Let the stream stand still until the host has launched the op, if it is as fast as last time."""
         self._stream.hold(min(_LONGEST_HOLD, _HOLD * self._launching.get((op.stage, op.kind), 0.0)))
 
     def _find_gaps(self, times: Sequence[float]) -> None:

@@ -175,7 +175,7 @@ class Steps:
 
 
 def _measured(run: Run, step: int) -> AbstractContextManager[None]:
-    """Let one step find out what GPUs take for ops, if they wait for their hosts. Before it layers compile."""
+    """Let a step, once layers are compiled, measure what GPUs take for ops, if they wait for their hosts."""
     if step == run.start.done + _MEASURED and run.pipe.timeline.host_share is None:
         return run.pipe.measuring_device()
     return nullcontext()

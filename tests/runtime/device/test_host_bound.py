@@ -24,7 +24,7 @@ Kernel = Callable[[str], float]  # seconds of a kernel, by the kind of op that i
 
 
 class Ran(NamedTuple):
-    """What some steps leave on a rank; `kernels` are the seconds of those within ops, by kind, in the last."""
+    """What some steps leave on a rank. kernels: seconds of those within ops of the last step, by kind"""
 
     result: StepResult
     timeline: Timeline
@@ -93,8 +93,8 @@ def spans(timeline: Timeline, rank: int, kinds: str = "FBIW") -> float:
 
 
 def test_kernels_of_half_the_launches_time_are_half_of_an_op() -> None:
-    """0.5.0: an op on a GPU counted as computing from its first kernel to its last, though the GPU waited within
-    it for its host: the busy time was up to 2.8 times what a profiler saw, and costs were as wrong."""
+    """0.5.0: an op on a GPU counted as computing from its first kernel to its last, though the GPU waited in
+    between for its host: the busy time was up to 2.8 times what a profiler saw, and costs were as wrong."""
     first, last = ran(half, "-m-")
     timeline = last.timeline
     assert timeline.busy[1] == pytest.approx(2 * last.kernels.total(), rel=0.06)

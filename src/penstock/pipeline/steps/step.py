@@ -51,8 +51,8 @@ class StepResult(NamedTuple):
         tokens: number of valid tokens, over all microbatches and all parts of the batch
         bubble: share of the ranks' time in which they did not compute, from 0 to 1
         norm: that of all gradients, before they were clipped; None for a step without an optimizer
-        host_share: share of the ranks' time in which a GPU waited within an op for its host, and the host so was
-            the limit; None where it is not known (`Pipeline.measuring_device`), and on the CPU
+        host_share: share of the ranks' time in which GPUs waited, within ops, for their hosts; None where it
+            is not known (`Pipeline.measuring_device`), and on the CPU
     """
 
     loss: float

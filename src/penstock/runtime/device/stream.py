@@ -11,9 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-
-# cycles of a GPU's clock in a second, above what any GPU has: `hold` may last longer, and never shorter
-_CYCLES = 3e9
+_CYCLES = 3e9  # in a second, more than any GPU's clock has: `hold` may last longer, and never shorter
 
 
 class Moment(Protocol):

@@ -190,8 +190,8 @@ def _section(drawing: Drawing, panel: Panel) -> str:
     first = drawing.panels[0]
     if panel is not first and first.label == "predicted" and first.timeline.makespan:
         summary += f", {panel.timeline.makespan / first.timeline.makespan:.3f} times the predicted step"
-    idle = drawing.bubble_parts(panel)
-    summary += f" · {idle}" if idle else ""
+    for said in filter(None, (drawing.host_limit(panel), drawing.bubble_parts(panel))):
+        summary += f" · {said}"
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""
     label = escape(f"{drawing.title}, {name}: {drawing.summary(panel)}. The table below has the figures.")
     return (

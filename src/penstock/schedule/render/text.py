@@ -30,7 +30,8 @@ def text(drawing: Drawing) -> str:
     blocks = [drawing.title]
     for panel in drawing.panels:
         rows = _rows(panel, column, full_text)
-        footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
+        said = filter(None, (drawing.summary(panel), drawing.host_limit(panel)))
+        footer = f"{', '.join(said)}; a column is {drawing.time(column)}"
         if panel.timeline.reductions:
             footer += f"; {REDUCTION}: {IDLE['reduce']}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))

@@ -100,8 +100,8 @@ class Timeline:
     reductions: when each rank reduced gradients over the data-parallel ranks
     copies: the activations that went to host memory and back; only of a simulation
     device: what GPUs take for ops, as far as it is known; empty on the CPU
-    host_bound[r]: how long the GPU of rank r waited within ops for its host to launch the rest of them, a part
-        of `busy`; empty where it is not known, and on the CPU
+    host_bound[r]: how long the GPU of rank r waited, within ops, for its host to launch the rest of them: a
+        part of `busy`. Empty where it is not known, and on the CPU
     """
 
     name: str
