@@ -132,7 +132,7 @@ def test_a_first_step_that_fails_is_placed_too(gpu: PaperGPU) -> None:
 
 def test_the_gaps_of_an_op_are_known_once_one_began_after_its_launch(gpu: PaperGPU) -> None:
     """A launch of 3 s and a kernel of 1 s: the GPU waits for 3 s within the op."""
-    recorder = Recorder(torch.device("cuda"), clock_offset=0.25)
+    recorder = Recorder(torch.device("cuda"), clock_offset=100.0)
     for holds_back, length, device, gaps in ((False, 4.0, {}, nan), (True, 1.0, {(0, "F"): 1.0}, 0.0),
                                              (False, 4.0, {(0, "F"): 1.0}, 3.0)):  # fmt: skip
         recorder.holds_back = holds_back
