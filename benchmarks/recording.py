@@ -10,6 +10,7 @@ other programs count less, and on two processes, where it is the clock's.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -71,7 +72,7 @@ def _only_loss(executor: Executor, *_: object) -> Tensor:
 
 
 def _only_losses(_: Schedule, vectors: Sequence[Tensor]) -> report.Reports:
-    none = 0, 0, Held(), False, 0.0, PeakMemory(), 0, report.OpSeconds(), (), ()
+    none = 0, 0, Held(), False, 0.0, PeakMemory(), 0, report.OpSeconds(), math.nan, (), (), ()
     return [report.StepReport(float(vector), *none) for vector in vectors]
 
 
@@ -88,7 +89,7 @@ def unrecorded(pipe: Pipeline) -> Iterator[None]:
             (Channels, "buffer_bytes", 0),
             (report, "pack", _only_loss),
             (report, "unpack", _only_losses),
-            (report, "bubble", lambda *_: 0.0),
+            (report, "shares", lambda *_: (0.0, None)),
         ):
             stack.enter_context(patch.object(owner, name, other))
         yield

@@ -121,9 +121,21 @@ MUTANTS = [
     # ---- hosts that run ahead of their GPU
     Mutant(
         "runtime/recorder.py",
-        "            self._anchor = self._stream.anchor()\n            return",
-        "            return",
+        "            self._anchor = self._stream.anchor()\n",
+        "",
         "runtime/test_recorder.py",
+    ),
+    Mutant(
+        "runtime/recorder.py",
+        "if start >= launched + self._offset:",
+        "if start >= launched:",
+        "runtime/test_recorder.py",
+    ),
+    Mutant(
+        "schedule/simulation/costs.py",
+        "min(median(times), device.get(of, inf))",
+        "median(times)",
+        "runtime/device/test_host_bound.py",
     ),
     Mutant(
         "models/weights/reading.py", "                reach(copied)\n", "                pass\n", OF_READING
@@ -201,8 +213,8 @@ MUTANTS = [
     Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),
     Mutant(
         EXECUTOR,
-        "self.recorder.add(op, takes, start, now())",
-        "self.recorder.add(op, takes, start, start)",
+        "        recorder.add(op, takes, start, now())",
+        "        recorder.add(op, takes, start, start)",
         "runtime/test_executor.py runtime/transport/test_emulated.py",
     ),
     Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),

@@ -10,8 +10,9 @@ attention. Time is taken in turns, a step of each, until the GPU is done.
 - memory: the peak of a step that adds to gradients, less what `AutoPipeline.account` predicts for it: its
   weights, gradients and live activations. What F and W need while they run is the rest. On a CPU the peak is
   counted by live storages, with the kernel of attention that the account knows.
-- the timeline's busy time over the profiler's: both of one step, recorded without the host's calls, which
-  would slow the host down until the GPU waits for it
+- the timeline's busy time over the profiler's: how long the GPU computed, without its waits for the host,
+  which the step before has measured (`Pipeline.measuring_device`). Both of one step, recorded without the
+  host's calls. The timeline counts the microsecond or so between two kernels that are queued together.
 - host: with layers of next to no width the GPU waits for the host. A step less a loop, over the ops. Next to
   torch.distributed.pipelining the stages multiply by a parameter, and messages of torch are left out.
 - synchronisations: calls of CUDA in which the host waits for the GPU, within a step; those of an op are what
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -55,7 +56,7 @@ from benchmarks.gpu.part import Part
 from benchmarks.gpu.profiles import profiled
 from benchmarks.rounds import in_turn
 from penstock import AutoPipeline, Pipeline
-from penstock.schedule import Timeline
+from penstock.schedule import DeviceTime, Timeline
 
 T = TypeVar("T")
 STEP: Mapping[str, float] = {"1f1b": 1.03, "zb_v": 1.05}
@@ -222,8 +223,9 @@ def _schedule(bench: Bench, sizes: Sizes, schedule: str) -> Durations:
     )
     part.add(schedule, "step", rounds[schedule].middle, "s", other=rounds[PLAIN].middle)
     _profile(bench, pipe, schedule)
+    device = pipe.timeline.device
     pipe.close()
-    return durations_of(timelines)
+    return durations_of(timelines, device)
 
 
 def _memory(bench: Bench, pipe: Pipeline, schedule: str, before: int) -> None:
@@ -252,11 +254,20 @@ def _profile(bench: Bench, pipe: Pipeline, schedule: str) -> None:
     pipe.zero_grad()
     what = "timeline's busy time / profiler's, less 1"
     if part.on_gpu:
+        with pipe.measuring_device():
+            bench.step(pipe)
         file = part.scratch / "busy.json.gz"
         seen = profiled(part.device, partial(bench.step, pipe), file, host=False)
         file.unlink()
-        difference = abs(sum(pipe.timeline.busy) / seen.busy - 1) if seen.busy else math.nan
+        timeline = pipe.timeline
+        known = seen.busy and timeline.host_bound
+        difference = abs(sum(timeline.device_busy) / seen.busy - 1) if known else math.nan
         part.add(schedule, what, difference, at_most=BUSY)
+        part.add(
+            schedule,
+            "the host is the limit, share of the step",
+            sum(timeline.rank_host_share) / timeline.ranks,
+        )
     else:
         part.not_run(schedule, what, "without a GPU there is nothing to compare", f"at most {BUSY:g}")
     trace = part.scratch / f"step-{schedule}.json.gz"
@@ -266,7 +277,8 @@ def _profile(bench: Bench, pipe: Pipeline, schedule: str) -> None:
     part.add(schedule, f"ops without a name in {trace.name}", len(ops - seen.ops), at_most=0)
 
 
-def durations_of(timelines: list[Timeline]) -> Durations:
+def durations_of(timelines: list[Timeline], device: Iterable[DeviceTime] = ()) -> Durations:
+    """The medians over all timelines; what the GPU takes, where that is known."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for timeline in timelines:
         for span in timeline.spans:
@@ -274,6 +286,8 @@ def durations_of(timelines: list[Timeline]) -> Durations:
     durations: Durations = defaultdict(dict)
     for (kind, stage), times in sorted(found.items()):
         durations[kind][stage] = median(times)
+    for stage, kind, known in device:
+        durations[kind][stage] = min(known, durations[kind][stage])
     return dict(durations)
 
 

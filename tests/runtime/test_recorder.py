@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 import pytest
@@ -18,16 +19,19 @@ LATE = 1000.0  # seconds by which the GPU's clock differs from the host's
 
 
 class PaperGPU:
-    """A stream whose kernels take seconds, and a host that queues them in none."""
+    """A stream whose kernels take seconds, and a host that queues them in none, or in some."""
 
     runs_behind = True
 
     def __init__(self) -> None:
         self.host, self._free = 0.0, 0.0
 
-    def run(self, seconds: float) -> None:
+    def run(self, seconds: float, launch: float = 0.0) -> None:
         """Queue a kernel."""
+        self.host += launch
         self._free = max(self._free, self.host) + seconds
+
+    hold = run
 
     def begin_step(self) -> None:
         """There is one stream."""
@@ -43,7 +47,7 @@ class PaperGPU:
 
 class PaperMoment:
     def __init__(self, gpu: PaperGPU, at: float) -> None:
-        self._gpu, self._at, self._by_gpu = gpu, at, at + LATE
+        self._gpu, self._at, self._by_gpu, self.queued = gpu, at, at + LATE, gpu.host
 
     def query(self) -> bool:
         return self._gpu.host >= self._at
@@ -64,9 +68,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PaperGPU:
     return made
 
 
-def op(recorder: Recorder, gpu: PaperGPU, op: Op, seconds: float) -> None:
+def op(recorder: Recorder, gpu: PaperGPU, op: Op, seconds: float, launch: float = 0.0) -> None:
+    if recorder.holds_back:
+        recorder.hold_back(op)
     start = gpu.now()
-    gpu.run(seconds)
+    gpu.run(seconds, launch)
     recorder.add(op, None, start, gpu.now())
 
 
@@ -122,6 +128,64 @@ def test_a_first_step_that_fails_is_placed_too(gpu: PaperGPU) -> None:
     gpu.host = 10.0
     ((_, times),) = recorder.ended()
     assert times[:2] == pytest.approx((3.0, 4.0))
+
+
+def test_the_gaps_of_an_op_are_known_once_one_began_after_its_launch(gpu: PaperGPU) -> None:
+    """A launch of 3 s and a kernel of 1 s: the GPU waits for 3 s within the op."""
+    recorder = Recorder(torch.device("cuda"), clock_offset=100.0)
+    for holds_back, length, device, gaps in ((False, 4.0, {}, nan), (True, 1.0, {(0, "F"): 1.0}, 0.0),
+                                             (False, 4.0, {(0, "F"): 1.0}, 3.0)):  # fmt: skip
+        recorder.holds_back = holds_back
+        recorder.begin_step([FORWARD])
+        recorder._launching.update(dict.fromkeys(recorder._launching, 0.7))  # below the longest hold
+        op(recorder, gpu, FORWARD, 1.0, 0.7 if holds_back else 3.0)
+        start, end, *_ = recorder.times()
+        assert end - start == pytest.approx(length)
+        assert recorder.device_times == pytest.approx(device)
+        assert recorder.host_bound == pytest.approx(gaps, nan_ok=True)
+
+
+def test_a_stream_stands_still_for_a_second_at_most(gpu: PaperGPU) -> None:
+    """The op may have compiled its layers the last time that it ran."""
+    recorder = Recorder(torch.device("cuda"))
+    recorder.begin_step([FORWARD])
+    op(recorder, gpu, FORWARD, 1.0, 60.0)
+    recorder.times()
+    recorder.begin_step([FORWARD])
+    recorder.hold_back(FORWARD)
+    before = gpu.host
+    gpu.now().synchronize()
+    assert gpu.host - before == pytest.approx(1.0)
+
+
+def test_what_gpus_take_is_of_one_program(gpu: PaperGPU) -> None:
+    """With other microbatches, or without a backward to come, an op takes another time."""
+    recorder = Recorder(torch.device("cuda"))
+    for program, seconds in (
+        ([FORWARD, BACKWARD], 1.0),
+        ([FORWARD], 2.0),
+        ([FORWARD, FORWARD, BACKWARD], 3.0),
+    ):
+        recorder.begin_step(program)
+        gpu.run(1.0)
+        op(recorder, gpu, FORWARD, seconds)
+        recorder.times()
+    recorder.begin_step([FORWARD, BACKWARD])
+    assert recorder.device_times == {(0, "F"): 1.0}
+
+
+def test_ops_side_by_side_say_nothing_of_a_gpu(gpu: PaperGPU) -> None:
+    """Their kernels come between each other's."""
+    recorder = Recorder(torch.device("cuda"))
+    recorder.begin_step([FORWARD, BACKWARD])
+    gpu.run(1.0)
+    backward, forward = gpu.now(), gpu.now()
+    gpu.run(4.0)
+    recorder.add(FORWARD, None, forward, gpu.now())
+    gpu.run(1.0)
+    recorder.add(BACKWARD, None, backward, gpu.now())
+    recorder.times()
+    assert (recorder.device_times, recorder.host_bound) == ({}, 0.0)
 
 
 def test_a_layer_is_timed_by_its_own_stream(gpu: PaperGPU, monkeypatch: pytest.MonkeyPatch) -> None:

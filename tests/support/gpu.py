@@ -16,7 +16,8 @@ gloo does not show what NCCL does. Here
 One thread at a time runs: a rank's host, until it communicates or waits, or the GPUs. A seed chooses which,
 and which entry of which queue is next. So a run can be repeated, and one that cannot go on is known at once.
 Time goes by where all that is left to do is to look again whether something has happened: no test depends on
-how busy the machine is.
+how busy the machine is. With `costs`, clocks are of numbers alone: a launch takes its host's time, a kernel
+its GPU's, and a GPU runs behind its host, or waits for it.
 """
 
 from __future__ import annotations
@@ -77,10 +78,12 @@ class Cluster:
         connections: hardware queues of each GPU
         patient: whether a host that looks again and again does so until its own time is over; else it raises
             HangError as soon as nothing else can go on
+        costs: seconds of the next launch on a rank, and of its kernel; None for the clock of this machine
     """
 
-    def __init__(self, ranks: int, seed: int = 0, connections: int = 32, patient: bool = False) -> None:
-        self.connections, self._patient = connections, patient
+    def __init__(self, ranks: int, seed: int = 0, connections: int = 32, patient: bool = False,
+                 costs: Callable[[int], tuple[float, float]] | None = None) -> None:  # fmt: skip
+        self.connections, self._patient, self.costs = connections, patient, costs
         self.store = HashStore()
         self.gpus = [GPU(self, rank) for rank in range(ranks)]
         self.hung = ""  # where everyone was
@@ -184,7 +187,8 @@ class Entry:
         self.gpu, self.stream, self.name, self._run, self._needs = gpu, stream, name, run, needs
         self.begun = self.done = False
         self.error = ""
-        self.at = 0.0
+        self.seconds = 0.0
+        self.at = self.queued = gpu.now  # when it ended, and when its host queued it
         self.moves: list[Move] = []
 
     @property
@@ -196,6 +200,7 @@ class Entry:
     def go_on(self) -> None:
         if not self.begun:
             self.begun = True
+            self.at = max([self.at, *(need.at for need in self._needs)])
             self.gpu.begin(self)
             if self._run is not None:
                 self._run()
@@ -209,7 +214,8 @@ class Entry:
 
     def end(self, error: str = "") -> None:
         if not self.done:
-            self.done, self.error, self.at = True, error, time.perf_counter()
+            self.done, self.error = True, error
+            self.at = self.at + self.seconds if self.gpu.cluster.costs else time.perf_counter()
             self._run, self._needs, self.moves = None, (), []
             self.gpu.running.discard(self)
 
@@ -238,7 +244,9 @@ class Move:
     def go_on(self) -> None:
         self._run([memory for _, (_, memory) in sorted(self._entries.items())])
         self.done = True
+        at = max(entry.at for entry, _ in self._entries.values())
         for entry, _ in self._entries.values():
+            entry.at = at
             entry.end_if_over()
 
 
@@ -249,6 +257,8 @@ class GPU:
         self.cluster, self.rank = cluster, rank
         self.memory = Memory(self)
         self.running: set[Entry] = set()
+        self.kernels = self.held = 0.0  # seconds so far, of kernels and of standing still
+        self._host = 0.0  # the host's clock, where launches have costs
         self.turn = threading.Semaphore(0)
         self.until: Callable[[], bool] = lambda: True
         self.polls = self.ended = self.knows = False
@@ -261,12 +271,28 @@ class GPU:
 
     def queue(self, stream: object, name: str, run: Callable[[], None] | None = None,
               needs: Iterable[Entry] = ()) -> Entry:  # fmt: skip
-        last = self._last.get(stream)
-        before = [need for need in (last, *needs) if need is not None and not need.done]
+        last, seconds = self._last.get(stream), 0.0
+        before = [need for need in (last, *needs) if need is not None]
+        if stream == _COMPUTE and run is not None and name != "free" and self.cluster.costs is not None:
+            launch, seconds = self.cluster.costs(self.rank)
+            self._host += launch
+            self.kernels += seconds
         entry = self._last[stream] = Entry(self, stream, name, run, before)
+        entry.seconds = seconds
         number = self._streams.setdefault(stream, len(self._streams))
         self._queues[number % len(self._queues)].append(entry)
         return entry
+
+    @property
+    def now(self) -> float:
+        """Its host's clock."""
+        return time.perf_counter() if self.cluster.costs is None else self._host
+
+    def wait(self, entry: Entry) -> None:
+        """Hold up the host until the entry is done."""
+        if not entry.done:
+            self.cluster.pause(self, lambda: entry.done)
+        self._host = max(self._host, entry.at)
 
     def ready(self) -> list[Entry]:
         heads = [queue[0] for queue in self._queues if queue]
@@ -303,11 +329,14 @@ class GPU:
         """In place of time.sleep: let others go on, threads that are no ranks too."""
         self.cluster.pause(self, polls=True)
         time.sleep(1e-4)
+        last = self.last()
+        if last is not None and last.done:  # who looks again and again sees the end of what is done
+            self._host = max(self._host, last.at)
 
     def synchronize(self) -> None:
         last = self.last()
-        if last is not None and not last.done:
-            self.cluster.pause(self, lambda: last.done)
+        if last is not None:
+            self.wait(last)
 
     def __enter__(self) -> None:
         _HERE.gpu = self
@@ -469,12 +498,13 @@ class Mark:
 
     def __init__(self, gpu: GPU) -> None:
         self._gpu, self._entry = gpu, gpu.queue(_COMPUTE, "mark")
+        self.queued = self._entry.queued
 
     def query(self) -> bool:
-        return self._entry.done
+        return self._entry.done and self._entry.at <= self._gpu.now
 
     def synchronize(self) -> None:
-        self._gpu.cluster.pause(self._gpu, lambda: self._entry.done)
+        self._gpu.wait(self._entry)
 
     def elapsed_time(self, end: Mark) -> float:
         return (end._entry.at - self._entry.at) * 1e3
@@ -491,6 +521,10 @@ class ComputeStream:
 
     def now(self) -> Mark:
         return Mark(self._gpu)
+
+    def hold(self, seconds: float) -> None:
+        self._gpu.queue(_COMPUTE, "hold").seconds = seconds
+        self._gpu.held += seconds
 
     def anchor(self) -> tuple[float, Mark]:
         mark = self.now()

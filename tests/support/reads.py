@@ -110,10 +110,14 @@ class _Stream:
     def anchor(self) -> tuple[float, _Moment]:
         return time.perf_counter(), self.now()
 
+    def hold(self, seconds: float) -> None:
+        raise AssertionError("nobody measures it")
+
 
 class _Moment:
     def __init__(self, reads: Reads) -> None:
-        self._reads, self._before, self._at = reads, len(reads.found), time.perf_counter()
+        self._reads, self._before = reads, len(reads.found)
+        self._at = self.queued = time.perf_counter()
 
     def query(self) -> bool:
         return len(self._reads.found) > self._before

@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock import Pipeline
 from penstock.errors import DataError, RunError
 from penstock.pipeline.split_model import SplitModel
+from penstock.runtime.device import stream
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
@@ -253,3 +254,46 @@ def test_a_seed_is_the_same_as_torch_manual_seed(tmp_path: Path) -> None:
         found = torch.rand(4)
         torch.manual_seed(int(np.random.SeedSequence((3, 5)).generate_state(1)[0]))
         assert torch.equal(torch.rand(4), found)
+
+
+class BehindStream:
+    """A GPU that computes at once what its host queues, and so waits for its host all the time."""
+
+    runs_behind = True
+
+    def __init__(self, steps: list[int]) -> None:
+        self._steps, self._until, self.now = steps, 0.0, self.mark
+
+    def mark(self) -> Any:
+        queued = time.perf_counter()
+        at = max(queued, self._until)
+        return SimpleNamespace(
+            queued=queued, at=at, query=lambda: True, elapsed_time=lambda end: (end.at - at) * 1e3
+        )
+
+    def begin_step(self) -> None:
+        self._steps.append(0)
+        self._until = 0.0  # it has caught up
+
+    def anchor(self) -> tuple[float, Any]:
+        mark = self.mark()
+        return mark.at, mark
+
+    def hold(self, seconds: float) -> None:
+        self._until = max(self._until, time.perf_counter()) + 60.0
+        self._steps[-1] += 1
+
+
+def test_the_third_step_of_a_start_finds_out_how_far_the_host_is_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held: list[int] = []
+    monkeypatch.setattr(stream, "stream_of", lambda device: BehindStream(held))
+    run(preflight(config(tmp_path, steps=5, evaluate_every=9)))
+    rows = steps(tmp_path)
+    assert ["host_share" in row for row in rows] == [False, False, True, True, True]
+    assert rows[4]["host_share"] == pytest.approx(1 - rows[4]["bubble"])
+    assert sum(map(bool, held)) == 2, "both ranks, in one step"
+    said = capsys.readouterr().out
+    assert f"the host is the limit: {rows[4]['host_share']:.1%}" in said
+    assert f"bubble {rows[4]['bubble']:.1%} host {rows[4]['host_share']:.1%}" in said.replace("  ", " ")

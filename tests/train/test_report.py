@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule import Costs, build, simulate
+from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
 from penstock.train.records.metrics import Row
 from penstock.train.report.charts import Chart, Line, draw
@@ -70,6 +71,12 @@ def test_a_timeline_is_the_same_after_a_file() -> None:
         read = Timeline.from_data(json.loads(json.dumps(made.to_data())))
         assert (read.spans, read.peak_live, read.overlaps) == (made.spans, made.peak_live, made.overlaps)
         assert (read.waits, read.critical_path, read.bubble) == (made.waits, made.critical_path, made.bubble)
+        on_gpu = replace(made, device=(DeviceTime(0, "F", 0.5),), host_bound=(0.25, 0.125))
+        data = json.loads(json.dumps(on_gpu.to_data()))
+        again = Timeline.from_data(data)
+        assert (again.device, again.host_bound) == (on_gpu.device, on_gpu.host_bound)
+        del data["device"], data["host_bound"]  # 0.5.0 did not write them
+        assert Timeline.from_data(data) == read
 
 
 def test_the_page_has_curves_timeline_memory_time_config_and_how_it_ended(tmp_path: Path) -> None:

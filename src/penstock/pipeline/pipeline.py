@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -394,12 +395,33 @@ class Pipeline(SplitModel):
             return (0,) * self.schedule.ranks
         return tuple(each.peak_deferred for each in self._last[1])
 
+    @contextmanager
+    def measuring_device(self) -> Iterator[None]:
+        """Inside, a step learns what the GPUs take for its ops, however slow their hosts are.
+
+        The time of an op has gaps where a GPU waits for its host to launch the rest of it. So the GPU's
+        stream stands still before each op, for longer than the host took to launch such an op in the last
+        step: run one first. The step takes up to three times as long, and computes the same. From then on
+        the timeline, the summary and `StepResult.host_share` say how far the host is the limit, and `costs`
+        takes the time of the GPU. Where GPUs run behind their hosts anyway, all of this is known without it.
+        On the CPU nothing changes.
+        """
+        recorders = self._steps.schedules.recorders.values()
+        for recorder in recorders:
+            recorder.holds_back = True
+        try:
+            yield
+        finally:
+            for recorder in recorders:
+                recorder.holds_back = False
+
     @collective
     def costs(self) -> Costs:
         """The measured costs of the last step, in seconds and bytes, to simulate other schedules. Collective.
 
-        The median time of each stage's ops, without the exchanges within an op (`Costs.measured`); the
-        bytes of each stage and microbatch. Raises ConfigError before the first step.
+        The median time of each stage's ops, without the exchanges within an op (`Costs.measured`) and, where
+        they are known, without a GPU's waits for its host (`measuring_device`); the bytes of each stage and
+        microbatch. Raises ConfigError before the first step.
         """
         offloading = self._built.offloading
         ahead = 1 if offloading is None else offloading.ahead
@@ -423,16 +445,22 @@ class Pipeline(SplitModel):
             return self.timeline
 
         with without_gradients(self.parameters()):
-            return layer_costs(step, repeats, self._layers, self._info, self._world.device, self.processes)
+            step()  # compiles, and warms up
+            with self.measuring_device():
+                return layer_costs(
+                    step, repeats, self._layers, self._info, self._world.device, self.processes
+                )
 
     def summary(self) -> str:
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         memory = None if self._last is None else self.memory
         timeline = None if self._last is None else self.timeline
         medium = self._world.transport.messages.medium
+        on_gpu = any(recorder.runs_behind for recorder in self._steps.schedules.recorders.values())
         return summary(
-            self._training.schedule, self._info, self._weights, memory, timeline, medium, self._built.balances
-        )
+            self._training.schedule, self._info, self._weights, memory, timeline, medium,
+            self._built.balances, on_gpu,
+        )  # fmt: skip
 
     __str__ = summary
 

@@ -56,8 +56,9 @@ def layer_costs(
 
     Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
     first stage's time is the embedding's, of the last one's the head's; with one stage all of it the head's.
+
+    step: runs one that measures the device
     """
-    step()  # compiles, and warms up
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
     local = [(*place, median([stream.seconds(*call) for call in calls])) for place, calls in times.items()]
@@ -72,7 +73,7 @@ def layer_costs(
         both = one + _median(costs, stage, "input_grad") + _median(costs, stage, "weight_grad")
         scale = both / max(one, sum(forward[stage].values()))
         found |= {number: seconds * scale for number, seconds in forward[stage].items()}
-        rests.append(both - scale * sum(forward[stage].values()))
+        rests.append(max(0.0, both - scale * sum(forward[stage].values())))  # rounding
     ordered = [found[number] for number in sorted(found)]
     return LayerCosts(ordered, embedding=rests[0] if depth > 1 else 0.0, head=rests[-1])
 
@@ -123,6 +124,7 @@ def summary(
     timeline: Timeline | None = None,
     medium: str = "",
     balances: bool = False,
+    on_gpu: bool = False,
 ) -> str:
     """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
 
@@ -132,6 +134,7 @@ def summary(
         first stage: weights, gradients and, after a step, the most that the step held.
     medium: what carries messages between processes; empty where there is one process
     balances: whether routers have an auxiliary loss
+    on_gpu: whether there is a host that may be the limit
     """
     times = _times(timeline, len(info))
     rows = [_HEAD]
@@ -146,6 +149,8 @@ def summary(
     rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
     shared = sum(facts.parameters for facts in info) > weights
     legend = _legend(timeline is not None, shared, medium)
+    if on_gpu and timeline is not None and timeline.host_share is None:
+        legend.append("host: a step inside pipe.measuring_device() finds out how far it is the limit")
     if balances:
         legend.append(
             "loss: the routers' auxiliary loss is each microbatch's own, so it changes with their number"
@@ -158,7 +163,9 @@ def _title(schedule: Schedule, timeline: Timeline | None) -> str:
     title = f"{schedule.name}, {stages}, {schedule.microbatches} microbatches"
     if timeline is None:
         return title
-    return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}"
+    host = timeline.host_share
+    limit = "" if host is None else f", the host is the limit: {host:.1%}"
+    return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}{limit}"
 
 
 def _legend(measured: bool, shared: bool, medium: str) -> list[str]:

@@ -138,10 +138,13 @@ class Executor:
         op, takes = compute.op, compute.takes
         self.current = op
         received = None if takes is None else self.inbox.pop(takes)
-        now = self.recorder.now
+        recorder = self.recorder
+        if recorder.holds_back:
+            recorder.hold_back(op)
+        now = recorder.now
         start = now()
         result = self._by_kind[op.kind](compute, received, step)
-        self.recorder.add(op, takes, start, now())
+        recorder.add(op, takes, start, now())
         self.current = None
         if compute.gives:
             assert result is not None

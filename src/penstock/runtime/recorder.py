@@ -5,18 +5,27 @@ The timeline, the bubble, the account in an error and the post-mortem all come f
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from math import nan
+from statistics import median
+from typing import NamedTuple, cast
 
 import torch
 
 from penstock.errors import Account
 from penstock.runtime.device import stream
 from penstock.runtime.device.stream import Time
-from penstock.schedule import Op, Reduction, Schedule, Span, Timeline, Wait
+from penstock.schedule import DeviceTime, Op, Reduction, Schedule, Span, Timeline, Wait
+from penstock.schedule.ops import Kind
 
 _SHOWN = 3  # ops named as the last ones done
+_HOLD = 1.25  # times what the host took to launch an op: it is not always as fast
+_LONGEST_HOLD = 1.0  # seconds: last time the op may have compiled its layers
+_ROUNDING = 1e-5  # seconds: CUDA gives times in float32
+_StageKind = tuple[int, Kind]
+_Seconds = dict[_StageKind, float]
 
 
 class OpTimes(NamedTuple):
@@ -36,8 +45,18 @@ class Recorder:
     far behind its host: so the two are related at the end of each step, by a point that the stream comes to
     while the host looks on.
 
+    An op's time on a GPU has gaps where the GPU waits for its host to launch the rest of the op. It has none
+    where the GPU began the op after its host had launched all of it: such an op shows what the GPU takes for
+    one of its stage and kind, and so what the gaps of the others are.
+
     Args:
         clock_offset: seconds to add to this process's clock to get rank 0's.
+
+    Attributes:
+        holds_back: whether the stream stands still before each op until the host has launched it
+        device_times: seconds that the GPU takes for an op, by stage and kind, as far as they are known
+        host_bound: seconds that the GPU waited for its host within the ops of the last step; NaN where ops
+            have gaps of unknown length, and on the CPU
     """
 
     def __init__(self, device: torch.device, clock_offset: float = 0.0) -> None:
@@ -50,10 +69,17 @@ class Recorder:
         self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
         # the host's time at a point of the stream; this one is for a first step that fails
         self._anchor = self._stream.anchor()
-        self.now = self._stream.now
+        self.now, self.runs_behind = self._stream.now, self._stream.runs_behind
+        self.holds_back = False
+        self._by_program: defaultdict[tuple[int, str], tuple[_Seconds, _Seconds]]
+        self._by_program = defaultdict(lambda: ({}, {}))
+        self.host_bound = nan
 
     def begin_step(self, program: Sequence[Op] = ()) -> None:
         self.program = program
+        # with other microbatches, and in forwards without a backward, an op takes another time
+        place = len(program), program[-1].kind if program else ""
+        self.device_times, self._launching = self._by_program[place]
         self._stream.begin_step()
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
 
@@ -83,9 +109,36 @@ class Recorder:
             for end in ends:  # with nothing left to do, the stream comes to the anchor at once
                 stream.reach(end)
             self._anchor = self._stream.anchor()
-            return list(map(self._seconds, self._times))
+            times = list(map(self._seconds, self._times))
+            self._find_gaps(times)
+            return times
         offset = self._offset
         return [when + offset for when in self._times]  # type: ignore[operator]
+
+    def hold_back(self, op: Op) -> None:
+        """Let the stream stand still until the host has launched the op, if it is as fast as last time."""
+        self._stream.hold(min(_LONGEST_HOLD, _HOLD * self._launching.get((op.stage, op.kind), 0.0)))
+
+    def _find_gaps(self, times: Sequence[float]) -> None:
+        """Learn what the GPU takes for an op, and from it `host_bound`. Ops side by side are left out."""
+        starts, ends, marks = times[::4], times[1::4], cast(list[stream.Moment], self._times)
+        later = enumerate(zip(starts[1:], ends, strict=False))
+        beside = {at + one for at, (start, end) in later if start < end - _ROUNDING for one in (0, 1)}
+        whole: defaultdict[_StageKind, list[float]] = defaultdict(list)
+        gapped: list[tuple[_StageKind, float]] = []
+        for at, (op, start, end) in enumerate(zip(self._done, starts, ends, strict=True)):
+            place, launched = (op.stage, op.kind), marks[4 * at + 1].queued
+            self._launching[place] = launched - marks[4 * at].queued
+            if at in beside:
+                continue
+            if start >= launched + self._offset:
+                whole[place].append(end - start)
+            else:
+                gapped.append((place, end - start))
+        known = self.device_times
+        known.update((place, median(lengths)) for place, lengths in whole.items())
+        gaps = [max(0.0, length - known[place]) if place in known else nan for place, length in gapped]
+        self.host_bound = sum(gaps)
 
     def reductions(self) -> dict[int, tuple[float, float]]:
         """Start and end of each reduction, by stage; call `times` first."""
@@ -110,11 +163,14 @@ def timeline(
     peak_live: Sequence[int],
     reductions: Sequence[Reduction] = (),
     zero: float | None = None,
+    device: Sequence[DeviceTime] = (),
+    host_bound: Sequence[float] = (),
 ) -> Timeline:
     """The timeline of one step, complete or cut short.
 
     Args:
         ran: by rank, the ops that have ended.
+        device, host_bound: as Timeline has them.
         zero: seconds of the shared clock that become time 0; None takes the first start.
     """
     if zero is None:
@@ -135,6 +191,8 @@ def timeline(
         overlaps=schedule.overlaps,
         waits=tuple(waits),
         reductions=tuple(each._replace(start=each.start - zero, end=each.end - zero) for each in reductions),
+        device=tuple(device),
+        host_bound=tuple(host_bound),
     )
 
 

@@ -3,8 +3,9 @@
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
     buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
     | peak memory of the process: allocated, reserved, resident | what it asks of all
-    | seconds of the ops by kind: F, B, I, W
+    | seconds of the ops by kind: F, B, I, W | how long of it a GPU waited for its host, or NaN
     | of each stage of the rank: start and end of its gradient reduction, or zeros
+    | of each stage of the rank: seconds of a GPU for an op of each kind, or zeros
     | of each op, in program order: its OpTimes | zeros up to one length
 
 With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf, isfinite
 from typing import NamedTuple
 
 import torch
@@ -22,11 +24,13 @@ from torch import Tensor
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import Executor
 from penstock.runtime.recorder import OpTimes, timeline
-from penstock.schedule import Op, Reduction, Schedule, Timeline
+from penstock.schedule import DeviceTime, Op, Reduction, Schedule, Timeline
 from penstock.schedule.ops import Kind
 from penstock.schedule.simulation.timeline import covered
 
 _TIMES = len(OpTimes._fields)
+_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
+_REDUCTION = 2  # start and end
 
 
 class OpSeconds(NamedTuple):
@@ -40,7 +44,7 @@ class OpSeconds(NamedTuple):
     @classmethod
     def of(cls, program: Sequence[Op], times: Sequence[float]) -> OpSeconds:
         """times: the OpTimes of the program's ops, flat"""
-        totals: dict[Kind, float] = {"F": 0.0, "B": 0.0, "I": 0.0, "W": 0.0}
+        totals = dict.fromkeys(_KINDS, 0.0)
         for op, start, end in zip(program, times[::_TIMES], times[1::_TIMES], strict=True):
             totals[op.kind] += end - start
         return cls(*totals.values())
@@ -54,8 +58,9 @@ class StepReport(NamedTuple):
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     squares: squared norm of the gradients of its stages, or 0
     memory: of its process; asks: a number that all ranks learn, such as that of a signal
-    seconds: that it computed
+    seconds: that it computed; host_bound: what of them a GPU waited for its host, or NaN (Recorder)
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
+    device: seconds of a GPU for an op of each kind, for each of its stages, flat; 0 where they are not known
     """
 
     loss: float
@@ -67,13 +72,15 @@ class StepReport(NamedTuple):
     memory: PeakMemory
     asks: int
     seconds: OpSeconds
+    host_bound: float
     reductions: Sequence[float]
+    device: Sequence[float]
     times: Sequence[float]
 
 
 Reports = Sequence[StepReport]  # by rank
-# how many numbers are in front of the reductions: those of three tuples, and six that stand alone
-_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 6
+# how many numbers are in front of the reductions: those of three tuples, and seven that stand alone
+_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 7
 
 
 def read(executors: Sequence[Executor], squares: Tensor | None = None) -> tuple[list[float], float]:
@@ -95,23 +102,27 @@ def pack(
 ) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks. loss: from `read`"""
     ops, schedule = executor.ops, executor.plan.schedule
-    times, found = executor.recorder.times(), executor.recorder.reductions()
-    stages = schedule.placement.stages_of(executor.plan.rank)
+    recorder = executor.recorder
+    times, found = recorder.times(), recorder.reductions()
+    stages, known = schedule.placement.stages_of(executor.plan.rank), recorder.device_times
     reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
+    device = [known.get((stage, kind), 0.0) for stage in stages for kind in _KINDS]
     peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
     seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)
-    head = [loss, *peaks, float(changed), squares, *memory, float(asks), *seconds]
+    head = [loss, *peaks, float(changed), squares, *memory, float(asks), *seconds, recorder.host_bound]
+    body = [*reductions, *device, *times]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
-    padding = [0.0] * (longest - len(reductions) - len(times))
-    return torch.tensor([*head, *reductions, *times, *padding], dtype=torch.float64)
+    padding = [0.0] * (longest - len(body))
+    return torch.tensor([*head, *body, *padding], dtype=torch.float64)
 
 
 def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     """The reports of all ranks from their vectors, in order. Reads the numbers in the order of `pack`."""
     reports = []
     for rank, vector in enumerate(vectors):
-        numbers, (stages, ops) = vector.tolist(), _lengths(schedule, rank)
-        head, at = iter(numbers), _HEAD + stages
+        numbers, lengths = vector.tolist(), _lengths(schedule, rank)
+        head, body = iter(numbers), iter(numbers[_HEAD:])
+        reductions, device, times = (list(islice(body, length)) for length in lengths)
         reports.append(
             StepReport(
                 loss=next(head),
@@ -123,20 +134,23 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
                 memory=PeakMemory(*map(int, islice(head, len(PeakMemory._fields)))),
                 asks=int(next(head)),
                 seconds=OpSeconds(*islice(head, len(OpSeconds._fields))),
-                reductions=numbers[_HEAD:at],
-                times=numbers[at : at + ops],
+                host_bound=next(head),
+                reductions=reductions,
+                device=device,
+                times=times,
             )
         )
     return reports
 
 
-def _lengths(schedule: Schedule, rank: int) -> tuple[int, int]:
-    """How many numbers describe the reductions and the ops of a rank."""
-    return 2 * len(schedule.placement.stages_of(rank)), _TIMES * len(schedule.programs[rank])
+def _lengths(schedule: Schedule, rank: int) -> tuple[int, int, int]:
+    """How many numbers describe the reductions of a rank, what a GPU takes, and the ops."""
+    stages = len(schedule.placement.stages_of(rank))
+    return _REDUCTION * stages, len(_KINDS) * stages, _TIMES * len(schedule.programs[rank])
 
 
-def bubble(schedule: Schedule, reports: Reports) -> float:
-    """The same as `Timeline.bubble`, without a span for every op."""
+def shares(schedule: Schedule, reports: Reports) -> tuple[float, float | None]:
+    """The same as `Timeline.bubble` and `Timeline.host_share`, without a span for every op."""
     ran = [each.times for each in reports if each.times]  # a rank of an unused copy of the model has no ops
     ends = [times[-_TIMES + 1] for times in ran] + [of.end for of in _reductions(schedule, reports)]
     makespan = max(ends) - min(times[0] for times in ran)
@@ -144,7 +158,15 @@ def bubble(schedule: Schedule, reports: Reports) -> float:
         busy = sum(covered(zip(times[::_TIMES], times[1::_TIMES], strict=True)) for times in ran)
     else:
         busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
-    return 1 - busy / (makespan * schedule.ranks) if makespan else 0.0
+    all_time = makespan * schedule.ranks or inf
+    gaps = _host_bound(reports)
+    return 1 - busy / all_time if makespan else 0.0, sum(gaps) / all_time if gaps else None
+
+
+def _host_bound(reports: Reports) -> tuple[float, ...]:
+    """As Timeline has it: empty where a rank does not know its own."""
+    gaps = tuple(each.host_bound for each in reports)
+    return gaps if all(map(isfinite, gaps)) else ()
 
 
 def ends(reports: Reports) -> list[float]:
@@ -159,7 +181,19 @@ def measured(schedule: Schedule, reports: Reports) -> Timeline:
         times = zip(*[iter(each.times)] * _TIMES, strict=True)
         ran.append([(op, OpTimes(*four)) for op, four in zip(program, times, strict=True)])
     peaks = [each.peak_live for each in reports]
-    return timeline(schedule, ran, peaks, [*_reductions(schedule, reports)])
+    return timeline(
+        schedule, ran, peaks, [*_reductions(schedule, reports)],
+        device=[*_device_times(schedule, reports)], host_bound=_host_bound(reports),
+    )  # fmt: skip
+
+
+def _device_times(schedule: Schedule, reports: Reports) -> Iterator[DeviceTime]:
+    for rank, each in enumerate(reports):
+        stages = schedule.placement.stages_of(rank)
+        places = [(stage, kind) for stage in stages for kind in _KINDS]
+        for (stage, kind), seconds in zip(places, each.device, strict=True):
+            if seconds:
+                yield DeviceTime(stage, kind, seconds)
 
 
 def _reductions(schedule: Schedule, reports: Reports) -> Iterator[Reduction]:

@@ -8,11 +8,12 @@ from penstock.schedule.search import Found, search
 from penstock.schedule.simulation.compare import Entry, compare
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.simulate import simulate
-from penstock.schedule.simulation.timeline import Idle, Reduction, Span, Timeline, Wait
+from penstock.schedule.simulation.timeline import DeviceTime, Idle, Reduction, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, verify
 
 __all__ = [
     "Costs",
+    "DeviceTime",
     "Entry",
     "Found",
     "Idle",

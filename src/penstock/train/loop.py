@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,7 @@ from penstock.train.records.throughput import Throughput
 from penstock.train.sizes import Size, calls_of
 from penstock.train.spikes import Seen, Spikes
 
+_MEASURED = 3  # the step of each start in which GPUs are measured
 IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
 _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use train.precision=float32"
 
@@ -115,7 +116,7 @@ def _train(run: Run) -> Outcome:
     profiler = StepProfiler(section, run.config.output.path, run.pipe.device, run.display.say)
     with Log(run.display, run.metrics) as log, closing(steps), profiler:
         for step in steps:
-            with profiler.step(step):
+            with profiler.step(step), _measured(run, step):
                 batch = _step(run, step, steps, skips, spikes, log)
             fill += batch.fill
             if spikes.rewinding:
@@ -171,6 +172,13 @@ class Steps:
         """End the thread."""
         if self._batches is not None:
             self._batches.close()
+
+
+def _measured(run: Run, step: int) -> AbstractContextManager[None]:
+    """Let a step, once layers are compiled, measure what GPUs take for ops, if they wait for their hosts."""
+    if step == run.start.done + _MEASURED and run.pipe.timeline.host_share is None:
+        return run.pipe.measuring_device()
+    return nullcontext()
 
 
 def _ended(run: Run, step: int, best: Best) -> str:
@@ -270,6 +278,7 @@ def _gradients(
         before + results[-1].loss,
         sum(result.tokens for result in results),
         sum(result.bubble for result in results) / len(results),
+        host_share=results[-1].host_share,
     )
     return result, norm, results[-1].loss > largest - before  # the very comparison of pipe.step
 
@@ -305,6 +314,7 @@ def _measurements(
         "tokens_per_second": result.tokens / seconds,  # tokens that the loss counts, so without padding
         "padding": fill.padding,
         "bubble": result.bubble,
+        **({} if result.host_share is None else {"host_share": result.host_share}),
         "seconds": seconds,
         "seconds_by_part": stopwatch.parts,
         **run.throughput.row(fill, seconds, run.pipe.peak_memory, run.pipe.device),

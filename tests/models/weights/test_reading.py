@@ -60,6 +60,8 @@ class LateCopies:
 
 
 class LateMoment:
+    queued = 0.0
+
     def __init__(self, copies: LateCopies, end: int) -> None:
         self._copies, self._end = copies, end
 

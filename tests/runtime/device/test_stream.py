@@ -76,3 +76,27 @@ def test_points_of_a_step_are_of_the_stream_that_was_the_current_one_as_it_began
         gpu.now()
     assert asked == ["first", "second"]
     assert recorded == ["first", "first", "second", "second"]
+
+
+def test_a_stream_stands_still_by_a_kernel_on_the_stream_that_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It counts cycles: too few for no GPU's clock, of which the fastest reach 2.9 GHz."""
+    on: list[Any] = []
+    slept: list[tuple[Any, int]] = []
+
+    @contextmanager
+    def stream_of_it(which: Any) -> Iterator[None]:
+        on.append(which)
+        yield
+        on.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", stream_of_it)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append((on[-1], cycles)))
+    gpu = stream.stream_of(torch.device("cuda:1"))
+    gpu.begin_step()
+    gpu.hold(0.5)
+    ((where, cycles),) = slept
+    assert where == "stream of cuda:1"
+    assert 0.5 * 2.9e9 < cycles < 0.5 * 4e9

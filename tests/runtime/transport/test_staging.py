@@ -21,6 +21,8 @@ SPEC = TensorSpec((4,), torch.float32)
 class Point:
     """A point in a stream that the device has yet to come to."""
 
+    queued = 0.0
+
     def __init__(self) -> None:
         self.reached = Event()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -210,3 +211,15 @@ def test_waits_stand_with_the_op_that_they_were_for(tmp_path: Path) -> None:
     assert "· peer 25.0%, wire 3.6%, outside 28.6%" in text
     assert 'class="peer"></i>waiting for another rank to compute' in legend_of(text)
     assert 'class="wire"></i>waiting for what is on its way' in legend_of(text)
+
+
+def test_the_table_divides_the_time_in_ops_where_the_host_is_known(tmp_path: Path) -> None:
+    timeline = simulate(build("1f1b", ranks=2, microbatches=3), Costs())
+    measured = replace(timeline, host_bound=(6.0, 1.2))
+    page = page_of(measured, tmp_path, predicted=timeline)
+    assert "the host is the limit: 30.0%" in page
+    assert re.findall(r">(device busy|host-bound|busy)</th>", page) == ["busy", "device busy", "host-bound"]
+    total = page[page.index("<tfoot>") :]
+    assert re.findall(r"<td>([^<]*)</td>", total)[:5] == ["18 s", "18 s", "&ndash;", "10.8 s", "&ndash;"]
+    assert "30.0%" in total
+    assert "host-bound" not in page_of(timeline, tmp_path)

@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -177,3 +178,12 @@ def test_the_legend_lists_only_waits_that_there_are(tmp_path: Path) -> None:
     measured = jittered(simulate(build("1f1b", ranks=2, microbatches=4), SECONDS), seed=1)
     assert not re.search("waiting|peer", " ".join(words(svg_of(measured, tmp_path))))
     assert "on its way" not in " ".join(words(svg_of(SPLIT, tmp_path)))
+
+
+def test_the_host_stands_in_a_line_of_its_own(tmp_path: Path) -> None:
+    """The heading has no room for it: with the parts of the bubble it would run into the column behind it."""
+    timeline = simulate(build("1f1b", ranks=2, microbatches=3), Costs())
+    svg = svg_of(replace(timeline, host_bound=(6.0, 1.2)), tmp_path)
+    heights = {text.text: float(text.attrib["y"]) for text in elements(svg, "text")}
+    assert heights["bubble"] < heights["the host is the limit: 30.0%"] < heights["rank 0"] - 10
+    assert "host" not in svg_of(timeline, tmp_path)

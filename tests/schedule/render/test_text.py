@@ -163,3 +163,11 @@ def test_the_runtimes_own_time_has_a_row() -> None:
     assert ["wire", "0.0%", "21.4%"] in rows
     assert ["runtime", "0.0%", "14.3%"] in rows
     assert ["outside", "85.7%", "28.6%"] in rows
+
+
+def test_the_host_has_a_row_and_a_word_where_it_is_known() -> None:
+    timeline = simulate(build("1f1b", ranks=2, microbatches=3), Costs())
+    text = render(replace(timeline, host_bound=(6.0, 1.2)))
+    assert "between first and last op, the host is the limit: 30.0%; a column is 1\n" in text
+    assert ["host", "50.0%", "10.0%"] in [line.split() for line in text.splitlines()]
+    assert "host" not in render(timeline)

@@ -28,6 +28,16 @@ def test_what_runs_side_by_side_counts_once_whichever_began_first() -> None:
         assert timeline.side_by_side == {forward.op, backward.op}
 
 
+def test_busy_time_is_divided_between_the_device_and_its_waits_for_the_host() -> None:
+    timeline = Timeline("mine", 2, SPANS, (1, 1), host_bound=(1.0, 2.0))
+    assert timeline.device_busy == (3.0, 1.0)
+    assert timeline.rank_host_share == (0.125, 0.25)
+    assert timeline.host_share == 3 / 16
+    assert sum(timeline.device_busy) / 16 + 3 / 16 + timeline.bubble == pytest.approx(1)
+    unknown = Timeline("mine", 2, SPANS, (1, 1))
+    assert (unknown.device_busy, unknown.rank_host_share, unknown.host_share) == ((4.0, 3.0), (), None)
+
+
 def test_an_empty_timeline_has_no_bubble() -> None:
     empty = Timeline("mine", 2, (), (0, 0))
     assert (empty.makespan, empty.bubble, empty.rank_bubble) == (0.0, 0.0, (0.0, 0.0))

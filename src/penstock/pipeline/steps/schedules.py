@@ -48,11 +48,11 @@ class Schedules:
         placement = built.schedule.placement
         # the executors of a rank share these
         self._stages = {rank: {s: stages[s] for s in placement.stages_of(rank)} for rank in world.ranks}
-        self._recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
+        self.recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self._threads: dict[int, OverlapThread] = {}
         if world.transport.overlap:
             self._threads = {
-                rank: OverlapThread(held, self._recorders[rank].now) for rank, held in self._stages.items()
+                rank: OverlapThread(held, self.recorders[rank].now) for rank, held in self._stages.items()
             }
             world.transport.closers += [thread.close for thread in self._threads.values()]
         self._training: dict[int, LoweredSchedule] = {}
@@ -105,7 +105,7 @@ class Schedules:
                 overlap=world.transport.overlap,
                 copies=copies,
             )
-            recorder, thread = self._recorders[rank], self._threads.get(rank)
+            recorder, thread = self.recorders[rank], self._threads.get(rank)
             executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder, thread))
         return LoweredSchedule(proof, executors, zlib.crc32(str(schedule).encode()))
 

@@ -51,12 +51,15 @@ class StepResult(NamedTuple):
         tokens: number of valid tokens, over all microbatches and all parts of the batch
         bubble: share of the ranks' time in which they did not compute, from 0 to 1
         norm: that of all gradients, before they were clipped; None for a step without an optimizer
+        host_share: share of the ranks' time in which GPUs waited, within ops, for their hosts; None where it
+            is not known (`Pipeline.measuring_device`), and on the CPU
     """
 
     loss: float
     tokens: int
     bubble: float
     norm: float | None = None
+    host_share: float | None = None
 
 
 class StepRunner:
@@ -135,7 +138,8 @@ class StepRunner:
             raise
         left = transport.messages.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
-        return StepResult(loss, tokens, report.bubble(schedule, reports)), (schedule, reports)
+        bubble, host_share = report.shares(schedule, reports)
+        return StepResult(loss, tokens, bubble, host_share=host_share), (schedule, reports)
 
     def _by_process(self, reports: report.Reports) -> report.Reports:
         """One report of each process: a process that holds all ranks reports its own facts in each."""

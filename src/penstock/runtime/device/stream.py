@@ -11,9 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
+_CYCLES = 3e9  # in a second, more than any GPU's clock has: `hold` may last longer, and never shorter
+
 
 class Moment(Protocol):
-    """A point in a stream, such as a torch.cuda.Event. Any thread may ask for it."""
+    """A point in a stream, such as a torch.cuda.Event. Any thread may ask for it.
+
+    queued: the host's time when it had queued all that is in front of it
+    """
+
+    queued: float
 
     def query(self) -> bool:
         """Whether the stream has come there."""
@@ -42,6 +49,9 @@ class Stream(Protocol):
     def anchor(self) -> tuple[float, Time]:
         """A point that the stream has just come to, and the host's time then. Waits until it has."""
 
+    def hold(self, seconds: float) -> None:
+        """Let the stream stand still for so long at least, so that the host can queue what comes next."""
+
 
 class HostStream:
     """The CPU."""
@@ -55,6 +65,9 @@ class HostStream:
     def anchor(self) -> tuple[float, float]:
         now = self.now()
         return now, now
+
+    def hold(self, seconds: float) -> None:
+        """It computes what its host calls, when its host calls it."""
 
 
 class CudaStream:
@@ -77,6 +90,11 @@ class CudaStream:
         while not moment.query():  # a host that sleeps would wake up too late to know when
             pass
         return time.perf_counter(), moment
+
+    def hold(self, seconds: float) -> None:
+        # torch has no public wait of a stream that no message ends
+        with torch.cuda.stream(self._current):
+            torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 def stream_of(device: torch.device) -> Stream:
@@ -110,6 +128,7 @@ class CudaMoment:
         # blocking: a wait spins else
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(device) if stream is None else stream)
+        self.queued = time.perf_counter()
 
     def query(self) -> bool:
         with torch.cuda.device(self._device):

@@ -209,6 +209,11 @@ class Drawing:
         summary = f"makespan {self.time(timeline.makespan)}, bubble {bubble}"
         return summary if inner == bubble else f"{summary}, {inner} between first and last op"
 
+    def host_limit(self, panel: Panel) -> str:
+        """How far the host is the limit, in words; empty if that is not known."""
+        share = panel.timeline.host_share
+        return "" if share is None else f"the host is the limit: {percent(share)}"
+
     def bubble_parts(self, panel: Panel) -> str:
         """The parts of the bubble, e.g. ``peer 12.0%, outside 4.1%``; empty if waits were not recorded."""
         idle = panel.mean_idle

@@ -72,8 +72,11 @@ def _columns(drawing: Drawing) -> list[_Column]:
             panel.mean_idle if rank is None else panel.idle[rank] if panel.idle else None, part, None
         )
 
+    def host(value: Callable[[Panel, int | None], float]) -> Callable[[Panel, int | None], float | None]:
+        return lambda panel, rank: value(panel, rank) if panel.timeline.host_bound else None
+
     columns = [
-        _Column("busy", "time spent computing", of(lambda t: t.busy, lambda t: sum(t.busy)), drawing.time),
+        _Column("busy", "time spent in ops", of(lambda t: t.busy, lambda t: sum(t.busy)), drawing.time),
         _Column("bubble", "share of the step that the rank was idle",
                 of(lambda t: t.rank_bubble, lambda t: t.bubble), percent, bar=True),
         _Column("between first and last op", "share of the rank's own time that it was idle",
@@ -81,6 +84,16 @@ def _columns(drawing: Drawing) -> list[_Column]:
         _Column("peak live", "most live activations at once; over all ranks, of the worst",
                 of(lambda t: t.peak_live, lambda t: max(t.peak_live)), number),
     ]  # fmt: skip
+    if any(panel.timeline.host_bound for panel in drawing.panels):
+        busy = host(of(lambda t: t.device_busy, lambda t: sum(t.device_busy)))
+        share = host(of(lambda t: t.rank_host_share, lambda t: t.host_share or 0.0))
+        about = (
+            "share of the step that the device waited, within ops, for its host to launch the rest of them"
+        )
+        columns[1:1] = [
+            _Column("device busy", "the part of it in which the device computed", busy, drawing.time),
+            _Column("host-bound", about, share, percent, bar=True),
+        ]
     if any(panel.timeline.memory for panel in drawing.panels):
         about = "most memory held at once, in the unit of the costs; of the worst rank"
         columns.append(_Column("peak memory", about, memory, number))
@@ -177,8 +190,8 @@ def _section(drawing: Drawing, panel: Panel) -> str:
     first = drawing.panels[0]
     if panel is not first and first.label == "predicted" and first.timeline.makespan:
         summary += f", {panel.timeline.makespan / first.timeline.makespan:.3f} times the predicted step"
-    idle = drawing.bubble_parts(panel)
-    summary += f" · {idle}" if idle else ""
+    for said in filter(None, (drawing.host_limit(panel), drawing.bubble_parts(panel))):
+        summary += f" · {said}"
     heading = f"<h2>{escape(panel.label)}</h2>" if panel.label else ""
     label = escape(f"{drawing.title}, {name}: {drawing.summary(panel)}. The table below has the figures.")
     return (

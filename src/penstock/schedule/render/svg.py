@@ -36,7 +36,7 @@ _TITLE_AT = 40
 _LABEL_SIZES = {11: "", 9: " small"}  # in pixels; the first that fits
 _DIGIT = 0.57  # width of a digit, in heights
 _NARROW, _WIDE = 3.7, 6.8  # letters of the legend, in pixels
-_LEGEND_PITCH = 22
+_LEGEND_PITCH, _LINE = 22, 18
 _PAIR_BEYOND = 1.5  # how far the outline of a pair extends above and below
 
 _STYLE = f"""
@@ -107,7 +107,9 @@ class _Sketch:
         self.pixels = (_RIGHT - _LEFT) / (drawing.makespan or 1.0)  # a unit of time
         self.row = max(10, min(28, 420 // self.timeline.ranks))
         self.pitch = self.row + (6 if self.row > 20 else 4)
-        self.heading, self.rows = top + 24, top + 36
+        self.host_limit = drawing.host_limit(panel)  # in a line of its own: the heading has no room for more
+        self.heading = top + 24
+        self.rows = self.heading + 12 + (_LINE if self.host_limit else 0)
         self.axis = self.rows + self.pitch * self.timeline.ranks
         self.bottom = self.axis + 24
 
@@ -132,6 +134,8 @@ class _Sketch:
         idle = self.drawing.bubble_parts(self.panel)
         faint = f'<tspan class="faint"> · {idle}</tspan>' if idle else ""
         yield f'<text x="24" y="{self.heading}" xml:space="preserve">{label}{summary}{faint}</text>'
+        if self.host_limit:
+            yield f'<text x="24" y="{self.heading + _LINE}">{self.host_limit}</text>'
         yield f'<text class="faint end" x="{_BUBBLE_AT}" y="{self.heading}">bubble</text>'
         yield f'<text class="faint end" x="{_PEAK_AT}" y="{self.heading}">peak live</text>'
 

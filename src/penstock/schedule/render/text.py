@@ -30,7 +30,8 @@ def text(drawing: Drawing) -> str:
     blocks = [drawing.title]
     for panel in drawing.panels:
         rows = _rows(panel, column, full_text)
-        footer = f"{drawing.summary(panel)}; a column is {drawing.time(column)}"
+        said = filter(None, (drawing.summary(panel), drawing.host_limit(panel)))
+        footer = f"{', '.join(said)}; a column is {drawing.time(column)}"
         if panel.timeline.reductions:
             footer += f"; {REDUCTION}: {IDLE['reduce']}"
         grid = "\n\n".join(_blocks(drawing, rows, column, width))
@@ -114,4 +115,7 @@ def _tables(panel: Panel, width: int) -> Iterator[str]:
         for part in parts:
             shares = "".join(f"{percent(getattr(panel.idle[rank], part)):>{_NUMBER}}" for rank in ranks)
             yield f"  {part:<7}{shares}"
+        if timeline.host_bound:
+            shares = "".join(f"{percent(timeline.rank_host_share[rank]):>{_NUMBER}}" for rank in ranks)
+            yield f"host     {shares}"
         yield "peak live" + "".join(f"{timeline.peak_live[rank]:>{_NUMBER}}" for rank in ranks)

@@ -163,7 +163,7 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
-        """The median durations of each stage's ops in `timeline`.
+        """The median durations of each stage's ops in `timeline`; what the device takes, where that is known.
 
         If no backward of a stage is split, its whole backwards count as `input_grad`. An op that ran next to
         another took longer for it, so it counts only if no op of its stage and kind ran alone. A timeline
@@ -180,10 +180,12 @@ class Costs:
             raise ConfigError("a timeline without ops", "costs are measured from ops", "Give one of a step")
         stages = 1 + max(stage for stage, _ in seen)
         seen.update(alone)
+        device = {(stage, kind): seconds for stage, kind, seconds in timeline.device}
+        took = {of: min(median(times), device.get(of, inf)) for of, times in seen.items()}
 
         def medians(kind: Kind, otherwise: Kind | None = None) -> list[float]:
-            found = [seen[s, kind] or (seen[s, otherwise] if otherwise else []) for s in range(stages)]
-            return [median(times or [0.0]) for times in found]
+            kinds = [kind] if otherwise is None else [kind, otherwise]
+            return [next((took[s, k] for k in kinds if (s, k) in took), 0.0) for s in range(stages)]
 
         return cls(medians("F"), medians("I", "B"), medians("W"), communication)
 

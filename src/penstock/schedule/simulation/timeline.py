@@ -9,7 +9,7 @@ from itertools import accumulate, compress, groupby
 from math import inf
 from typing import Any, NamedTuple
 
-from penstock.schedule.ops import Op, Pair
+from penstock.schedule.ops import Kind, Op, Pair
 
 # (time, what is held from then on) in order of time; a time may come twice for a peak that lasts no time
 Curve = tuple[tuple[float, float], ...]
@@ -64,6 +64,14 @@ class Copy(NamedTuple):
     stalled: float = 0.0
 
 
+class DeviceTime(NamedTuple):
+    """A GPU takes `seconds` for an op of this stage and kind, once its host has launched all of it."""
+
+    stage: int
+    kind: Kind
+    seconds: float
+
+
 class Idle(NamedTuple):
     """The time in which a rank did not compute. With its busy time it adds up to the makespan.
 
@@ -91,6 +99,9 @@ class Timeline:
     waits: when each rank waited, and for which op; empty if not recorded
     reductions: when each rank reduced gradients over the data-parallel ranks
     copies: the activations that went to host memory and back; only of a simulation
+    device: what GPUs take for ops, as far as it is known; empty on the CPU
+    host_bound[r]: how long the GPU of rank r waited, within ops, for its host to launch the rest of them: a
+        part of `busy`. Empty where it is not known, and on the CPU
     """
 
     name: str
@@ -103,6 +114,8 @@ class Timeline:
     waits: tuple[Wait, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     copies: tuple[Copy, ...] = ()
+    device: tuple[DeviceTime, ...] = ()
+    host_bound: tuple[float, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -120,8 +133,27 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Time spent computing, per rank; what runs side by side counts once."""
+        """Time spent in ops, per rank; what runs side by side counts once."""
         return tuple(covered((span.start, span.end) for span in spans) for spans in self._by_rank)
+
+    @cached_property
+    def device_busy(self) -> tuple[float, ...]:
+        """Time in which the device computed, per rank: `busy` without what is known to be `host_bound`."""
+        gaps = self.host_bound or (0.0,) * self.ranks
+        return tuple(busy - gap for busy, gap in zip(self.busy, gaps, strict=True))
+
+    @cached_property
+    def rank_host_share(self) -> tuple[float, ...]:
+        """host_bound / makespan, per rank; empty where it is not known."""
+        return tuple(gap / self.makespan if self.makespan else 0.0 for gap in self.host_bound)
+
+    @cached_property
+    def host_share(self) -> float | None:
+        """The share of the ranks' time in which the host was the limit; None where it is not known.
+
+        With `bubble`, and with the share of the time in which devices computed, it adds up to 1.
+        """
+        return sum(self.rank_host_share) / self.ranks if self.host_bound else None
 
     @cached_property
     def rank_bubble(self) -> tuple[float, ...]:
@@ -238,6 +270,8 @@ class Timeline:
             "reductions": plain(step.reductions),
             "overlaps": plain(sorted(self.overlaps)),
             "critical_path": [*map(str, self.critical_path)],
+            "device": [list(each) for each in self.device],
+            "host_bound": list(self.host_bound),
         }
 
     @classmethod
@@ -252,6 +286,8 @@ class Timeline:
             waits=tuple(Wait(rank, Op.parse(op), *times) for rank, op, *times in data["waits"]),
             reductions=tuple(Reduction(*each) for each in data["reductions"]),
             overlaps=frozenset(Pair(*map(Op.parse, each)) for each in data["overlaps"]),
+            device=tuple(DeviceTime(*each) for each in data.get("device", ())),  # written from 0.6.0 on
+            host_bound=tuple(data.get("host_bound", ())),
         )
 
     def of_rank(self, rank: int) -> tuple[Span, ...]:

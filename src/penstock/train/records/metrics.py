@@ -213,4 +213,7 @@ def _numbers(row: Row) -> str:
     speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['tflops_per_device']:.3g} TFLOP/s"
     used = f" (MFU {row['mfu']:.1%})" if "mfu" in row else ""
     memory = f"  {max(row['peak_allocated']) / 2**30:.1f} GiB" if "peak_allocated" in row else ""
-    return f"loss {row['loss']:.3f}  {speed}{used}{memory}  bubble {row['bubble']:.1%}{padding}{skipped}"
+    host = f"  host {row['host_share']:.1%}" if "host_share" in row else ""
+    return (
+        f"loss {row['loss']:.3f}  {speed}{used}{memory}  bubble {row['bubble']:.1%}{host}{padding}{skipped}"
+    )

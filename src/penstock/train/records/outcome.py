@@ -85,7 +85,9 @@ def report_outcome(
         times = "once" if count == 1 else f"{count} times"
         print(f"left out    {outcome.seen.rows} rows: after a spike of the loss the run went back, {times}")
     shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
-    print(f"bubble of the last step  {shares}", flush=True)
+    host = measured.host_share
+    limit = "" if host is None else f"  the host is the limit: {host:.1%}"
+    print(f"bubble of the last step  {shares}{limit}", flush=True)
     if hosts:
         print("hosts, by the time of the slowest rank over its prediction:")
         print("\n".join(f"  {line}" for line in hosts), flush=True)
