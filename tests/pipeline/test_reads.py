@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.packing import metadata
-from penstock.models.huggingface.masks import Edits, count_shape_questions
+from penstock.models.huggingface.masks import Edits, made_by_shape
 from penstock.models.tracing.meta import bare
 from penstock.parallel.expert.dispatch import Directions, plan_route
 from support import zoo
@@ -174,7 +174,7 @@ def test_rows_of_one_step_may_be_packed_where_those_of_the_last_were_not() -> No
 
 @pytest.mark.parametrize(("kind", "questions"), [("qwen3", 1), ("gemma3_text", 2), ("opt", 0)])
 def test_what_a_model_makes_from_shapes(kind: str, questions: int) -> None:
-    assert count_shape_questions(bare(model(kind))) == questions
+    assert made_by_shape(bare(model(kind)), ()).questions == questions
 
 
 def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None:
@@ -189,7 +189,7 @@ def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None
             return super().forward(**by_tokens(self, (), kwargs)[1])
 
     whole.__class__ = Odd
-    assert count_shape_questions(bare(whole)) == 0
+    assert made_by_shape(bare(whole), ()).questions == 0
     expected = two_steps(whole, plain)
     with watched():
         found = two_steps(whole, plain)

@@ -22,8 +22,9 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
-from penstock.models.huggingface.masks import count_shape_questions
+from penstock.models.huggingface.masks import ByShape, made_by_shape
 from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.tracing.probe import layer_list
 from penstock.models.tracing.towers import encodes
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
@@ -134,9 +135,9 @@ class MicrobatchCompleter:
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
-    def shape_questions(self) -> int:
-        """The model's `count_shape_questions`, counted when it is first needed."""
-        return count_shape_questions(self._model)
+    def by_shape(self) -> ByShape:
+        """What shapes alone decide in the model, found when it is first needed."""
+        return made_by_shape(self._model, layer_list(self._model)[1])
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         if ROUTED in microbatch and self._routed is None:

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, masking_utils, modeling_flash_attentio
 
 from penstock.batch.placement import OnDevice, to_device
 from penstock.batch.shapes import Microbatch
+from penstock.models.tracing.placeholder import without_hidden
 from penstock.models.tracing.provenance import Provenance
 from penstock.runtime.split_backward.modules import ASKING
 from penstock.runtime.unseen import unseen
@@ -103,11 +104,19 @@ def _settled(found: Any) -> Any:
 # ---- What a model makes by itself
 
 
-def count_shape_questions(model: PreTrainedModel) -> int:
-    """Count the questions of a forward that gets `input_ids` alone, if shapes alone decide them; else 0.
+class ByShape(NamedTuple):
+    """What shapes alone decide in a forward that gets `input_ids` alone.
 
-    model: without values; it runs as far as it can
+    questions: how many questions it asks, if shapes decide all of them; else 0
+    layers: whether they decide what each layer takes beside hidden states, and no layer asks
     """
+
+    questions: int
+    layers: bool
+
+
+def made_by_shape(model: PreTrainedModel, layers: Collection[nn.Module]) -> ByShape:
+    """What shapes alone decide in `model`, which has no values. It runs as far as it can."""
     looking = _Looking()
     ids = torch.zeros(_PROBED, dtype=torch.int64, device=model.device)
     looking.provenance.mark(ids, {"ids"})
@@ -119,9 +128,14 @@ def count_shape_questions(model: PreTrainedModel) -> int:
         stack.enter_context(suppress(Exception))
         stack.enter_context(torch.no_grad())
         stack.enter_context(answering(looking))
+        for layer in layers:
+            hook = layer.register_forward_pre_hook(looking.at_layer, with_kwargs=True, prepend=True)
+            stack.callback(hook.remove)
         stack.enter_context(looking.provenance)
         model(input_ids=ids, use_cache=False)
-    return 0 if looking.depends else looking.count
+    asked = 0 if looking.depends else looking.count
+    by_shape = looking.layers == len(layers) and looking.at_layers == {looking.count} and not looking.depends
+    return ByShape(asked, by_shape)
 
 
 class _Looking:
@@ -129,6 +143,13 @@ class _Looking:
 
     def __init__(self) -> None:
         self.provenance, self.count, self.depends = Provenance(), 0, False
+        self.layers = 0  # that take nothing of the tokens beside hidden states
+        self.at_layers = set[int]()  # the questions that had been asked when they were called
+
+    def at_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A layer is called."""
+        self.layers += not self.provenance.marks(without_hidden(args, kwargs))
+        self.at_layers.add(self.count)
 
     def answer(self, question: str, tensor: Tensor, ask: Ask) -> Any:
         self.count += 1
