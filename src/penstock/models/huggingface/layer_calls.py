@@ -24,8 +24,10 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedConfig
 
+from penstock.models.huggingface.boundary import ModulePlaceholder
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, without_hidden
 from penstock.runtime.rng import generator_of
+from penstock.runtime.split_backward.modules import all_modules
 
 _PLAIN_VALUES = (bool, int, float, str, type(None))
 _in_autocast = torch._C._is_any_autocast_enabled
@@ -167,16 +169,15 @@ class _Around:
     """The modules around a stage's layers, and the configs, as they were when the step began."""
 
     def __init__(self, model: nn.Module, layers: str, own: range) -> None:
-        children = dict(model.named_modules())  # a user may have replaced the list since the build
-        self.own = [children.get(f"{layers}.{index}") for index in own]
-        inner = {id(module) for layer in self.own if layer is not None for module in layer.modules()}
-        modules = [module for module in model.modules() if id(module) not in inner]
+        self.own = [_inner(model, f"{layers}.{index}") for index in own]
+        inner = {id(module) for layer in self.own if layer is not None for module in all_modules(layer)}
+        modules = [module for module in all_modules(model) if id(module) not in inner]
         self._modules = [(module, type(module)) for module in modules]
-        # the placeholders of layers are ours, and nobody else reads their attributes
-        changing = [module for module in modules if not isinstance(module, Placeholder)]
+        # placeholders are ours
+        changing = [module for module in modules if not isinstance(module, (Placeholder, ModulePlaceholder))]
         held: list[dict[str, Any]] = []
         for module in changing:
-            held += [module.__dict__, module._parameters, module._buffers, module._modules]
+            held += [module.__dict__, *filter(None, (module._parameters, module._buffers, module._modules))]
         configs = {id(value): value for module in changing for value in module.__dict__.values()
                    if isinstance(value, PreTrainedConfig)}  # fmt: skip
         held += [config.__dict__ for config in configs.values()]
@@ -205,3 +206,11 @@ class _Around:
             if buffer._version != version:
                 return False
         return not _has_any_global_hook()  # type: ignore[no-untyped-call]
+
+
+def _inner(model: nn.Module, name: str) -> nn.Module | None:
+    """The module of that name; None where a user has replaced what was around it."""
+    inner: nn.Module | None = model
+    for part in name.split("."):
+        inner = None if inner is None else inner._modules.get(part)
+    return inner
