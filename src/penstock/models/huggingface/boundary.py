@@ -94,7 +94,7 @@ class Boundary:
 
     @property
     def kept_layers(self) -> tuple[str, range] | None:
-        """The name of the list of layers and the stage's own, if one calls the other with hidden states alone."""
+        """The list of layers and the stage's own, where these alone turn what enters into what leaves."""
         between = not (self._info.is_first or self._info.is_last) and self._chain.only_hidden_states
         return (self._chain.layers, self._layers) if between and len(self._layers) else None
 

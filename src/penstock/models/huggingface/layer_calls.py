@@ -89,7 +89,15 @@ class LayerCalls:
 
     @staticmethod
     def _key(ids: Tensor) -> object:
-        return ids.shape, ids.dtype, ids.device, torch.is_grad_enabled(), _in_autocast(), _modes(), _dispatch_modes()
+        return (
+            ids.shape,
+            ids.dtype,
+            ids.device,
+            torch.is_grad_enabled(),
+            _in_autocast(),
+            _modes(),
+            _dispatch_modes(),
+        )
 
     def find(self, ids: Tensor) -> _Kept | None:
         """What is kept for microbatches like `ids`, if it holds for this one."""
@@ -143,7 +151,9 @@ class Recording:
         args, kwargs = without_hidden(args, kwargs)
         tensors = tensors_of((args, tuple(kwargs.values())))
         self.same &= hidden is self._hidden and torch.equal(self._generator.get_state(), self._state)
-        if tensors is None or any(type(t) is not Tensor or t.requires_grad or t.is_inference() for t in tensors):
+        if tensors is None or any(
+            type(t) is not Tensor or t.requires_grad or t.is_inference() for t in tensors
+        ):
             self.same = False
             return
         self.tables += [(tensor, tensor._version) for tensor in tensors]
@@ -183,7 +193,9 @@ class _Around:
         held += [config.__dict__ for config in configs.values()]
         self._held = [(mapping, list(mapping.values())) for mapping in held]
         self._ids = [list(map(id, values)) for _, values in self._held]
-        self._buffers = [(b, b._version) for module in changing for b in module._buffers.values() if b is not None]
+        self._buffers = [
+            (b, b._version) for module in changing for b in module._buffers.values() if b is not None
+        ]
 
     def is_same(self) -> bool:
         """Whether the model's forward still is what it was, but for the layers. Each forward asks."""
