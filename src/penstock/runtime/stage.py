@@ -236,7 +236,7 @@ class Stage:
 
     @property
     def shared_storages(self) -> Iterator[UntypedStorage]:
-        """Memory that a forward may leave and that is no microbatch's: gathered weights, their casts, and tables."""
+        """Memory that a forward may leave and that is no microbatch's: gathered weights, casts, tables."""
         yield from self.sharding.gathered
         yield from self.casts.storages
         yield from () if self._keeps is None else self._keeps.storages

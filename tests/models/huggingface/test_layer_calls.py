@@ -57,7 +57,7 @@ def gradients(pipe: Pipeline) -> dict[str, Tensor]:
 
 
 def same_as_without(short: list[int], make: Callable[[], Pipeline], steps: int = 2) -> int:
-    """Check that steps give the bits of those in which each forward is the model's. Returns what was short."""
+    """Check that steps give the bits of the model's own forwards. Returns how many were short."""
 
     def run() -> dict[str, Tensor]:
         pipe = make()

@@ -9,13 +9,15 @@ It is kept where it is shown that the model's forward would do the same again:
 
     the whole model, run once without values     no token goes into what layers take beside hidden states
     the first forward of a step                  a layer takes the very tensor that the one before returned,
-                                                 no random number is drawn between them, nothing has a gradient
+                                                 no random number is drawn between them, nothing else needs
+                                                 a gradient
     each forward that calls the layers           modules around the layers, their buffers and configs are the
                                                  same, and nobody has written into a table
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -165,14 +167,10 @@ class Recording:
         self._state = self._generator.get_state()
 
     def is_whole(self, own: list[nn.Module | None]) -> bool:
-        """Whether it has seen all of the layers, and what they take is small: it lives to the end of the step."""
+        """Whether it has seen all layers, and what they take is small: it lives as long as the step."""
         sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t, _ in self.tables}
-        same = self.same and len(self.layers) == len(own) and all(map(_is, self.layers, own))
+        same = self.same and len(self.layers) == len(own) and all(map(operator.is_, self.layers, own))
         return same and sum(sizes.values()) <= self._received.nbytes
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
 
 
 class _Around:

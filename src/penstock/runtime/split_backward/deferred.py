@@ -170,10 +170,10 @@ def _enters(products: Sequence[Product]) -> str | None:
     """
     first = products[0]
     if first.edge is None:
-        return LEAF if all([product.edge is None for product in products]) else None
+        return LEAF if all(product.edge is None for product in products) else None
     node = first.edge[0]
     name = node.name()
-    if any([product.edge is None or product.edge[0] is not node for product in products]):
+    if any(product.edge is None or product.edge[0] is not node for product in products):
         return None
     is_cast = (
         name == CAST
