@@ -35,12 +35,12 @@ PLAIN = (Tensor, nn.Parameter, FakeTensor)
 class Product(NamedTuple):
     """A deferred weight gradient, with the versions that x and dy had in I.
 
-    edge: where the gradient enters: the parameter, or the views that made the weight of it
+    edge: where the gradient enters the views that made the weight; None where it is the parameter itself
     counts: whether x takes memory; a parameter is held anyway
     """
 
     parameter: Tensor
-    edge: Edge
+    edge: Edge | None
     x: Tensor
     dy: Tensor
     versions: tuple[int, int]
@@ -85,11 +85,7 @@ class Deferred:
     def __init__(self, products: Sequence[Product] = ()) -> None:
         groups: dict[int, list[Product]] = {}
         for product in _owned(products):
-            group = groups.get(id(product.parameter))
-            if group is None:
-                groups[id(product.parameter)] = [product]
-            else:
-                group.append(product)
+            groups.setdefault(id(product.parameter), []).append(product)
         self._groups = list(groups.values())[::-1]  # taken from the end: in I's order
 
     @property
@@ -132,7 +128,7 @@ def _accumulate(products: list[Product]) -> None:
         products.clear()
         return
     gradient = parameter.grad
-    enters = LEAF if len(products) == 1 and products[0].edge[0].name() == LEAF else _enters(products)
+    enters = LEAF if len(products) == 1 and products[0].edge is None else _enters(products)
     if enters is None or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         _accumulate_in_engine(parameter, products)
     elif gradient is None:
@@ -156,11 +152,14 @@ def _accumulate(products: list[Product]) -> None:
         products.reverse()
         while products:
             product = products.pop()
-            if (add := product.form.add_weight_gradient) is None:
-                gradient += product.gradient()
-            else:
+            _, _, x, dy, versions, _, form = product
+            if (x._version, dy._version) != versions:
                 product.check()
-                add(gradient, product.x, product.dy)
+            if form.add_weight_gradient is None:
+                gradient += form.weight_gradient(x, dy)
+            else:
+                form.add_weight_gradient(gradient, x, dy)
+            del product, x, dy  # freed before the next one's gradient is made
     else:
         products.reverse()
         gradient += _sum(products)
@@ -174,12 +173,12 @@ def _enters(products: Sequence[Product]) -> str | None:
     more pass over memory.
     """
     first = products[0]
+    if first.edge is None:
+        return LEAF if all(product.edge is None for product in products) else None
     node = first.edge[0]
     name = node.name()
-    if len(products) > 1 and any(product.edge[0] is not node for product in products):
+    if any(product.edge is None or product.edge[0] is not node for product in products):
         return None
-    if name == LEAF:
-        return name
     is_cast = (
         name == CAST
         and node.next_functions[0][0].name() == LEAF  # type: ignore[union-attr]
@@ -205,8 +204,8 @@ def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
     roots: list[GradientEdge] = []
     gradients: list[Tensor] = []
     products.reverse()  # autograd sums in the order of I
-    whole = [product for product in products if product.edge[0].name() == LEAF]
-    pieces = [product for product in products if product.edge[0].name() != LEAF]
+    whole = [product for product in products if product.edge is None]
+    pieces = [product for product in products if product.edge is not None]
     products.clear()
     if whole:
         with torch.enable_grad():
@@ -216,6 +215,7 @@ def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
     with torch.no_grad():
         while pieces:
             piece = pieces.pop()
+            assert piece.edge is not None
             roots.append(GradientEdge(*piece.edge))
             gradients.append(piece.gradient())
             del piece

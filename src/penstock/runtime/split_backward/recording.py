@@ -183,14 +183,16 @@ class Tape:
         if self._task is None:
             self._task = _current_task()
 
-    def defer(self, edge: Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
-        """Take over the weight gradient that enters at `edge`, unless it must be computed now."""
+    def defer(self, weight: Tensor | Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
+        """Take over the weight gradient, unless it must be computed now.
+
+        weight: the parameter itself, or the edge at which the gradient of what was made of it enters
+        """
         # A task other than I's own is a backward within the backward: it may ask for this very gradient.
         # One with gradients enabled will be differentiated itself.
         if self._task is None or self._task != _current_task() or is_grad_enabled():
             return False
-        node = edge[0]
-        parameter = node.variable if node.name() == LEAF else _parameter(node)  # type: ignore[attr-defined]
+        parameter, edge = (weight, None) if isinstance(weight, Tensor) else (_parameter(weight[0]), weight)
         if (
             parameter is None
             or id(parameter) in self._inputs
@@ -198,8 +200,10 @@ class Tape:
             or parameter._post_accumulate_grad_hooks
         ):
             return False
-        owner = x if x._base is None else x._base
-        counts = not (owner.is_leaf and isinstance(owner, nn.Parameter))
+        owner = x._base
+        if owner is None:
+            owner = x
+        counts = not isinstance(owner, nn.Parameter) or not owner.is_leaf
         versions = x._version, dy._version
         if dy.requires_grad:  # of a backward of one's own, which enables gradients
             dy = dy.detach()
@@ -332,12 +336,12 @@ class _Product(torch.autograd.Function):
             False  # as the functions of torch do that are named so, without calls of Python
         )
         ctx.to_save = (x, weight if ctx.needs_input_grad[0] else None)
-        # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
-        held = (
-            None
-            if weight.is_leaf or not isinstance(weight.grad_fn, FunctionBase)
-            else get_gradient_edge(weight)
-        )
+        held: Tensor | GradientEdge | None = None
+        if weight.is_leaf:
+            held = weight
+        elif isinstance(weight.grad_fn, FunctionBase):
+            # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
+            held = get_gradient_edge(weight)
         ctx.of_product = form, tape, None if bias is None else bias.shape, held
         result = form.product(x, weight, bias)
         # a view made here could not be modified in place later, as torch's own result can
@@ -352,7 +356,7 @@ class _Product(torch.autograd.Function):
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
         db = dy.sum_to_size(bias_shape) if of_bias else None
-        later = tape.defer(held or ctx.next_functions[1], x, dy, form)
+        later = tape.defer(ctx.next_functions[1] if held is None else held, x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 
