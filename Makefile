@@ -7,7 +7,7 @@ STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib
 # keep the bytecode of the source, whatever the environment says: the tests start many processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help env train test lint types tests test-fast mutants coverage sweep parallel faults soak bench gpu docs docs-pages pictures clean
+.PHONY: help env train test lint types tests test-fast oldest mutants coverage sweep parallel faults soak bench gpu docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -43,6 +43,18 @@ tests: env  ## The test suite: three processes keep two cores busy, as many test
 
 test-fast: env  ## The inner loop: a case of each test that starts no process and was short when it last ran
 	$(BIN)/pytest --fast --numprocesses 2
+
+# PyPI's ordinary torch: with CUDA's libraries, 6 GB on the disk; it runs on a CPU. torchao apart, as above
+.oldest/ready: pyproject.toml tests/oldest.py
+	$(PYTHON) -m venv .oldest
+	$(PYTHON) tests/oldest.py dependencies dev > .oldest/requirements.txt
+	$(PYTHON) tests/oldest.py low-bits > .oldest/apart.txt
+	.oldest/bin/python -m pip install --quiet --requirement .oldest/requirements.txt --editable .
+	.oldest/bin/python -m pip install --quiet --no-deps --target .oldest/torchao --requirement .oldest/apart.txt
+	touch $@
+
+oldest: .oldest/ready  ## The test suite on the oldest versions that pyproject.toml promises; once a release
+	.oldest/bin/pytest --numprocesses 3 --dist loadgroup
 
 mutants: env  ## Break the code in one place at a time: a test must notice each; about an hour
 	$(BIN)/python tests/mutants.py
@@ -97,4 +109,4 @@ pictures: env  ## Draw the README's pictures and check the HTML page in Chromium
 	$(BIN)/python docs/draw.py docs/pictures --measured runs/measured.html --run runs/stdlib
 
 clean:  ## Remove what the other targets made
-	rm -rf .venv runs site build .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .oldest runs site build .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

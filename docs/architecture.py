@@ -33,6 +33,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("batch",),
     ("schedule",),
     ("reading",),
+    ("private",),
     ("errors",),
 )
 

@@ -261,7 +261,12 @@ def _words(value: dict[str, Any]) -> str:
         case {"type": "array", "items": items}:
             many = re.sub(r"^(whole number|number|list)", r"\1s", _words(items))
             return f"list of {many}"
-    limits = [words.format(value[name]) for name, words in _LIMITS.items() if name in value]
+    # json: some versions of pydantic make 0.0 of 0
+    limits = [
+        words.format(json.dumps(value[name]).removesuffix(".0"))
+        for name, words in _LIMITS.items()
+        if name in value
+    ]
     return ", ".join([_TYPES[value["type"]], *limits])
 
 

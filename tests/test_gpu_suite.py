@@ -10,6 +10,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_part_b(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [row.case for row in bars_met(part) if row.what == "to the error"]
     assert errors == ["gloo: kill one of two processes", "gloo: stop one of two processes"]
     assert [row.case for row in part.rows if "gloo, 4 processes" in row.case] == ["gloo, 4 processes: zb_v"]
-    assert [row.why for row in part.rows if row.case.startswith("NCCL")] == ["not run: NCCL needs a GPU"] * 3
+    assert [row.why for row in part.rows if row.case.startswith("NCCL")] == ["not run: NCCL needs a GPU"] * 4
 
 
 @pytest.mark.sweep
@@ -152,6 +153,19 @@ def test_part_d(part: Part) -> None:
     met = {row.what for row in bars_met(part)}
     assert met >= {"weights that differ in any bit", "losses that differ", "host memory beyond the model"}
     assert not (part.scratch / parts.TEMPORARY).exists()
+
+
+@pytest.mark.long
+def test_a_step_next_to_torchs(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stages are made on the device that is asked for, and without values too."""
+    prepare_pool(monkeypatch)
+    with Pool(2, join=False, method="forkserver") as pool:
+        processes._next_to_torch(part, processes.TINY, pool, "gloo")
+    case = f"gloo: {processes.NEXT}"
+    assert [(row.case, row.what, row.why) for row in part.rows] == [
+        (case, "step / torch's", NOT_JUDGED), (case, "step", ""),
+    ]  # fmt: skip
+    assert len(part.raw[case]) == processes.TINY.beside.rounds
 
 
 class AnswersOf:
@@ -369,7 +383,9 @@ def test_model_flops_are_those_of_products_and_attention() -> None:
 def test_the_bars_are_those_of_the_page() -> None:
     page = " ".join((suite.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8").split())
     for text in (
-        f"ends after {suite.LIMIT / 60:g} minutes at most",
+        f"a budget of {parts.BUDGET / 60:g} minutes and ends after {suite.LIMIT / 60:g} minutes at most",
+        f"in the same two processes, on one GPU or two | {processes.NEXT_TO_TORCH} |",
+        f"raises `PeerLostError` within {processes.AFTER:g} s |",
         f"float32, without TF32 | a difference of {exactness.TOLERANCE:.0e}".replace("e-0", "e-"),
         f"repeats a step {exactness.FULL.repeats} times",
         f"NCCL, one process | build, step, save and close in {processes.WORLD_OF_ONE:g} s |",
@@ -431,13 +447,36 @@ def test_bars(part: Part) -> None:
 
 
 def test_an_error_is_a_missed_row_and_the_part_goes_on(part: Part) -> None:
-    with part.measuring("first", 60):
+
+    def breaks() -> None:
         raise ValueError("it broke")
-    with part.measuring("second", 60):
-        part.add("second", "x", 1.0)
+
+    part.measure("first", 60, breaks)
+    part.measure("second", 60, partial(part.add, "second", "x", 1.0))
     assert [(row["case"], row["met"], row["why"]) for row in written(part)] == [
         ("first", False, "ValueError: it broke"), ("second", None, ""),
     ]  # fmt: skip
+
+
+def test_what_does_not_fit_into_the_budget_is_not_run(tmp_path: Path) -> None:
+    """0.5.0: on a slow host a part was ended by force, with its most telling rows still to come."""
+    part = Part("A", "a part", CPU, tmp_path, tmp_path, "a command", budget=0.3)
+    assert part.measure("first", 60, lambda: "made") == "made"
+    for case in ("under way", "last"):
+        part.measure(case, 60, partial(time.sleep, 30))
+    assert [(row["case"], row["met"]) for row in written(part)] == [("under way", None), ("last", None)]
+    assert {row.why for row in part.rows} == {"not run: the part's budget of 0.3 s ended before it"}
+    assert suite.LIMIT > parts.BUDGET
+
+
+def test_every_part_ends_within_its_budget_whatever_is_left_to_do(part: Part) -> None:
+    part._budget = 0.0
+    exactness.run(part, exactness.TINY)
+    processes.run(part, processes.TINY)
+    cost.run(part, cost.TINY)
+    large.run(part, large.TINY)
+    assert len(part.rows) > 20
+    assert {row.met for row in part.rows} == {None}
 
 
 def test_a_measurement_ends_at_its_limit() -> None:

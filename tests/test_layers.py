@@ -27,6 +27,7 @@ LAYERS = (
     "batch",
     "schedule",
     "reading",
+    "private",
     "errors",
 )
 UNRELATED = {("parallel", "models")}  # though one stands higher
@@ -141,6 +142,7 @@ def test_cycles_are_found() -> None:
         ("penstock.errors", "penstock.schedule.ops", False),
         ("penstock.batch.loss", "penstock.runtime.stage", False),
         ("penstock.launch.start", "penstock.runtime.stage", False),
+        ("penstock.launch.start", "penstock.private", False),
         ("penstock.pipeline.steps.step", "penstock.pipeline.options", True),
         ("penstock.train.loop", "penstock", False),
         ("penstock", "penstock.pipeline.pipeline", True),

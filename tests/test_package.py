@@ -14,8 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from oldest import oldest
+
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def test_the_oldest_versions_are_those_that_it_promises() -> None:
+    """Each has a bound, but for stubs. In `dev` the extras that tests need have the bound of their own."""
+    extras = PROJECT["optional-dependencies"].keys() - {"dev", "docs", "liger", "low-bits"}
+    needed = oldest("dependencies", "dev")
+    assert [line for line in needed if "==" not in line] == ["types-PyYAML"]
+    assert {line.replace("==", ">=") for line in needed} >= {*PROJECT["dependencies"]}
+    assert {*oldest(*extras)} <= {*needed}
 
 
 def run(*command: str | Path, cwd: Path) -> str:

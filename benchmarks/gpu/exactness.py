@@ -137,11 +137,11 @@ def run(part: Part, sizes: Sizes) -> None:
                 _compare(part, sizes, setting, chosen)
         kernel = "flash" if part.on_gpu else "math"
         for schedule in SCHEDULES[:: min(sizes.every, 3)]:
-            with part.measuring(f"repeats: {schedule}", 60):
-                _repeat(part, sizes, Setting("bfloat16", kernel), schedule)
+            run = partial(_repeat, part, sizes, Setting("bfloat16", kernel), schedule)
+            part.measure(f"repeats: {schedule}", 60, run)
         for schedule in OFFLOADED:
-            with part.measuring(f"offloading: {schedule}", 60):
-                _offload(part, sizes, Setting("bfloat16", kernel), schedule)
+            run = partial(_offload, part, sizes, Setting("bfloat16", kernel), schedule)
+            part.measure(f"offloading: {schedule}", 60, run)
 
 
 def quantity(setting: Setting) -> str:
@@ -172,23 +172,27 @@ def missing_kernel(part: Part, setting: Setting) -> str | None:
 
 def _compare(part: Part, sizes: Sizes, setting: Setting, schedules: list[str]) -> None:
     """All schedules of a setting, whose plain runs are made once."""
-    reference: Reference | None = None
-    model = batch = None
-    with part.measuring(f"{setting}: the plain runs", 180):
+
+    def plain() -> tuple[PreTrainedModel, Batch, Reference]:
         torch._dynamo.utils.counters.clear()
         model, batch = whole_model(sizes, setting), batch_of(sizes.model, part.device, ignored=True)
-        reference = of_plain_runs(part, sizes, setting, model, batch)
-    if reference is None or model is None or batch is None:
+        return model, batch, of_plain_runs(part, sizes, setting, model, batch)
+
+    def compare(model: PreTrainedModel, batch: Batch, reference: Reference, schedule: str) -> None:
+        pipe = pipeline(part, sizes, setting, schedule, model)
+        gradients = of_pipeline(setting, pipe, batch, part.device)
+        number, name = worst(gradients, reference)
+        pipe.close()
+        part.add(
+            f"{setting}: {schedule}", quantity(setting), number, at_most=limit(setting), why=f"of {name}"
+        )
+
+    made = part.measure(f"{setting}: the plain runs", 180, plain)
+    if made is None:
         return  # the row that says why is there
     for schedule in schedules:
-        with part.measuring(f"{setting}: {schedule}", 180 if setting.compiled else 60):
-            pipe = pipeline(part, sizes, setting, schedule, model)
-            found = of_pipeline(setting, pipe, batch, part.device)
-            number, name = worst(found, reference)
-            pipe.close()
-            part.add(
-                f"{setting}: {schedule}", quantity(setting), number, at_most=limit(setting), why=f"of {name}"
-            )
+        seconds = 180 if setting.compiled else 60
+        part.measure(f"{setting}: {schedule}", seconds, partial(compare, *made, schedule))
     if setting.compiled:
         part.add(str(setting), "graphs compiled", graphs_compiled(), at_least=1)
         torch._dynamo.reset()

@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,31 +123,25 @@ def run(part: Part, sizes: Sizes) -> None:
 
 def _measure(part: Part, size: Size, folder: Path) -> None:
     source, checkpoint = folder / "model", folder / "checkpoint"
-    trained: Run | None = None
-    made = rate = 0.0
-    with part.measuring("the model's folder", 120):
-        made = write_model(part, size, source)
-        rate = disk_rate(folder, PROBE if part.on_gpu else 2**20)
-        part.raw["GB/s that the disk takes"] = rate
-        part.raw["GB/s that a plain read gives"] = read_rate(source)
+    made = part.measure("the model's folder", 120, partial(write_model, part, size, source))
     if not made:
         return  # the row that says why is there
+    rate = disk_rate(folder, PROBE if part.on_gpu else 2**20)
+    part.raw["GB/s that the disk takes"] = rate
+    part.raw["GB/s that a plain read gives"] = read_rate(source)
     moments = moments_that_fit(folder, made)
     part.notes.append(
         "AdamW" if moments == 2 else "SGD with momentum, as the disk has no room for AdamW's state"
     )
-    with part.measuring("load", 120):
-        trained = _load(part, size, source, made, moments)
+    trained = part.measure("load", 120, partial(_load, part, size, source, made, moments))
     if trained is None:
         return
-    with part.measuring("train", 120):
-        _train(part, trained)
+    part.measure("train", 120, partial(_train, part, trained))
     shutil.rmtree(source)  # the disk has not room for both
-    with part.measuring("save and resume", 300):
-        if not moments:
-            part.not_run("save", "GB/s", f"{free(folder) / GB:.0f} GB free on the disk", f"at least {SAVE:g}")
-            return
-        _save_and_resume(part, trained, checkpoint, rate)
+    if not moments:
+        part.not_run("save", "GB/s", f"{free(folder) / GB:.0f} GB free on the disk", f"at least {SAVE:g}")
+        return
+    part.measure("save and resume", 300, partial(_save_and_resume, part, trained, checkpoint, rate))
 
 
 # ---- the model's folder

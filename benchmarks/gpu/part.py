@@ -3,7 +3,7 @@
 A row is one of
 
 - met, or MISSED: the bar was tried on this machine
-- "not run" and why: this machine cannot try it. That is never counted as met
+- "not run" and why: this machine cannot try it, or the part's time has ended. That is never counted as met
 - "not judged on a CPU": a time, or a size of a GPU's memory, in the small form of a part
 - without a bar: a number to look at
 
@@ -19,11 +19,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,8 @@ from benchmarks import report
 from benchmarks.report import Found, Row
 from benchmarks.rounds import Interval
 
+T = TypeVar("T")
+BUDGET = 480.0  # seconds of a part
 WIDTH = 170  # of the table where the output is no terminal
 NOT_JUDGED = "not judged on a CPU"
 TEMPORARY = "temporary"  # the folder in the scratch folder that is removed behind a part, however it ends
@@ -48,16 +49,24 @@ class Part:
         out: folder for gpu_<name>.json
         scratch: folder for Chrome traces, and for models and checkpoints while they are needed
         command: that started the part
+        budget: seconds, after which no measurement begins, and the one under way ends
     """
 
     def __init__(
-        self, name: str, title: str, device: torch.device, out: Path, scratch: Path, command: str
+        self,
+        name: str,
+        title: str,
+        device: torch.device,
+        out: Path,
+        scratch: Path,
+        command: str,
+        budget: float = BUDGET,
     ) -> None:
         self.name, self.title, self.device, self.out, self.scratch = name, title, device, out, scratch
         self.rows: list[Row] = []
         self.notes: list[str] = []
         self.raw: dict[str, Any] = {}
-        self._command, self._began = command, time.monotonic()
+        self._command, self._began, self._budget = command, time.monotonic(), budget
         self._machine, self._commit = machine(device), report.commit_of_code()
 
     @property
@@ -110,9 +119,41 @@ class Part:
 
     # ---- measurements
 
-    def measuring(self, case: str, seconds: float) -> Measurement:
-        """A block that measures `case`, for `seconds` at most. An error in it becomes a missed row."""
-        return Measurement(self, case, seconds)
+    def measure(self, case: str, seconds: float, run: Callable[[], T]) -> T | None:
+        """Call `run`, which measures `case`, for `seconds` at most. Returns what it does.
+
+        None after an error, which becomes a missed row, and where the part's time ends: then the case is not
+        run. Behind it the GPU's memory is free, and the part is on the disk.
+        """
+        left = self._began + self._budget - time.monotonic()
+        if left <= 0:
+            self._not_in_budget(case)
+            self.write()
+            return None
+        self.raw["under way"] = case
+        self.write()
+        began, result = time.monotonic(), None
+        try:
+            with time_limit(min(seconds, left)):
+                result = run()
+        except Exception as error:
+            if isinstance(error, TimeLimitError) and left < seconds:
+                self._not_in_budget(case)
+            else:
+                traceback.print_exception(error)
+                text = next(iter(str(error).splitlines()), "")
+                self.failed(case, f"{type(error).__name__}: {text}"[:300])
+            traceback.clear_frames(error.__traceback__)  # they hold tensors
+        with suppress(Exception):  # after an error of CUDA every call raises it again
+            self.free()
+        del self.raw["under way"]
+        took = self.raw.setdefault("seconds", {})[case] = round(time.monotonic() - began, 2)
+        self.write()
+        print(f"{self.name}  {took:6.1f} s  {case}", flush=True)
+        return result
+
+    def _not_in_budget(self, case: str) -> None:
+        self.not_run(case, "the measurement", f"the part's budget of {self._budget:g} s ended before it")
 
     def free(self) -> None:
         """Give back the GPU's memory that nobody holds any more."""
@@ -126,37 +167,6 @@ class Part:
     def write(self) -> None:
         took = time.monotonic() - self._began
         report.write(self.found, self._command, took, self.out, self._machine, self._commit)
-
-
-class Measurement:
-    """See `Part.measuring`. Behind it the GPU's memory is free, and the part is on the disk."""
-
-    def __init__(self, part: Part, case: str, seconds: float) -> None:
-        self._part, self._case, self._limit = part, case, time_limit(seconds)
-
-    def __enter__(self) -> None:
-        self._part.raw["under way"] = self._case
-        self._part.write()
-        self._began = time.monotonic()
-        self._limit.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        part = self._part
-        self._limit.__exit__(None, None, None)
-        if isinstance(error, Exception):
-            traceback.print_exception(error)
-            traceback.clear_frames(trace)  # they hold tensors
-            text = next(iter(str(error).splitlines()), "")
-            part.failed(self._case, f"{type(error).__name__}: {text}"[:300])
-        with suppress(Exception):  # after an error of CUDA every call raises it again
-            part.free()
-        del part.raw["under way"]
-        took = part.raw.setdefault("seconds", {})[self._case] = round(time.monotonic() - self._began, 2)
-        part.write()
-        print(f"{part.name}  {took:6.1f} s  {self._case}", flush=True)
-        return isinstance(error, Exception)
 
 
 def bar_of(at_most: float | None, at_least: float | None) -> str:

@@ -72,7 +72,7 @@ def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock:
     code, out, _ = penstock("check", folder, "--schedule", tmp_path / "own.json")
     assert code == 0
     assert "2 stages on 2 ranks, 3 microbatches" in out
-    assert "\nNCCL: 2 communicators a rank, one of them for all messages" in out
+    assert "\nNCCL: 1 communicator a rank, for all messages" in out
 
 
 def test_gradients_that_differ_are_listed_worst_first_and_not_all(

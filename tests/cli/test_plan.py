@@ -65,7 +65,7 @@ def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_worl
     for text in (
         "9 layers, 32,892,043,264 parameters, bfloat16", "64 processes: pp=8 x dp_shard=8",
         "64 rows of 4096 tokens, divided between 8 pipelines", "1f1b, 8 ranks, 8 stages, 8 microbatches",
-        "predicted, if time goes by multiply-adds", "2 communicators a rank, one of them for all messages",
+        "predicted, if time goes by multiply-adds", "1 communicator a rank, for all messages",
         "GiB predicted for a process of rank", "data.path=/nowhere/text: not on this machine",
         "data.tokenizer=/nowhere/tokenizer: not on this machine", "flash_attention_2: not installed",
         "torch sees no GPU",

@@ -255,19 +255,12 @@ def test_the_next_launch_asks_again(
 ) -> None:
     """In a container it has the process numbers, the address and the port of the one before."""
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(hubs, "_began", lambda process: "100")
+    monkeypatch.setattr(hubs, "began_of", lambda process: 100)
     first = hubs.fetch(NAME)
     hub.add(NAME, {**files, "README.md": b"# new"})
     assert hubs.fetch(NAME) == first
-    monkeypatch.setattr(hubs, "_began", lambda process: "200")
+    monkeypatch.setattr(hubs, "began_of", lambda process: 200)
     assert hubs.fetch(NAME).name == hub.revisions[NAME]["main"] != first.name
-
-
-def test_a_process_began_at_one_time() -> None:
-    parent = hubs._began(os.getppid())
-    assert parent.isdigit()
-    assert int(parent) <= int(hubs._began(os.getpid()))
-    assert hubs._began(2**31) == ""
 
 
 def test_a_rank_that_comes_late_takes_the_commit_of_the_others(pool: Pool, hub: Hub, tmp_path: Path) -> None:

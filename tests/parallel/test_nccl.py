@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError
 from penstock.parallel import mesh, nccl, world
@@ -142,7 +143,8 @@ def test_the_backend_of_a_device(
     made: Any = Groups(of_one, 5.0)
     assert made.backend == expected
     assert (made.pipeline is group) == kept
-    assert [options["backend"] for options in asked] == ([] if kept else [expected])
+    for_values = ["gloo"] * (expected == "nccl")  # a GPU is left alone
+    assert [options["backend"] for options in asked] == ([] if kept else [expected]) + for_values
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,10 @@ def test_a_job_on_nccl_alone_exchanges_values_on_the_gpu(
 def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL's limit would end a rank whose host is far ahead; the host keeps the pipeline's."""
+    """NCCL's limit would end a rank whose host is far ahead; the host keeps the pipeline's.
+
+    0.5.0: torch warned that `backend_options._timeout` was another one than the group's.
+    """
     made: Any = Groups.__new__(Groups)
     made.backend, made.limit = "nccl", timedelta(seconds=5)
     asked: list[dict[str, Any]] = []
@@ -171,14 +176,13 @@ def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
         return SimpleNamespace(high=is_high_priority_stream, config=SimpleNamespace())
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
-    made._make([0, 1], "messages", messages=True)
-    made._make([0, 1], "others", messages=False)
-    made.backend = "gloo"
-    made._make([0, 1], "others", messages=True)
+    made._make([0, 1], "messages", messages=True, backend="nccl")
+    made._make([0, 1], "others", messages=False, backend="nccl")
+    made._make([0, 1], "others", messages=True, backend="gloo")
     first, second, third = asked
     assert first["pg_options"].high
     assert first["pg_options"].config.max_ctas <= 8
-    assert first["timeout"] == second["timeout"] == groups.FOREVER
+    assert first["timeout"] == second["timeout"] == first["pg_options"]._timeout == groups.FOREVER
     assert (second["pg_options"], third.get("pg_options"), third["timeout"]) == (None, None, made.limit)
 
 
@@ -225,10 +229,10 @@ def test_an_abort_ends_nccls_groups_together_and_once(debugging: bool) -> None:
 
 
 def test_communicators_of_a_rank() -> None:
-    assert nccl.communicators(LOOPED, batched=True) == 2
-    assert nccl.communicators(LOOPED, batched=False) == 1 + 8
-    assert nccl.describe(LOOPED, "auto").startswith("2 communicators a rank")
-    assert nccl.describe(LOOPED, "channels").startswith("up to 9 communicators a rank")
+    assert nccl.communicators(LOOPED, batched=True) == 1
+    assert nccl.communicators(LOOPED, batched=False) == 8
+    assert nccl.describe(LOOPED, "auto").startswith("1 communicator a rank")
+    assert nccl.describe(LOOPED, "channels").startswith("up to 8 communicators a rank")
 
 
 def test_messages_go_in_batches_on_nccl_where_the_schedule_can() -> None:
@@ -252,9 +256,27 @@ def test_a_gpu_is_made_the_current_one_before_anything_is_on_it(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     set_device: Callable[[torch.device], None] = current.append
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    woken: list[torch.device] = []
+    monkeypatch.setattr(world, "wake_autograd", woken.append)
     schedule = build("1f1b", ranks=2, microbatches=2)
     made = open_world(schedule, WorldOptions(device="cuda:1", transport="local"))
-    assert current == [torch.device("cuda:1")] == [made.device]
+    assert current == woken == [torch.device("cuda:1")] == [made.device]
+
+
+@torch.no_grad()
+def test_the_first_backward_on_a_gpu_multiplies_no_matrices() -> None:
+    """0.5.0: torch warned that cuBLAS found no current CUDA context, in autograd's own thread."""
+
+    class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[str] = []
+    with Seen():  # type: ignore[no-untyped-call]
+        world.wake_autograd(torch.device("cpu"))
+    assert seen.count("aten.mul.Tensor") == 2  # forward and backward
+    assert not any("mm" in name for name in seen)
 
 
 @pytest.mark.usefixtures("one_process")

@@ -13,15 +13,19 @@ import torch
 import transformers
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.packing import metadata
-from penstock.models.huggingface.masks import Edits, count_shape_questions
+from penstock.models.huggingface.masks import Edits, shape_questions
+from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.meta import bare
 from penstock.parallel.expert.dispatch import Directions, plan_route
 from support import zoo
 from support.covering import every
+from support.families import tiny_config
 from support.reads import Reads, watched
 
 ROWS, LENGTH, MICROBATCHES = 8, 12, 4
@@ -174,7 +178,23 @@ def test_rows_of_one_step_may_be_packed_where_those_of_the_last_were_not() -> No
 
 @pytest.mark.parametrize(("kind", "questions"), [("qwen3", 1), ("gemma3_text", 2), ("opt", 0)])
 def test_what_a_model_makes_from_shapes(kind: str, questions: int) -> None:
-    assert count_shape_questions(bare(model(kind))) == questions
+    whole = model(kind)
+    assert shape_questions(bare(whole), find_chain(whole)) == questions
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+def test_a_layer_that_asks_stands_for_all_that_are_alike(layers: int) -> None:
+    """As those of flash attention do. Of alike layers one runs, whatever their number."""
+
+    def asking(module: Any, *args: Any, **kwargs: Any) -> Any:
+        modeling_flash_attention_utils._is_packed_sequence(kwargs["position_ids"], 1)
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("asking", asking)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("asking", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config = tiny_config("llama", layers=layers)
+    whole = AutoModelForCausalLM.from_config(config, attn_implementation="asking")
+    assert shape_questions(bare(whole), find_chain(whole)) == 1 + layers
 
 
 def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None:
@@ -189,7 +209,7 @@ def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None
             return super().forward(**by_tokens(self, (), kwargs)[1])
 
     whole.__class__ = Odd
-    assert count_shape_questions(bare(whole)) == 0
+    assert shape_questions(bare(whole), find_chain(whole)) == 0
     expected = two_steps(whole, plain)
     with watched():
         found = two_steps(whole, plain)

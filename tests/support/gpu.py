@@ -10,7 +10,8 @@ gloo does not show what NCCL does. Here
 - `work.wait()` makes the compute stream wait, and `work.wait(limit)` the host;
 - the first message between two ranks on a communicator holds up both hosts until they have come to it;
 - streams share hardware queues, each of which begins its entries in order;
-- to destroy a group waits for what is under way, and to abort it ends that, and returns a minute later.
+- to destroy a group waits for what is under way, and to abort it ends that, and returns a minute later;
+- each rank counts as a process of one machine, and no connection breaks where one is killed.
 
 One thread at a time runs: a rank's host, until it communicates or waits, or the GPUs. A seed chooses which,
 and which entry of which queue is next. So a run can be repeated, and one that cannot go on is known at once.
@@ -38,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.parallel import world
@@ -46,6 +48,8 @@ from penstock.parallel.world import World, WorldOptions, close_on_error, goes_in
 from penstock.pipeline import auto_pipeline
 from penstock.pipeline.building import stages
 from penstock.runtime.device import stream
+from penstock.runtime.health import notes, watch
+from penstock.runtime.health.notes import ProcessId
 from penstock.runtime.transport import distributed, stream_channels
 from penstock.runtime.transport import groups as groups_of
 from penstock.runtime.transport.distributed import DistributedTransport
@@ -258,6 +262,8 @@ class GPU:
         self.turn = threading.Semaphore(0)
         self.until: Callable[[], bool] = lambda: True
         self.polls = self.ended = self.knows = False
+        self.killed = False  # whether its process counts as gone
+        _PROCESSES[id(self)] = self
         self._queues: list[deque[Entry]] = [deque() for _ in range(cluster.connections)]
         self._streams: dict[object, int] = {}
         self._last: dict[object, Entry] = {}
@@ -350,6 +356,12 @@ class GPU:
 
 
 _HERE = threading.local()
+_PROCESSES: weakref.WeakValueDictionary[int, GPU] = weakref.WeakValueDictionary()
+
+
+def _lives(process: ProcessId) -> bool:
+    gpu = _PROCESSES.get(process.pid)
+    return gpu is None or not gpu.killed
 
 
 # ---- Memory and compute
@@ -544,8 +556,10 @@ class Communicator:
 
 
 class Work:
-    def __init__(self, entry: Entry) -> None:
-        self._entry = entry
+    """on_stream: whether to wait for it is up to the GPU"""
+
+    def __init__(self, entry: Entry, on_stream: bool = True) -> None:
+        self._entry, self._on_stream = entry, on_stream
 
     def is_completed(self) -> bool:
         return self._entry.done
@@ -553,7 +567,8 @@ class Work:
     def wait(self, timeout: timedelta | None = None) -> bool:
         entry, gpu = self._entry, self._entry.gpu
         gpu.cluster.pause(gpu)
-        gpu.queue(_COMPUTE, f"wait for {entry.name}", needs=[entry])
+        if self._on_stream:
+            gpu.queue(_COMPUTE, f"wait for {entry.name}", needs=[entry])
         if timeout is not None:
             gpu.cluster.held_up[entry.name] += 1
         began = gpu.cluster.clock
@@ -570,12 +585,14 @@ class Work:
 
 
 class Group(dist.ProcessGroup):
-    """A process group of NCCL. ranks: of the cluster, in order"""
+    """A process group of NCCL; of gloo, it moves values of the host. ranks: of the cluster, in order"""
 
-    def __init__(self, gpu: GPU, ranks: Sequence[int], name: str, communicator: Communicator) -> None:
+    def __init__(
+        self, gpu: GPU, ranks: Sequence[int], name: str, communicator: Communicator, backend: str = "nccl"
+    ) -> None:
         super().__init__(list(ranks).index(gpu.rank), len(ranks))  # type: ignore[call-arg]
         self._aborted = False
-        self._gpu, self._name, self._communicator = gpu, name, communicator
+        self._gpu, self._name, self._communicator, self._backend = gpu, name, communicator, backend
         dist.distributed_c10d._world.pg_group_ranks[self] = {rank: at for at, rank in enumerate(ranks)}
 
     # ---- the first contact
@@ -638,7 +655,7 @@ class Group(dist.ProcessGroup):
         entry = self._gpu.queue((self, None), f"{self._name} {name}", needs=[last] if last else [])
         aliases = tuple([self._gpu.memory.alias(tensor) for tensor in each] for each in memory)
         self._communicator.move(name, self.rank(), self.size(), run).join(self.rank(), entry, aliases)
-        return Work(entry)
+        return Work(entry, on_stream=self._backend == "nccl")
 
     # ---- the end
 
@@ -655,7 +672,7 @@ class Group(dist.ProcessGroup):
         self._gpu.cluster.pause(self._gpu, lambda: not any(map(self._mine, self._gpu.open_streams)))
 
     def _get_backend(self, device: torch.device) -> Any:
-        return SimpleNamespace(_group_start=lambda: None, _group_end=lambda: None, name=lambda: "nccl")
+        return SimpleNamespace(_group_start=lambda: None, _group_end=lambda: None, name=lambda: self._backend)
 
 
 def _copy(ends: list[Tensor]) -> None:
@@ -684,14 +701,16 @@ class EmulatedGroups(Groups):
         self._members = list(range(len(gpu.cluster.gpus)))
         self._pipelines: list[list[int]] = [self._members]
         self._made: list[dist.ProcessGroup] = []
-        self.pipeline = self._make(self._members, "pp", messages=False)
+        self.pipeline = self._make(self._members, "pp", messages=False, backend="nccl")
+        self.host = self.new_on_host("pp values")
 
-    def _make(self, ranks: list[int], name: str, messages: bool) -> dist.ProcessGroup:
+    def _make(self, ranks: list[int], name: str, messages: bool, backend: str) -> dist.ProcessGroup:
         key = name, tuple(ranks)
         self._counts[key] += 1
         if self.rank not in ranks:
             return dist.GroupMember.NON_GROUP_MEMBER  # type: ignore[return-value]
-        return Group(self._gpu, ranks, name, self._gpu.cluster.communicator((*key, self._counts[key])))
+        communicator = self._gpu.cluster.communicator((*key, self._counts[key]))
+        return Group(self._gpu, ranks, name, communicator, backend)
 
 
 def _open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, str] | None = None) -> World:
@@ -715,6 +734,7 @@ def emulated() -> Iterator[None]:
     """Inside, pipelines that an emulated rank builds are on its GPU."""
     real_stream, real_open = stream.stream_of, world.open_world
     real_store, real_destroy, real_sleep = distributed._store, dist.destroy_process_group, time.sleep
+    real_process = notes.this_process
 
     here = _here
 
@@ -743,6 +763,12 @@ def emulated() -> Iterator[None]:
         group.destroy() if isinstance(group, Group) else real_destroy(group)
 
     with pytest.MonkeyPatch.context() as patch:
+
+        def this_process() -> ProcessId:
+            return real_process() if (gpu := here()) is None else ProcessId("emulated", id(gpu), None)
+
+        patch.setattr(notes, "this_process", this_process)
+        patch.setattr(watch, "lives", _lives)
         patch.setattr(stages, "open_world", open_world)
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
@@ -752,7 +778,12 @@ def emulated() -> Iterator[None]:
         patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
         patch.setattr(dist, "batch_isend_irecv", lambda ops: ops[0].group.batch(ops))
         patch.setattr(dist, "destroy_process_group", destroy)
+        for name in [name for name in vars(_python_dispatch) if name.startswith("_is_in_")]:
+            patch.setattr(_python_dispatch, name, False)
         groups = dict(dist.distributed_c10d._world.pg_group_ranks)
         yield
         dist.distributed_c10d._world.pg_group_ranks.clear()
         dist.distributed_c10d._world.pg_group_ranks.update(groups)
+    # torch notes for the whole process whether any thread is in a mode, and threads leave theirs in any order
+    with TorchDispatchMode():  # its end tells dynamo, whose code would not be used again in a process that is
+        pass

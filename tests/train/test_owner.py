@@ -17,6 +17,7 @@ import pytest
 
 from models.weights.test_folder import on_threads
 from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
+from penstock.runtime.health import notes
 from penstock.runtime.transport.groups import Processes
 from penstock.train import owner
 from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
@@ -102,7 +103,7 @@ def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
 ) -> None:
     """Whatever the clocks say."""
     with owned(tmp_path, "first", print, beat=0.02), monkeypatch.context() as patch:
-        patch.setattr(owner, "_machine", lambda: "" if how == "unknown" else "another boot")
+        patch.setattr(notes, "machine", lambda: "" if how == "unknown" else "another boot")
         assert "its heartbeat moves" in refusal(tmp_path, beat=0.02, patience=30.0)
     if how == "torn":
         (tmp_path / OWNER).write_bytes(b"")

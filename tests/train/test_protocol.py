@@ -29,6 +29,7 @@ from penstock.errors import CheckpointError, PenstockError, RunError
 from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import check_contents, check_lengths, write_folder
 from penstock.reading import read_json
+from penstock.runtime.health import notes
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train import checkpoints, owner
 from penstock.train.checkpoints import (
@@ -217,9 +218,9 @@ def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         _me().pause("settle", lambda: all(p.step != "own" or p.ended for p in others))
 
     monkeypatch.setattr(owner, "_here", here)
-    monkeypatch.setattr(owner, "_machine", lambda: "one")
-    monkeypatch.setattr(owner, "_began", began)
-    monkeypatch.setattr(owner, "_visible", lambda pid: True)
+    monkeypatch.setattr(notes, "machine", lambda: "one")
+    monkeypatch.setattr(notes, "began", began)
+    monkeypatch.setattr(notes, "is_visible", lambda pid: True)
     monkeypatch.setattr(owner, "time", SimpleNamespace(sleep=settle, monotonic=time.monotonic))
     monkeypatch.setattr(owner.Owner, "_beat", lambda self: None)
     monkeypatch.setattr(folders, "_flush", lambda path: None)

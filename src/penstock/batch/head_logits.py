@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from penstock.batch.liger import liger_cross_entropy
 from penstock.errors import ModelError
+from penstock.private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 
 HELD_BYTES = 1 << 28  # logits of a microbatch in float32; those with more are never whole
 
@@ -61,7 +61,7 @@ class HeadLogits(Tensor):
         dtype: torch.dtype | None = None,
         by_liger: bool = False,
     ) -> HeadLogits:
-        made = Tensor._make_wrapper_subclass(
+        made = make_wrapper_subclass(
             cls, (*hidden.shape[:-1], len(weight)), dtype=dtype or hidden.dtype, device=hidden.device,
             requires_grad=hidden.requires_grad or weight.requires_grad,
         )  # fmt: skip
@@ -74,7 +74,7 @@ class HeadLogits(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             if func in _FACTS or getattr(func, "__self__", None) in _FACTS:
                 return func(*args, **kwargs)
             first = args[0] if args else None
@@ -116,7 +116,7 @@ class HeadLogits(Tensor):
     def whole(self) -> Tensor:
         """The logits, computed once."""
         if self._whole is None:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 self._whole = _stepped(self.steps, F.linear(self.hidden, self.weight, self.bias))
         return self._whole
 

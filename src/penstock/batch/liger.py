@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.errors import ConfigError
+from penstock.private import FakeTensor
 
 Chunked = bool | Literal["liger"]  # values of the option chunked_loss
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from penstock.batch.packing import split_lens
 from penstock.batch.payload import TensorSpec
 from penstock.batch.shapes import Microbatch, MicrobatchKey, microbatch_key
 from penstock.errors import BatchError
+from penstock.private import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 Batch = Mapping[str, Any]
 # how one entry of a batch is split: along a dimension, not at all (None), or by a function of (entry,

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from penstock.batch.loss import IGNORED, UNPAD
 from penstock.batch.packing import PER_TOKEN, check_row_bounds, row_shape
 from penstock.batch.placement import OnDevice, host_values
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
+from penstock.private import tree_map
 
 
 class PadEntry(NamedTuple):

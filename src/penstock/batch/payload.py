@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from penstock.errors import ShapeError
+from penstock.private import TreeSpec, tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 _CONSTANTS = (type(None), bool, int, float, str)
 

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.batch.shapes import Microbatch
+from penstock.private import tree_leaves, tree_map_only
 
 # by the memory of a tensor that was sent ahead, as long as it lives: its copy, and its version then. A batch
 # is split into new tensors, which have nothing but this memory in common with what was sent

@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Form
 from penstock.errors import BatchError, ShapeError
+from penstock.private import is_any_autocast_enabled, tree_flatten
 from penstock.schedule import Op
 
 Microbatch = Mapping[str, Any]
@@ -57,7 +57,7 @@ def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) 
 def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
     if form.constants != expected.form.constants and form.tree == expected.form.tree:
         remedy = "Numbers made of a tensor's values cannot be known beforehand: use shapes='exchanged'"
-    elif torch._C._is_any_autocast_enabled():
+    elif is_any_autocast_enabled():
         remedy = (
             "Autocast is on, and shapes are inferred without a region of yours: give the option autocast= in "
             "its place, let stages end in .to(dtype), or use shapes='exchanged'"

@@ -44,6 +44,7 @@ from penstock.checkpoint.shards import (
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, together
 from penstock.pipeline.pipeline import Pipeline
+from penstock.private import foreach_copy_
 from penstock.runtime.device import stream
 from penstock.runtime.device.copies import CudaCopies, pin
 from penstock.runtime.device.stream import Time
@@ -278,7 +279,7 @@ class MemoryCheckpoints:
         """Copy what only an optimizer changes, complete the shard, and exchange it with the neighbours."""
         try:
             if copies:
-                torch._foreach_copy_([host for _, host in copies], [tensor for tensor, _ in copies])
+                foreach_copy_([host for _, host in copies], [tensor for tensor, _ in copies])
             stream.reach(moment)
             if job.after is not None:
                 wait([job.after])  # whoever asks for its result gets its error

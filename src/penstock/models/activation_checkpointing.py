@@ -24,10 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C import DispatchKey
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -35,6 +31,16 @@ from torch.utils.checkpoint import (
 )
 
 from penstock.errors import ConfigError, ModelError
+from penstock.private import (
+    UNSAFE_VIEW,
+    DispatchKey,
+    OpOverload,
+    SetExcludeDispatchKeyGuard,
+    TorchDispatchMode,
+    dispatch_get_all_op_names,
+    tree_leaves,
+    tree_map,
+)
 from penstock.runtime.split_backward.recording import recording_again
 from penstock.runtime.unseen import LayerState, unrecorded
 
@@ -200,7 +206,7 @@ class SavePolicy:
 
     def __init__(self, names: Sequence[str]) -> None:
         # as users write them: aten.mm
-        known = {op.split(".")[0].replace("::", ".", 1) for op in torch._C._dispatch_get_all_op_names()}
+        known = {op.split(".")[0].replace("::", ".", 1) for op in dispatch_get_all_op_names()}
         named = {name for name in names if name not in GROUPS}
         for name in named:
             _check_op(name, known)
@@ -311,7 +317,7 @@ class _SelectiveMode(TorchDispatchMode):
         if not self._policy.covers(func):
             result = func(*args, **kwargs)
             # a product of three dimensions is one of two and this view, whose versions count by themselves
-            if func is torch.ops.aten._unsafe_view.default:
+            if func is UNSAFE_VIEW:
                 saved = self._by_storage.get(result.untyped_storage()._cdata)
                 if saved is not None:
                     saved.versions.append((_detached(result), result._version))
@@ -337,7 +343,7 @@ def _detached(value: Any) -> Any:
     """The same memory and version counter, without the graph, also beneath autograd."""
     if not isinstance(value, Tensor):
         return value
-    with torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
+    with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
         return value.detach()
 
 

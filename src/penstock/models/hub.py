@@ -39,6 +39,7 @@ from penstock.errors import HubError
 from penstock.models.model_folder import OTHERS, TOKENIZER
 from penstock.models.weights.files import INDEX, SINGLE, named_files
 from penstock.reading import parse_json
+from penstock.runtime.health.notes import began as began_of
 
 Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
 
@@ -145,15 +146,8 @@ def _launch() -> str | None:
         return None
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     parent = os.getppid()
-    return " ".join([str(parent), _began(parent), *(os.environ.get(name, "") for name in names)])
-
-
-def _began(process: int) -> str:
-    """When a process began: in a container the next launch has the same number, address and port."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]  # in ticks since boot
-    except (OSError, IndexError):
-        return ""
+    # and when it began: in a container the next launch has the same number, address and port
+    return " ".join([str(parent), str(began_of(parent)), *(os.environ.get(name, "") for name in names)])
 
 
 def _outcome_of_another(file: TextIO, name: str, began: float) -> Path | None:

@@ -38,7 +38,7 @@ from penstock.models.adapters import (
 from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
 from penstock.models.mtp import check_factor, with_mtp
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
-from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.tracing.meta import Uninitialised, bare, is_empty
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
@@ -103,12 +103,12 @@ class Source:
 
         Then an adapter's base model is frozen again: transformers unfreezes what it reads.
         """
-        trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        named = functools.partial(model.named_parameters, remove_duplicate=False)
+        trained = {} if self.adapter is None else {name: p.requires_grad for name, p in named()}
         with without_adapters(model, self.model):
             yield weights.tied_names(self.model)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            if self.adapter is not None:
-                parameter.requires_grad_(trained[name])
+        for name, parameter in named() if trained else ():
+            parameter.requires_grad_(trained[name])
 
     def check(self, model: PreTrainedModel) -> None:
         """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values."""
@@ -259,7 +259,7 @@ def _built_from_config(
     """On the meta device. Raises ModelError for a config that transformers builds no causal LM from."""
     options = {} if attention is None else {"attn_implementation": attention}
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Uninitialised():
             built: PreTrainedModel = auto_class(config).from_config(
                 config, dtype=dtype or config.dtype, trust_remote_code=trusted, **options
             )

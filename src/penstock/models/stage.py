@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
@@ -27,6 +26,7 @@ from penstock.errors import ModelError, PenstockError, ShapeError
 from penstock.models.split.partition import partition
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
+from penstock.private import tree_map_only
 from penstock.runtime.transport.groups import Processes
 from penstock.runtime.unseen import detach_hooks, unseen
 

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.utils._pytree import tree_map_only
 from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import ModelError
 from penstock.parallel.mesh import flattened, job_backend, present
+from penstock.private import concatenate_meshes, tree_map_only
 from penstock.runtime.sharded_weights import param_groups, sharded_modules
 
 
@@ -62,7 +62,7 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
         return shards
     if shards is None:
         return mesh["dp_replicate", "dp_shard"]
-    return DeviceMesh._concatenate([mesh["dp_replicate"], shards])
+    return concatenate_meshes([mesh["dp_replicate"], shards])
 
 
 class ExpertMeshes(NamedTuple):
@@ -83,7 +83,7 @@ def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
     backend: Any = dict.fromkeys(("ep_shard", "ep"), job_backend(mesh.device_type))
     grid = shards._unflatten(0, (shards.size() // ep, ep), ("ep_shard", "ep"), backend_override=backend)
     if present(mesh, ("dp_replicate",)):
-        return ExpertMeshes(grid["ep"], DeviceMesh._concatenate([mesh["dp_replicate"], grid["ep_shard"]]))
+        return ExpertMeshes(grid["ep"], concatenate_meshes([mesh["dp_replicate"], grid["ep_shard"]]))
     return ExpertMeshes(grid["ep"], grid["ep_shard"] if grid["ep_shard"].size() > 1 else None)
 
 
@@ -264,7 +264,7 @@ class StageShards:
 
     def reshard(self) -> None:
         """Free the whole weights after a step without backwards, or one that failed."""
-        from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+        from penstock.private import TrainingState
 
         for part in self._parts:
             for group in param_groups(part):

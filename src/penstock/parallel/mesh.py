@@ -72,7 +72,7 @@ def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
     if dist.is_initialized():
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from penstock.private import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=_FAR, world_size=_FAR + ranks)
     try:

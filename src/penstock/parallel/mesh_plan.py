@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.batch.microbatches import PIXELS
@@ -34,6 +33,7 @@ from penstock.parallel.fsdp import Sharded, data_mesh, expert_meshes, refuse_sca
 from penstock.parallel.tensor.plan import assigned, check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.parallel.tensor.styles import STYLES, Style, check_length
+from penstock.private import tree_map_only
 from penstock.runtime.stage import Shards
 from penstock.runtime.transport.groups import limit_waits
 

@@ -36,19 +36,19 @@ def fits_batches(schedule: Schedule) -> bool:
 
 
 def communicators(schedule: Schedule, batched: bool) -> int:
-    """The most communicators of a rank: for the pipeline's messages, and one for what all ranks exchange."""
+    """The most communicators of a rank, for its messages: values go over gloo."""
     if batched:
-        return 2
+        return 1
     hosts = schedule.placement.rank_of
     ends = [(hosts[channel.source], hosts[channel.target]) for channel in channels(schedule)]
-    return 1 + max((sum(rank in pair for pair in ends) for rank in range(schedule.ranks)), default=0)
+    return max((sum(rank in pair for pair in ends) for rank in range(schedule.ranks)), default=0)
 
 
 def describe(schedule: Schedule, exchange: str) -> str:
     """The communicators of a rank in words. exchange: as in WorldOptions"""
     batched = exchange == "batched" or (exchange == "auto" and fits_batches(schedule))
     if batched:
-        return "2 communicators a rank, one of them for all messages, in batches"
+        return "1 communicator a rank, for all messages, in batches"
     return f"up to {communicators(schedule, batched)} communicators a rank, one for each edge and direction"
 
 

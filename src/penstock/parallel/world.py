@@ -138,6 +138,16 @@ def remaining_ranks(options: WorldOptions) -> int:
     return (options.axes or Axes()).pipeline_ranks(world)
 
 
+def wake_autograd(device: torch.device) -> None:
+    """Run a backward that multiplies no matrices.
+
+    With its first kernel autograd's thread of a GPU gets a context of CUDA. A stage's backward may begin with
+    cuBLAS, which then finds none, and torch warns.
+    """
+    with torch.enable_grad():
+        (torch.ones(1, device=device, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
+
+
 def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, str] | None = None) -> World:
     """Join the pipeline's other processes, or host all ranks in this one. Collective.
 
@@ -163,6 +173,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     if device.type == "cuda":
         set_environment()
         torch.cuda.set_device(device)
+        wake_autograd(device)
     if options.one_process:
         _check_one_process(options)
         local = LocalTransport(options.wire)

@@ -187,7 +187,7 @@ class AutoPipeline(Options):
         routed = self._routed(source.model)
         chain = self._find_chain(source.model, trains=chosen.trains)
         with source.with_room():  # the loss is found on logits with values
-            replace(self, compile=False).loss_of(source.model)  # a build looks at the compiler
+            replace(self, compile=False).loss_of(source.model, chain)  # a build looks at the compiler
         staged = self._in_stages_of_size(chain.count, chosen)
         stages = plan_stages(source.model, chain, staged, self._ranges(source.model, chain, staged))
         trained = without_weight_gradients(staged, frozen_stages(source.model, stages))
@@ -220,8 +220,8 @@ class AutoPipeline(Options):
             check_adapter(source, self.axes)
             check_model(source.model, self.axes, options)
 
-    def loss_of(self, model: PreTrainedModel) -> Loss:
-        """The loss of a pipeline of `model`: the model's own without a loss_fn.
+    def loss_of(self, model: PreTrainedModel, chain: Chain | None = None) -> Loss:
+        """The loss of a pipeline of `model`: the model's own without a loss_fn. chain: where it is known
 
         Raises ModelError where the own one is none that penstock computes; ConfigError for options that it
         does not take.
@@ -230,7 +230,7 @@ class AutoPipeline(Options):
         if type(loss) is not NextToken:
             return loss
         try:
-            found = own_loss(model, find_chain(model))
+            found = own_loss(model, chain or find_chain(model))
         except ModelError:
             if self.loss_fn is None:
                 raise
@@ -476,7 +476,7 @@ class _Build:
         if auto.chunked_loss == "liger":
             check_liger("chunked_loss='liger'", world.device.type)
         compile_layers = auto.layer_compiler(schedule, world.device)
-        completer, loss = plan.completer(), auto.loss_of(source.model)
+        completer, loss = plan.completer(), auto.loss_of(source.model, plan.chain)
         models = {index: self._model(index) for index in own_stages(schedule, world.ranks)}
         names = {index: parameter_names(model) for index, model in models.items()}
         stages = [self._stage(index, model, completer, compile_layers) for index, model in models.items()]

@@ -9,7 +9,6 @@ from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.batch.loss import UNPAD, Loss, total_of, weight_of
@@ -24,6 +23,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch, as_list
 from penstock.pipeline.steps.step import StepResult
+from penstock.private import tree_map_only
 from penstock.runtime.sharded_weights import full_tensor as gathered
 from penstock.runtime.stage import autocasting, evaluating, without_gradients
 

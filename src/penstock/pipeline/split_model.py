@@ -19,6 +19,7 @@ from penstock.models.weights.saved import MAX_SHARD_SIZE, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
+from penstock.private import foreach_mul_, foreach_norm
 from penstock.runtime.device import stream
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
@@ -161,7 +162,7 @@ class SplitModel:
         counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
         squares = torch.zeros(1, dtype=torch.float64, device=self._world.device)
         for holders, held in _by_holders(counted, self._world).items():
-            norms = torch.stack([norm.to(self._world.device) for norm in torch._foreach_norm(held)])
+            norms = torch.stack([norm.to(self._world.device) for norm in foreach_norm(held)])
             squares += norms.double().square().sum() / holders
         return self._world.reductions.sum_over_mesh(squares)
 
@@ -208,7 +209,7 @@ class SplitModel:
         if not math.isfinite(norm):
             self._spoiled = self._not_finite_here()
         if not scale >= 1:  # a norm of NaN makes all gradients NaN, as in torch
-            torch._foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
+            foreach_mul_([local_shard(p.grad) for p in self.parameters() if p.grad is not None], scale)
 
     # ---- files
 

@@ -18,6 +18,7 @@ from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.batch.shapes import EdgeShapes, check
+from penstock.private import foreach_div
 from penstock.runtime.device.footprints import Footprint, ForwardKey, footprint
 from penstock.runtime.device.memory import Ledger, measuring
 from penstock.runtime.plan import Compute, Message, Plan
@@ -80,7 +81,7 @@ class Ops:
         if self._autocast:
             torch.clear_autocast_cache()  # weights are about to change, and the region may go on
         if self.totals:
-            self.loss_shares = list(torch._foreach_div(self.totals, step.weight))
+            self.loss_shares = list(foreach_div(self.totals, step.weight))
             self.totals = []
 
     # ---- forward

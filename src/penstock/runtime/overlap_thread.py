@@ -16,6 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.private import (
+    len_torch_dispatch_stack,
+    len_torch_function_stack,
+    top_saved_tensors_default_hooks,
+)
 from penstock.runtime.device.stream import Time
 from penstock.runtime.sharded_weights import Sharding
 from penstock.runtime.split_backward.modules import is_compiled
@@ -128,7 +133,5 @@ class _Restrictions(NamedTuple):
 
 def _is_watched() -> bool:
     """Whether this thread is in a mode that sees its ops: it would not see those of the second thread."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(
-        torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or hooks is not None
-    )
+    hooks = top_saved_tensors_default_hooks(True)
+    return bool(len_torch_function_stack() or len_torch_dispatch_stack() or hooks is not None)

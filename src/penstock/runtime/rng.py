@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from penstock.batch.microbatches import checksums, named_tensors
 from penstock.batch.shapes import Microbatch, microbatch_key
+from penstock.private import DropoutNd
 
 _MASK = (1 << 63) - 1
 _ODD = 0x1E3779B97F4A7C15
@@ -36,7 +36,7 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
     not found.
     """
     for name, part in module.named_modules():
-        if isinstance(part, _DropoutNd):
+        if isinstance(part, DropoutNd):
             if part.p > 0:
                 yield name, "p", part.p
             continue

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
+from penstock.private import local_shape_and_offset
 from penstock.runtime.split_backward.modules import all_modules
 
 
@@ -181,7 +181,7 @@ def own_part(tensor: DTensor) -> tuple[slice, ...] | None:
     placements = tensor.placements
     if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):
         return None
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, placements)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
 
 

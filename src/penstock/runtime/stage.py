@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.utils._pytree import tree_leaves
 
 from penstock.batch.loss import Loss, total_of
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, unflatten
 from penstock.batch.shapes import Microbatch, check
 from penstock.errors import ModelError
+from penstock.private import UNSAFE_VIEW, is_any_autocast_enabled, tree_leaves
 from penstock.runtime.device.footprints import Footprints
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.rng import StageRNG
@@ -64,9 +64,6 @@ class Shards(Protocol):
 
     def reshard(self) -> None:
         """Free the gathered weights where no backward has run."""
-
-
-_unsafe_view = torch.ops.aten._unsafe_view.default  # the same memory, and for autograd no view
 
 
 class Stage:
@@ -175,7 +172,7 @@ class Stage:
         return deferring(self.casts, every_call=self.products.every_call) if split else self._casting()
 
     def _casting(self) -> AbstractContextManager[Tape | None]:
-        if not torch._C._is_any_autocast_enabled():
+        if not is_any_autocast_enabled():
             return _PLAIN
         return casting(self.casts, every_call=self.products.every_call)
 
@@ -264,7 +261,8 @@ def _value(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, .
     """What the stage is called with; it may write into it, which autograd forbids of a leaf."""
     if received is None:
         return ()
-    entering = [_unsafe_view(t, t.shape) if t.requires_grad else t for t in inputs]
+    # the same memory, and for autograd no view
+    entering = [UNSAFE_VIEW(t, t.shape) if t.requires_grad else t for t in inputs]
     return (unflatten(entering, received.specs.form),)
 
 

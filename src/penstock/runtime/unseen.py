@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+
+from penstock.private import GLOBAL_FORWARD_HOOKS
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _LIBRARIES = ("torch", "transformers", "penstock")
@@ -38,9 +39,8 @@ def unseen() -> Iterator[None]:
 
     Afterwards the generators of Python, numpy and torch are as they were.
     """
-    tables = [vars(torch_module)[f"_global{name}"] for name in _HOOKS]
-    hooks = [dict(table) for table in tables]
-    for table in tables:
+    hooks = [dict(table) for table in GLOBAL_FORWARD_HOOKS]
+    for table in GLOBAL_FORWARD_HOOKS:
         table.update({key: detached(hook, {}) for key, hook in table.items()})
     put_back = _generators()
     try:
@@ -48,7 +48,7 @@ def unseen() -> Iterator[None]:
             yield
     finally:
         put_back()
-        for table, before in zip(tables, hooks, strict=True):
+        for table, before in zip(GLOBAL_FORWARD_HOOKS, hooks, strict=True):
             table.update(before)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 from penstock.errors import ConfigError, FolderInUseError, RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json, read_bytes
+from penstock.runtime.health.notes import ProcessId, lives, this_process
 from penstock.runtime.transport.groups import Processes
 
 OWNER = "owner.json"
@@ -178,56 +179,22 @@ def _words(facts: Facts) -> str:
 
 def _here() -> Facts:
     """This process, in a form by which others on this machine can tell whether it is still there."""
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "began": _began(os.getpid()),
-        "machine": _machine(),
-    }
-
-
-def _machine() -> str:
-    """Names the boot and the namespace in which a process's number counts; empty where neither is known."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    return ""
-
-
-def _began(pid: int) -> int | None:
-    """When a process began, in ticks since the machine started; None for one that is gone or has ended."""
-    with suppress(OSError, ValueError, IndexError):
-        fields = (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        )
-        return None if fields[0] in ("Z", "X") else int(fields[19])
-    return None
+    return {"host": socket.gethostname(), **this_process()._asdict()}
 
 
 def _alive(file: Path, facts: Facts, beat: float, patience: float) -> str:
     """How it is known that the owner lives, in words; empty where it does not."""
     pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
-    if machine and machine == _machine() and type(pid) is int and type(began) is int and _visible(pid):
-        return "that process lives" if _began(pid) == began else ""
+    if type(machine) is str and type(pid) is int and type(began) is int:
+        alive = lives(ProcessId(machine, pid, began))
+        if alive is not None:
+            return "that process lives" if alive else ""
     seen, end = _seen(file), time.monotonic() + patience
     while time.monotonic() < end:
         time.sleep(beat / 2)
         if _seen(file) != seen:
             return "its heartbeat moves"
     return ""
-
-
-def _visible(pid: int) -> bool:
-    """Whether /proc would show that process: it may hide those of other users."""
-    if _began(pid) is not None:
-        return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (PermissionError, OverflowError):
-        return False
-    return True
 
 
 def _seen(file: Path) -> tuple[bytes | None, int]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.models.split.activation_sizes import layer_kind
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.multiply_adds import SEQUENCE, multiply_adds
 from penstock.models.tracing.chain import find_chain
+from penstock.models.tracing.probe import layer_kind
 from support import zoo
 from support.families import tiny_config
 

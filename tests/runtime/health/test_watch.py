@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,12 +17,22 @@ from unittest.mock import ANY, Mock, call
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import Account, PeerLostError, StalledPeerError, account_of, give_account
+from penstock.errors import Account, PeerError, PeerLostError, StalledPeerError, account_of, give_account
 from penstock.runtime.health import watch as health
-from penstock.runtime.health.notes import Failure, FailureNote, FailureNotes, LimitedStore, Wait
+from penstock.runtime.health.notes import (
+    Failure,
+    FailureNote,
+    FailureNotes,
+    LimitedStore,
+    ProcessId,
+    Wait,
+    began,
+    machine,
+)
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
+from penstock.runtime.transport.stream_channels import hold_up_until
 from penstock.schedule import Op, build
 
 TIMEOUT = 0.4  # a note every 0.05 s
@@ -261,6 +274,52 @@ def test_a_rank_that_died_is_named_to_those_that_lose_the_one_that_noticed(start
     assert "rank 1: rank 2 failed first: it died or closed its connection, as rank 1" in str(
         two.error(CLOSED)
     )
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of this machine; no parent waits for it, so that it becomes a zombie when it ends."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+def as_process(watch: Watch, other: subprocess.Popen[bytes], on: str = "") -> None:
+    """From now on the watch speaks for that process. on: its machine; this one if empty"""
+    watch._notes.process_id = ProcessId(on or machine(), other.pid, began(other.pid))
+    watch._leave_note()
+
+
+def waited_in_vain(watch: Watch) -> PeerError:
+    """For rank 1, as over NCCL, where no connection breaks."""
+    with pytest.raises(PeerError) as caught:
+        hold_up_until(lambda: False, Message(Op.parse("1F0"), 0), 1, watch, timedelta(seconds=4 * TIMEOUT))
+    return caught.value
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "killed in another container"])
+def test_a_wait_that_nothing_breaks_ends_with_the_process_of_its_peer(
+    start: Start, other: subprocess.Popen[bytes], how: str
+) -> None:
+    """0.5.0: over NCCL a killed rank was named as a silent one, and only after the timeout."""
+    waiting, struck = start(0), start(1)
+    as_process(struck, other, "another container" if "container" in how else "")
+    other.send_signal(signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    struck._stop.set()  # its thread is gone, too
+    error = waited_in_vain(waiting)
+    assert f"rank 1 on {HOST}" in str(error)
+    assert isinstance(error, PeerLostError if how == "killed" else StalledPeerError)
+
+
+def test_a_process_that_has_closed_its_pipeline_may_end(start: Start, other: subprocess.Popen[bytes]) -> None:
+    waiting, closed = start(0), start(1)
+    as_process(closed, other)
+    waiting._pulse.look()
+    closed.close()
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    waiting._notice_deaths()
+    assert not waiting.broken
 
 
 def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start: Start) -> None:

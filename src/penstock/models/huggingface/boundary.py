@@ -23,10 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _active_collector
 
 from penstock.batch.payload import TensorSpec
 from penstock.errors import ModelError
@@ -40,6 +37,7 @@ from penstock.models.tracing.placeholder import (
     with_hidden,
 )
 from penstock.models.tracing.towers import features_from, with_zeros
+from penstock.private import active_collector, disable_current_modes, tree_leaves, tree_map_only
 from penstock.runtime.unseen import unseen
 
 if TYPE_CHECKING:
@@ -141,7 +139,7 @@ class Boundary:
         for mapping in mappings(args, kwargs) if self._chain.mappings_shared else ():
             mapping.update(received["shared"])
         for name in self._chain.recorded:
-            _active_collector.get()[name].extend(received["recorded"][name])
+            active_collector.get()[name].extend(received["recorded"][name])
         return received["hidden"]  # type: ignore[no-any-return]
 
     def _leave(
@@ -161,7 +159,7 @@ class Boundary:
                 name: value for mapping in mappings(args, kwargs) for name, value in mapping.items()
             }
         if chain.recorded:
-            collected = _active_collector.get()
+            collected = active_collector.get()
             self._output["recorded"] = {name: tuple(collected[name]) for name in chain.recorded}
         if chain.features:
             self._output["features"] = features_from(self._features, self._next)
@@ -345,7 +343,7 @@ class PlaceholderBefore(ModulePlaceholder):
 
     @torch.no_grad()
     def _run_without_values(self, args: Any, kwargs: Any) -> Any:
-        with unseen(), _disable_current_modes():  # such as count bytes, or make fake tensors
+        with unseen(), disable_current_modes():  # such as count bytes, or make fake tensors
             args, kwargs = tree_map_only(
                 Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
             )

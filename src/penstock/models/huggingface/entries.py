@@ -22,7 +22,8 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
-from penstock.models.huggingface.masks import count_shape_questions
+from penstock.models.huggingface.masks import shape_questions
+from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, is_empty
 from penstock.models.tracing.towers import encodes
 
@@ -126,17 +127,19 @@ class MicrobatchCompleter:
     choices of experts that the pipeline does not replay.
     """
 
-    def __init__(self, model: PreTrainedModel, routed: Callable[[Microbatch], None] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chain: Chain, routed: Callable[[Microbatch], None] | None = None
+    ) -> None:
         """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
         self._model = model if is_empty(model) else bare(model)
-        self._routed, self._images = routed, ImageCheck(model)
+        self._chain, self._routed, self._images = chain, routed, ImageCheck(model)
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
     def shape_questions(self) -> int:
-        """The model's `count_shape_questions`, counted when it is first needed."""
-        return count_shape_questions(self._model)
+        """What masks.shape_questions counts, when it is first needed."""
+        return shape_questions(self._model, self._chain)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         if ROUTED in microbatch and self._routed is None:

@@ -16,18 +16,22 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 from transformers import PreTrainedModel, masking_utils, modeling_flash_attention_utils
 
 from penstock.batch.placement import OnDevice, to_device
 from penstock.batch.shapes import Microbatch
+from penstock.models.tracing.chain import Chain, remembered
+from penstock.models.tracing.meta import without_values
+from penstock.models.tracing.probe import Identity, after_first, layer_kind
 from penstock.models.tracing.provenance import Provenance
+from penstock.private import DisableTorchFunction, has_any_global_hook
 from penstock.runtime.split_backward.modules import ASKING
 from penstock.runtime.unseen import unseen
 
@@ -103,24 +107,47 @@ def _settled(found: Any) -> Any:
 # ---- What a model makes by itself
 
 
-def count_shape_questions(model: PreTrainedModel) -> int:
+def shape_questions(model: PreTrainedModel, chain: Chain) -> int:
     """Count the questions of a forward that gets `input_ids` alone, if shapes alone decide them; else 0.
+
+    Cached for models that are built the same way. Of layers that are alike one runs, and stands for them.
 
     model: without values; it runs as far as it can
     """
-    looking = _Looking()
-    ids = torch.zeros(_PROBED, dtype=torch.int64, device=model.device)
-    looking.provenance.mark(ids, {"ids"})
+    return remembered(_counts, model, chain.layers, lambda: _count(model, chain))
+
+
+_counts: dict[object, int] = {}
+
+
+def _count(model: PreTrainedModel, chain: Chain) -> int:
+    looking, counts = _Looking(), Counter[Hashable]()
+    layers = model.get_submodule(chain.layers)
+    kinds = [layer_kind(layer) for layer in layers.children()]
+    alike = after_first(layers, kinds, chain.output_form)
+
+    def note(kind: Hashable, sign: int) -> Callable[..., None]:
+        return lambda *_: counts.update({kind: sign * looking.count})
+
     with ExitStack() as stack:
         stack.enter_context(unseen())
-        stack.enter_context(torch._C.DisableTorchFunction())  # nor by a caller's mode around the step
+        stack.enter_context(DisableTorchFunction())  # nor by a caller's mode around the step
         # eager: torch.compile would give up for good on code that it first meets under a mode
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        whole = without_values(model, alike)
+        for kind, layer in zip(kinds, whole.get_submodule(chain.layers).children(), strict=True):
+            if not isinstance(layer, Identity):
+                layer.register_forward_pre_hook(note(kind, -1))
+                layer.register_forward_hook(note(kind, 1))
+        ids = torch.zeros(_PROBED, dtype=torch.int64, device="meta")
+        looking.provenance.mark(ids, {"ids"})
         stack.enter_context(suppress(Exception))
         stack.enter_context(torch.no_grad())
         stack.enter_context(answering(looking))
         stack.enter_context(looking.provenance)
-        model(input_ids=ids, use_cache=False)
+        whole(input_ids=ids, use_cache=False)
+        of_all = Counter(kinds)
+        looking.count += sum((of_all[kind] - 1) * count for kind, count in counts.items())
     return 0 if looking.depends else looking.count
 
 
@@ -160,7 +187,7 @@ class Edits:
     def __bool__(self) -> bool:
         if not self._is_same():
             self._look()
-        everywhere: bool = _has_any_global_hook()  # type: ignore[no-untyped-call]
+        everywhere: bool = has_any_global_hook()  # type: ignore[no-untyped-call]
         return self._classes or everywhere or not all(map(_is_known, self._put_in()))
 
     # each forward asks: loops, as generators are resumed for each module

@@ -19,8 +19,6 @@ from typing import Any, NoReturn, get_args
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.batch.loss import IGNORED, NextToken, OwnLoss, Problem, RowLabels, TokenLabels
@@ -31,6 +29,7 @@ from penstock.models.tracing.meta import deep_copy
 from penstock.models.tracing.placeholder import hidden_of
 from penstock.models.tracing.probe import Identity
 from penstock.models.weights.reading import ran_out_of_memory
+from penstock.private import LOCAL_SCALAR_DENSE, TorchDispatchMode, tree_leaves, tree_map_only
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.unseen import unseen
 
@@ -231,7 +230,7 @@ class _ValuesWhereNeeded(TorchDispatchMode):
         without = [leaf.is_meta for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device")
         leaves = any(without) and device is not None and torch.device(device).type != "meta"
-        if func is torch.ops.aten._local_scalar_dense.default and without[0]:
+        if func is LOCAL_SCALAR_DENSE and without[0]:
             return 1.0 if args[0].is_floating_point() else 1
         if not any(without) or (all(without) and not leaves):
             return func(*args, **kwargs)

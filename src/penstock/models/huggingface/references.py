@@ -27,6 +27,7 @@ from penstock.models.huggingface.boundary import BoundaryPlaceholder, ModulePlac
 
 _STAND_INS = (BoundaryPlaceholder, ModulePlaceholder)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
+_INERT = (*_PLAIN, Tensor, nn.Module)
 _LIBRARIES = {"torch", "transformers", "penstock", "peft", "accelerate", "functools", "inspect", "typing"}
 _LIBRARIES |= {"numpy"}
 _TABLES = {"_parameters", "_buffers", "_modules"}
@@ -136,9 +137,9 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             continue
         shown = name or "the model"
         for attribute, value in vars(module).items():
-            if attribute in _TABLES or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
+            if isinstance(value, (dict, set)) and not value:  # most of what each of all modules has
                 continue
-            if isinstance(value, dict | set) and not value:
+            if attribute in _TABLES or isinstance(value, _INERT):
                 continue
             hooks = isinstance(value, dict) and attribute.endswith("_hooks")
             for each in value.values() if hooks else (value,):

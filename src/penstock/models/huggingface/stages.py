@@ -71,10 +71,10 @@ def cut(
         if not (info.is_first if is_before else info.is_last)
     ]
     memo |= {id(model.get_parameter(name)): None for name in dropped}
-    kept = [value for module in model.modules() for value in vars(module).values()]
-    for value in kept:  # tensors that a module keeps of an earlier forward, such as a recurrent state
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            memo[id(value)] = value.detach().clone()
+    for module in model.modules():  # tensors that one keeps of an earlier forward, such as a recurrent state
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
     stage = deep_copy(model, memo)
     forget_tied_tokens(stage)
     mark_without_weights(stage, model.dtype)
@@ -265,5 +265,6 @@ def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> Non
 
 def _rope_types(module: nn.Module) -> Collection[str]:
     """The kinds of rotary positions that a module computes: one, or one for each kind of layer."""
-    kinds: Any = getattr(module, "rope_type", ())
+    knows = "rope_type" in vars(module) or hasattr(type(module), "rope_type")
+    kinds: Any = module.rope_type if knows else ()
     return tuple(kinds.values()) if isinstance(kinds, Mapping) else (kinds,)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,34 +22,12 @@ from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
+from penstock.private import FLASH_ATTENTION_FOR_CPU
 from penstock.runtime.device.footprints import footprint
 from penstock.runtime.device.memory import Measured, Sizes
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall
-
-_PLAIN = frozenset({bool, int, float, str, type(None)})
-_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
-
-
-def layer_kind(layer: nn.Module) -> Hashable:
-    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
-    return tuple(
-        (name, type(part), *_settings(part),
-         *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
-        for name, part in layer.named_modules()
-    )  # fmt: skip
-
-
-def _settings(part: nn.Module) -> Iterator[Hashable]:
-    for name, value in vars(part).items():
-        if type(value) in _PLAIN and not _is_number(name):
-            yield name, value
-
-
-@cache
-def _is_number(name: str) -> bool:
-    return _NUMBER.search(name) is not None
 
 
 class _Fused(TorchFunctionMode):
@@ -71,7 +47,7 @@ def _fused(
 ) -> Tensor:  # fmt: skip
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = attn_mask.to(query.dtype)  # as torch does
-    result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: Tensor = FLASH_ATTENTION_FOR_CPU(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
     return result

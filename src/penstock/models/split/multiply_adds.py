@@ -17,12 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.errors import ConfigError
-from penstock.models.split.activation_sizes import layer_kind
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.tracing.chain import Chain, prefixes
 from penstock.models.tracing.meta import shadow
-from penstock.models.tracing.probe import Identity
+from penstock.models.tracing.probe import after_first, layer_kind
 from penstock.models.tracing.towers import encodes
+from penstock.private import EFFICIENT_ATTENTION, FLASH_ATTENTION, FLASH_ATTENTION_FOR_CPU
 
 SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
 _SHORT = 16  # tokens
@@ -120,8 +120,9 @@ def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
     A mixture counts the experts that work on a token. A part that cannot run without values, or that always
     works on more tokens than so short a row has, counts its parameters once a token.
     """
-    found = [Work(count, counted=False) for count in _parameters(model, chain)]
-    for part, (once, twice) in enumerate(_short_rows(model, chain)):
+    kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
+    found = [Work(count, counted=False) for count in _parameters(model, chain, kinds)]
+    for part, (once, twice) in enumerate(_short_rows(model, chain, kinds)):
         if twice >= 2 * once:
             square = (twice - 2 * once) / (2 * _SHORT**2)
             found[part] = Work(once / _SHORT - _SHORT * square, square)
@@ -133,15 +134,13 @@ _REMEMBERED = 64  # models
 _known: dict[object, list[tuple[int, int]]] = {}
 
 
-def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
+def _short_rows(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
     """What `_counted` finds for rows of _SHORT and of twice as many tokens; nothing where it fails.
 
     Cached for models that are built the same way. Hooks may change what a forward costs, and are left out.
     """
-    layers = model.get_submodule(chain.layers).children()
     shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
     config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
-    kinds = [layer_kind(layer) for layer in layers]
     kind = (chain.layers, config, attention, shapes, *kinds)
     if kind not in _known:
         if len(_known) >= _REMEMBERED:
@@ -153,7 +152,7 @@ def _short_rows(model: PreTrainedModel, chain: Chain) -> list[tuple[int, int]]:
     return _known[kind]
 
 
-def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
+def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable]) -> list[int]:
     """Parameters that work on a token, of each layer, before the layers and after them."""
     config = model.config.get_text_config(decoder=True)
     experts = next((found for name in _EXPERTS if (found := getattr(config, name, None))), 1)
@@ -169,10 +168,11 @@ def _parameters(model: PreTrainedModel, chain: Chain) -> list[int]:
         return total
 
     layers = model.get_submodule(chain.layers).children()
+    of_kind = {kind: count([layer]) for kind, layer in dict(zip(kinds, layers, strict=True)).items()}
     towers = _towers(model, chain)  # which see no token
     before = [name for name in chain.before if name not in towers]
     ends = ([model.get_submodule(name) for name in names] for names in (before, chain.after))
-    return [*(count([layer]) for layer in layers), *map(count, ends)]
+    return [*(of_kind[kind] for kind in kinds), *map(count, ends)]
 
 
 def _counted(
@@ -182,10 +182,8 @@ def _counted(
 
     kinds: of the layers
     """
-    layers = [*model.get_submodule(chain.layers).children()]
     first = {kind: kinds.index(kind) for kind in kinds}
-    alike = {id(layer): Identity(layer, chain.output_form)
-             for index, layer in enumerate(layers) if index != first[kinds[index]]}  # fmt: skip
+    alike = after_first(model.get_submodule(chain.layers), kinds, chain.output_form)
     marks: dict[int, list[int]] = {}  # of each layer that runs: what was counted until its start and its end
     counter = FlopCounterMode(display=False, custom_mapping=_MORE)  # entered again, it begins at 0
 
@@ -219,8 +217,4 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: obje
     return flops // 2
 
 
-_MORE = dict.fromkeys(
-    (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-     torch.ops.aten._scaled_dot_product_efficient_attention,
-     torch.ops.aten._scaled_dot_product_flash_attention), _attention,
-)  # fmt: skip
+_MORE = dict.fromkeys((FLASH_ATTENTION_FOR_CPU, EFFICIENT_ATTENTION, FLASH_ATTENTION), _attention)

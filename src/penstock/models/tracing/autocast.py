@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
+from penstock.private import tree_map_only
 from penstock.runtime.split_backward.casts import WeightCasts, is_weight
 
 # those of torch's "ops that autocast to lower precision" that language models call

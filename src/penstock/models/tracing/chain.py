@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from penstock.models.mtp import prediction_layers
 from penstock.models.tracing.autocast import AutocastWithoutValues
@@ -35,6 +34,7 @@ from penstock.models.tracing.probe import (
     siblings,
 )
 from penstock.models.tracing.towers import encodes, feature_names
+from penstock.private import CAN_RECORD_REGISTRY
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ class Chain:
 
 
 _REMEMBERED = 64  # of a kind
-_LIBRARIES = ("torch", "transformers", "peft", "penstock")
+_LIBRARIES = frozenset({"torch", "transformers", "peft", "penstock"})
+_PLAIN, _TENSORS = (bool, int, float, str), ("_parameters", "_buffers")
 T = TypeVar("T")
 _found: dict[object, Chain] = {}
 
@@ -137,18 +138,18 @@ def _built(model: PreTrainedModel, layers: str) -> object | None:
     None also for modules of a user's class, whose forward may read what no key shows.
     """
     facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
-    for name, module in model.named_modules():
-        held = vars(module)
+    for name, module in model.named_modules(remove_duplicate=False):
+        held, kind = vars(module), type(module)
         if "forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]:
             return None
-        if type(module).__module__.partition(".")[0] not in _LIBRARIES:
+        if kind.__module__.partition(".")[0] not in _LIBRARIES:
             return None
-        plain = [
-            (k, v) for k, v in held.items() if isinstance(v, bool | int | float | str) and k != "training"
-        ]
-        facts.append((name, type(module), tuple(plain)))
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    facts += [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
+        facts += [name, kind]
+        for key, value in held.items():
+            if isinstance(value, _PLAIN) and key != "training":
+                facts += [key, value]
+            elif value and key in _TENSORS:
+                facts += [(key, own, t.shape, t.dtype) for own, t in value.items() if t is not None]
     return tuple(facts)
 
 
@@ -244,7 +245,7 @@ def _recorded(model: PreTrainedModel) -> tuple[str, ...]:
         return ()
     kinds: list[Any] = []
     for module in model.modules():
-        known = (_CAN_RECORD_REGISTRY.get(module) or {}) if isinstance(module, PreTrainedModel) else {}
+        known = (CAN_RECORD_REGISTRY.get(module) or {}) if isinstance(module, PreTrainedModel) else {}
         recorders = known.get("router_logits", ())
         kinds += recorders if isinstance(recorders, list | tuple) else [recorders]
     routers = tuple(getattr(recorder, "target_class", recorder) for recorder in kinds)

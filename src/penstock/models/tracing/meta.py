@@ -20,10 +20,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from penstock.private import FakeTensorMode
 from penstock.runtime.sharded_weights import meta_like, shard_like
 from penstock.runtime.unseen import detach_hooks, unseen
 
@@ -91,15 +92,35 @@ def bare(model: PreTrainedModel) -> PreTrainedModel:
     return _twin(model, lambda _, held: dict(held), meta_like)
 
 
-def without_values(module: M) -> M:
-    """A deep copy with all tensors on the meta device, to be run under `unseen`."""
-    memo: dict[int, Any] = {id(buffer): meta_like(buffer) for buffer in module.buffers()}
-    memo |= {id(parameter): _empty(parameter) for parameter in module.parameters()}
-    copied = deep_copy(module, memo)
+def without_values(module: M, replaced: Mapping[int, Any] | None = None) -> M:
+    """A deep copy with all tensors on the meta device, to be run under `unseen`.
+
+    replaced: copies to take in place of those made here, by the id of the original
+    """
+    memo: dict[int, Any] = {}
+    for each in _without_replaced(module, replaced or {}):
+        for parameter in each.parameters(recurse=False):
+            if id(parameter) not in memo:
+                memo[id(parameter)] = _empty(parameter)
+        memo |= {id(buffer): meta_like(buffer) for buffer in each.buffers(recurse=False)}
+    copied = deep_copy(module, memo | {**(replaced or {})})
     detach_hooks(copied)
     return copied
 
 
+class Uninitialised(TorchFunctionMode):
+    """Inside, torch.nn.init leaves meta tensors alone: for each it would run Python, and change nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _INITIAL and kwargs["tensor"].is_meta:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+_INITIAL = frozenset({nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_, nn.init.constant_})
 _UNCHANGING = frozenset({bool, int, float, str, type(None), torch.dtype})
 _TABLES = frozenset(nn.Module().__dict__)  # every module has its own
 _PICKLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getattr__")

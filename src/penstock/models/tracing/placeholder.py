@@ -7,9 +7,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from penstock.errors import ModelError
+from penstock.private import keystr, tree_flatten_with_path, tree_unflatten
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -12,22 +12,24 @@ the dtype stays unknown.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
 from penstock.models.tracing.provenance import Provenance
+from penstock.private import tree_leaves, tree_map_only
 
 # what a layer may return: h; (h,); (h, something for the next layer); (h, None)
 FORMS = ("tensor", "tuple", "tuple with more", "tuple with None")
@@ -84,9 +86,11 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     fitting = [found for found in filled if len(found[1]) == wanted] or filled
     if not fitting:
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has none")
-    return min(
-        fitting, key=lambda found: (found[0].count("."), -sum(p.numel() for p in found[1].parameters()))
-    )
+    outermost = min(name.count(".") for name, _ in fitting)
+    fitting = [found for found in fitting if found[0].count(".") == outermost]
+    if len(fitting) > 1:
+        return max(fitting, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+    return fitting[0]
 
 
 def path_to(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
@@ -269,7 +273,31 @@ def model_without_values(
         yield whole.train(training)
 
 
-# ---- The second forward: the real layers
+# ---- Layers that are alike
+
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
+
+
+def layer_kind(layer: nn.Module) -> Hashable:
+    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
+    return tuple(
+        (name, type(part), *_settings(part),
+         *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
+        for name, part in layer.named_modules()
+    )  # fmt: skip
+
+
+def _settings(part: nn.Module) -> Iterator[Hashable]:
+    for name, value in vars(part).items():
+        if type(value) in _PLAIN and not _is_number(name):
+            yield name, value
+
+
+@cache
+def _is_number(name: str) -> bool:
+    return _NUMBER.search(name) is not None
 
 
 class Identity(Placeholder):
@@ -279,18 +307,29 @@ class Identity(Placeholder):
         return self.give(hidden_of(args, kwargs))
 
 
+def after_first(layers: nn.Module, kinds: Sequence[Hashable], form: str, most: int = 1) -> dict[int, Any]:
+    """Identities in the place of all layers of a kind but its first ones, by the id of the layer."""
+    met = Counter[Hashable]()
+    identities: dict[int, Any] = {}
+    for layer, kind in zip(layers.children(), kinds, strict=True):
+        met[kind] += 1
+        if met[kind] > most:
+            identities[id(layer)] = Identity(layer, form)
+    return identities
+
+
+# ---- The second forward: the real layers
+
+
 def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
     """The dtype of the hidden states that the real layers return; None where it varies or is unknown.
 
     Of layers with the same modules only the first few run: all of a deep model would take seconds.
     Raises NoChainError where a layer takes something of another one that is not among its arguments.
     """
-    provenance, dtypes, met = Provenance(), set[torch.dtype](), Counter[object]()
-    replaced: dict[int, Any] = {}
-    for layer in model.get_submodule(layers).children():
-        met[kind := tuple((name, type(part)) for name, part in layer.named_modules())] += 1
-        if met[kind] > _RUN_OF_A_KIND:
-            replaced[id(layer)] = Identity(layer, form)
+    provenance, dtypes, real = Provenance(), set[torch.dtype](), model.get_submodule(layers)
+    kinds = [tuple((name, type(part)) for name, part in layer.named_modules()) for layer in real.children()]
+    replaced = after_first(real, kinds, form, _RUN_OF_A_KIND)
     with model_without_values(model, False, replaced) as whole:
         held = [*whole.get_submodule(layers).children()]
         for index, (layer, following) in enumerate(zip_longest(held, held[1:])):

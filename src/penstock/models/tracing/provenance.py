@@ -7,16 +7,18 @@ with provenance:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from penstock.private import TorchDispatchMode, tree_leaves
 
 Mark = int | str
 
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout})
 # these ops look at shape, dtype and device of their arguments, and at no value
 _SHAPE_ONLY = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like",
@@ -49,9 +51,8 @@ class Provenance(TorchDispatchMode):
 
     def marks(self, *values: Any) -> frozenset[Mark]:
         """The marks of all tensors in `values`."""
-        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-        found = (self._marks.get(tensor.untyped_storage()._cdata, frozenset()) for tensor in tensors)
-        return frozenset[Mark]().union(*found)
+        storages = (tensor.untyped_storage()._cdata for tensor in _tensors(values))
+        return frozenset[Mark]().union(*(self._marks.get(storage, frozenset()) for storage in storages))
 
     def origins(self, *values: Any) -> tuple[set[int], set[str]]:
         """The numbers and the names among the marks of all tensors in `values`."""
@@ -65,13 +66,27 @@ class Provenance(TorchDispatchMode):
         if func.overloadpacket.__name__ in _SHAPE_ONLY:
             return result
         if marks := self.marks(args, kwargs):
-            schema = func._schema.arguments
-            written = [value for value, of in zip(args, schema, strict=False) if _is_written(of)]
-            for tensor in tree_leaves((result, written)):
-                if isinstance(tensor, Tensor):
-                    self.mark(tensor, self.marks(tensor) | marks)
+            written = [args[place] for place in _written(func) if place < len(args)]
+            for tensor in _tensors((result, written)):
+                self.mark(tensor, self.marks(tensor) | marks)
         return result
 
 
-def _is_written(argument: torch.Argument) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among the leaves of `values`. Plain containers without pytree: each op asks three times."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (tuple, list):
+            yield from _tensors(value)
+        elif type(value) is dict:
+            yield from _tensors(value.values())
+        elif type(value) not in _PLAIN:
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """The places of the arguments that an op writes into."""
+    of_arguments = (argument.alias_info for argument in func._schema.arguments)
+    return tuple(place for place, of in enumerate(of_arguments) if of is not None and of.is_write)

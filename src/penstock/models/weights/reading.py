@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.private import TO_COPY, TorchDispatchMode
 from penstock.reading import size
 from penstock.runtime.device.copies import Copies, CudaCopies
 from penstock.runtime.device.footprints import is_held_elsewhere
@@ -33,7 +33,7 @@ _MAPPED = 1 << 17  # bytes from which a tensor in host memory has a map of its o
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14 and newer
 _libc = ctypes.CDLL(None)
 _JOINS = {aten.stack.default: aten.stack.out, aten.cat.default: aten.cat.out}
-_COPIES = {aten._to_copy.default, aten.clone.default}
+_COPIES = {TO_COPY, aten.clone.default}
 
 
 class Reader(Protocol):

@@ -19,19 +19,19 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import Entry, made_entry
 from penstock.models.weights.reading import Reader
+from penstock.private import SAFETENSORS_TYPES
 from penstock.reading import LARGEST_JSON, open_regular, size
 
 _LENGTH = 8  # bytes that say the header's length, in front of it
 _HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
 # torch's dtypes by their names in safetensors, whose own table lacks one that it writes
-DTYPES: dict[str, Any] = {**_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
+DTYPES: dict[str, Any] = {**SAFETENSORS_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -34,6 +33,7 @@ from penstock.parallel.context.positions import LENGTH, MixedPositionsError, Pos
 from penstock.parallel.context.sequence import split
 from penstock.parallel.expert.balance import asks_for_balance, balance_function, check_load_balancing
 from penstock.parallel.expert.experts import is_marked
+from penstock.private import ConvNd
 from penstock.runtime.unseen import detach_hooks, unseen
 
 # kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
@@ -92,7 +92,7 @@ def _reasons_of_modules(model: nn.Module) -> Iterator[str]:
         kind = type(module).__name__
         if any("position_ids_from" in method for method in dir(type(module))):
             yield f"{name} ({kind}) has a way of its own to count positions"
-        if isinstance(module, _ConvNd):
+        if isinstance(module, ConvNd):
             yield f"{name} is a convolution"
         rope = getattr(module, "rope_type", None)
         if {"dynamic", "longrope"} & set(rope.values() if isinstance(rope, dict) else (rope,)):

@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from penstock.private import TorchDispatchMode, tree_leaves
 
 LENGTH = 2 * 4999  # tokens; twice a prime, so that no product of other sizes is likely to be the same
 

@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import P2POp, ProcessGroup
-from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.errors import ModelError
 from penstock.parallel.context.mask import Mask
 from penstock.parallel.context.sequence import pieces
 from penstock.parallel.mesh import refuse_second_derivative
+from penstock.private import disable_current_modes
 
 _BLOCKS, _GRADIENTS = 0, 1  # tags of the two kinds of messages
 
@@ -79,7 +79,7 @@ def compare(
     Only shapes and device of the tensors are used. Nothing is sent.
     """
     generator, tokens = torch.Generator().manual_seed(0), 4
-    with torch.no_grad(), _disable_current_modes(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), disable_current_modes(), torch.autocast(query.device.type, enabled=False):
         q, k, v = (
             torch.randn(1, t.shape[1], tokens, t.shape[3], generator=generator).to(t.device)
             for t in (query, key, value)

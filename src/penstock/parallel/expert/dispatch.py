@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.parallel.mesh import refuse_second_derivative
+from penstock.private import FakeTensor, current_graph_task_id
 from penstock.runtime.transport.groups import AllProcesses
 
 
@@ -55,7 +55,7 @@ class Directions:
     def current(self) -> dist.ProcessGroup:
         """The group for what runs now in this thread."""
         # autograd's engine knows, also in its own threads that run backwards on GPUs
-        return self.forward if torch._C._current_graph_task_id() == -1 else self.backward
+        return self.forward if current_graph_task_id() == -1 else self.backward
 
 
 def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -32,6 +32,7 @@ from penstock.errors import BatchError, ConfigError, ModelError, PenstockError
 from penstock.parallel.context.sequence import FULL_SEQUENCE
 from penstock.parallel.expert.experts import count_of, mixtures
 from penstock.parallel.expert.routing import Marks, Router, Task, TopKs, not_top_k, one_too_many
+from penstock.private import current_graph_task_id
 
 _log = logging.getLogger(__name__)
 Choices = Mapping[str, Tensor]  # by the name of the module of experts: (tokens, top_k)
@@ -270,7 +271,7 @@ class StageRouting:
 
     def _task(self, name: str, trains: bool) -> Task | None:
         """The task of mixture `name` in a forward that begins now in this thread; None for none."""
-        if torch._C._current_graph_task_id() != -1:  # in a backward, on whatever thread of the engine
+        if current_graph_task_id() != -1:  # in a backward, on whatever thread of the engine
             if not trains or not self._microbatches:
                 return None
             assert self._backward is not None, f"{name} runs again outside of a microbatch's backward"

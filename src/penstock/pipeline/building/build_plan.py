@@ -133,7 +133,8 @@ class BuildPlan:
 
     def completer(self) -> MicrobatchCompleter:
         """Adds to a microbatch what the model needs; refuses one that the split model would compute wrong."""
-        return MicrobatchCompleter(self.source.model, None if self.routed is None else self.routed.check)
+        checked = None if self.routed is None else self.routed.check
+        return MicrobatchCompleter(self.source.model, self.chain, checked)
 
     def values_of(self, rank: int, ties: Ties) -> dict[str, Tensor]:
         """A rank's parameters, by first name if tied, if the source model has values; else none."""

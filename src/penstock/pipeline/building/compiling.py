@@ -72,22 +72,19 @@ def as_compile(option: object) -> Compile | None:
 
 def check_compiler(option: Compile, device: torch.device) -> None:
     """Raise ConfigError for a backend that torch does not know, or that cannot run on this machine."""
-    import torch._dynamo  # which takes a second to import
-
-    if option.backend not in (known := torch._dynamo.list_backends(exclude_tags=())):
+    if option.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         shown = ", ".join(known)
         raise ConfigError(f"compile.backend={option.backend!r}", f"torch knows {shown}", "Take 'inductor'")
     if option.backend != "inductor":
         return
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
+        from penstock.private import has_triton
 
         if not has_triton():
             rule = "for a GPU it writes kernels in Triton, which is not installed or does not know this GPU"
             raise ConfigError("compile.backend='inductor'", rule, "Install triton, or leave compile out")
         return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
+    from penstock.private import InvalidCxxCompiler, get_cpp_compiler
 
     try:
         get_cpp_compiler()

@@ -27,9 +27,10 @@ from penstock.models.activation_offloading import Offloading
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
-from penstock.models.split.activation_sizes import layer_kind, stage_sizes
+from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.split.balanced_split import Memory
 from penstock.models.stage import StageInfo
+from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
 from penstock.parallel.fsdp import is_cast
 from penstock.parallel.mesh import imagined

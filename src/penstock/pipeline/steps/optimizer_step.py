@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.errors import ConfigError
 from penstock.pipeline.split_model import SplitModel, clip_scale
+from penstock.private import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
 from penstock.runtime import step_report as report
 from penstock.runtime.device import stream
 from penstock.runtime.device.stream import Time
@@ -241,4 +241,4 @@ def _copy(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for pair in zip(into, tensors, strict=True):
         by_device[pair[0].device].append(pair)
     for pairs in by_device.values():
-        torch._foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])
+        foreach_copy_([there for there, _ in pairs], [here for _, here in pairs])

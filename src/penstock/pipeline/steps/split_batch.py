@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from penstock.batch.microbatches import Batch, Sharding, check_entries, joined, split
 from penstock.batch.packing import PER_TOKEN
@@ -15,6 +14,7 @@ from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
 from penstock.parallel.world import World
+from penstock.private import tree_map_only
 from penstock.runtime.health.agreement import first_error, in_words
 
 BatchLike = Batch | Sequence[Microbatch]  # to be split, or microbatches as they are

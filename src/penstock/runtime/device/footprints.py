@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.batch.shapes import MicrobatchKey, without_length
+from penstock.private import storage_use_count
 
 _REMEMBERED = 4096  # shapes of each stage
 
@@ -154,4 +154,4 @@ def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Te
 def is_held_elsewhere(tensor: Tensor) -> bool:
     """Whether anything but `tensor` itself keeps its memory, such as the graph that made it."""
     storage = tensor.untyped_storage()  # counts as one use
-    return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
+    return bool(storage_use_count(storage._cdata) > 2)

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from penstock.batch.payload import Payload
+from penstock.private import TorchDispatchMode, tree_leaves
 from penstock.runtime.device.footprints import Footprint
 from penstock.schedule import Op
 

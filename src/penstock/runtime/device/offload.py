@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.private import FakeTensor, top_saved_tensors_default_hooks
 from penstock.runtime.device.copies import HostLink, host_link
 
 
@@ -64,7 +64,7 @@ class Offload:
         return (
             self._recording is not None
             and torch.is_grad_enabled()
-            and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            and top_saved_tensors_default_hooks(True) is None
         )
 
     def saving(self) -> saved_tensors_hooks:

@@ -6,6 +6,8 @@
 Notes are judged by whether they move while the reader looks on: clocks of other machines may be wrong. Nobody
 waits for the store for long: torch's client has no time limit of its own. Where the store's machine cannot be
 reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
+
+A note also names its process, so that others on its machine can look whether that is still there.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
@@ -87,6 +91,18 @@ def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
         call()
 
 
+class ProcessId(NamedTuple):
+    """A process, in a form by which others on its machine can tell whether it lives.
+
+    machine: the boot and the namespace in which `pid` counts; empty where neither is known
+    began: ticks since the machine started, as the number of a process is used again
+    """
+
+    machine: str
+    pid: int
+    began: int | None
+
+
 class Wait(NamedTuple):
     """A wait that has lasted: for `what`, from the process `peer` (None: from all)."""
 
@@ -99,6 +115,7 @@ class FailureNote(NamedTuple):
 
     at: seconds of its machine's clock, which began when that machine did; boot: names the machine
     last: whether the process knew of a failure, and may have ended since
+    process_id: None once the process has closed its pipeline, and may end
     """
 
     at: float
@@ -107,6 +124,7 @@ class FailureNote(NamedTuple):
     account: str
     wait: Wait | None = None
     last: bool = False
+    process_id: ProcessId | None = None
 
 
 class Failure(NamedTuple):
@@ -123,10 +141,11 @@ class FailureNotes:
     def __init__(self, store: LimitedStore, process: int) -> None:
         self._store, self.process = store, process
         self.host, self._boot = socket.gethostname(), boot_id()
+        self.process_id: ProcessId | None = this_process()
 
     def leave(self, account: str, wait: Wait | None, last: bool = False) -> None:
         """Replace this process's note."""
-        note = FailureNote(time.monotonic(), self.host, self._boot, account, wait, last)
+        note = FailureNote(time.monotonic(), self.host, self._boot, account, wait, last, self.process_id)
         self._store.set(f"note/{self.process}", json.dumps(note))
 
     def read(self, processes: Iterable[int]) -> dict[int, FailureNote]:
@@ -134,7 +153,13 @@ class FailureNotes:
         asked = [*processes]
         texts = zip(asked, self._store.get([f"note/{process}" for process in asked]), strict=True)
         notes = {process: FailureNote(*json.loads(text)) for process, text in texts if text is not None}
-        return {p: note._replace(wait=note.wait and Wait(*note.wait)) for p, note in notes.items()}
+        return {
+            process: note._replace(
+                wait=note.wait and Wait(*note.wait),
+                process_id=note.process_id and ProcessId(*note.process_id),
+            )
+            for process, note in notes.items()
+        }
 
     def absent(self, processes: Sequence[int], seconds: float) -> list[int]:
         """Wait for the first note of each process. Returns those that have left none after that time."""
@@ -204,3 +229,46 @@ def boot_id() -> str:
             return file.read().strip()
     except OSError:
         return f"{os.uname().nodename}"
+
+
+# ---- Whether a process lives
+
+
+def this_process() -> ProcessId:
+    return ProcessId(machine(), os.getpid(), began(os.getpid()))
+
+
+def lives(process: ProcessId) -> bool | None:
+    """Whether it does; a zombie does not. None where that cannot be seen from here."""
+    if not process.machine or process.machine != machine() or not is_visible(process.pid):
+        return None
+    return began(process.pid) == process.began
+
+
+def machine() -> str:
+    """Names the boot and the namespace in which a process's number counts; empty where neither is known."""
+    with suppress(OSError):
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+def began(pid: int) -> int | None:
+    """When a process began, in ticks since the machine started; None for one that is gone or has ended."""
+    with suppress(OSError, ValueError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+    return None
+
+
+def is_visible(pid: int) -> bool:
+    """Whether /proc would show that process: it may hide those of other users."""
+    if began(pid) is not None:
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, OverflowError):
+        return False
+    return True

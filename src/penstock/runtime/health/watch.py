@@ -1,6 +1,6 @@
 """The watch: which rank waits for which, and which failed first. It gives a silent hang a cause.
 
-    every period, each process's thread:   leaves a note (notes.py)
+    every period, each process's thread:   leaves a note (notes.py), and looks whether other processes live
     a wait that fails:                     follow the notes -> PeerLostError or StalledPeerError
     a wait without an end of its own:      look at the notes every period -> the same
 
@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.health.limits import ANSWERS, is_late
-from penstock.runtime.health.notes import Failure, FailureNotes, LimitedStore, Pulse, Wait
+from penstock.runtime.health.notes import Failure, FailureNotes, LimitedStore, Pulse, Wait, lives
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op
@@ -31,7 +31,7 @@ from penstock.schedule import Op
 _PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
 _START = 20.0  # seconds in which the store answers at first, and later at most, as long as nothing has failed
 _LINGERS = 10.0  # seconds that Python's exit waits for a note to be left
-_NOTICES = 5.0  # seconds in which a rank notices by itself that another one has failed
+_NOTICES = 1.0  # seconds in which a rank notices by itself that another one has failed
 _CEASED = 3  # periods without a note after which a rank counts as stuck
 _GONE = "; the store of the ranks' notes does not answer: this rank may be cut off, or its machine has ended"
 
@@ -76,6 +76,7 @@ class Watch:
         # ends what holds up this rank's host in foreign code, where something can: see `_free_host`
         self.frees: Callable[[], object] | None = None
         self._over = self._overdue = False  # whether this rank knows of a failure, and of an op of its own
+        self._bereaved = False  # whether it has recorded that a process of its machine has ended
         self._op: tuple[int, Op] | None = None
         self._began = 0.0
         self._waiting: Waiting | None = None
@@ -177,6 +178,8 @@ class Watch:
         atexit.unregister(self._process_ends)
         self._stop.set()
         self._thread.join(_LINGERS)
+        self._notes.process_id = None  # it may end from now on
+        self._leave_note()
         self._store.close()
 
     def _process_ends(self) -> None:
@@ -194,6 +197,10 @@ class Watch:
 
     def _record(self, reason: str) -> None:
         self._notes.fail(Failure(self._process, self._notes.host, reason))
+
+    def _record_death(self, process: int) -> None:
+        reason = f"it died or closed its connection, as {self._own_name} noticed"
+        self._notes.fail(Failure(process, self._host(process), reason))
 
     # ---- errors
 
@@ -259,8 +266,7 @@ class Watch:
             named = " and ".join(map(self._name, blamed)) or "some rank"
             rule = f"{named} died or closed its connection"
             if blamed:  # so that the ranks that lose this one next name the first one
-                reason = f"it died or closed its connection, as {self._own_name} noticed"
-                self._notes.fail(Failure(blamed[0], self._host(blamed[0]), reason))
+                self._record_death(blamed[0])
         error = PeerLostError(
             f"rank {self._rank} {waiting.words}",
             f"{rule}{self._gone}",
@@ -318,14 +324,35 @@ class Watch:
         self._leave_note()
 
     def _publish(self) -> None:
-        looked = 0.0
+        looked = -self.timeout
         while not self._stop.wait(self._period):
             self._leave_note()
-            if time.monotonic() - looked > self.timeout / 2:  # to see by the end of a wait what has moved
+            stale = time.monotonic() - looked > self.timeout / 2  # to see by the end of a wait what has moved
+            if stale or any(self._pulse.note(process) is None for process in self._others(self._everyone)):
                 self._pulse.look()
                 looked = time.monotonic()
+            if not self._bereaved:
+                self._notice_deaths()
             if self.frees is not None and not self._over:
                 self._free_host(self.frees)
+
+    def _notice_deaths(self) -> None:
+        """Let all ranks know of a process of this machine that has ended, and did not say why.
+
+        Over NCCL nothing else does: no connection breaks.
+        """
+        ended = list(filter(self._has_ended, self._others(self._everyone)))
+        if ended:
+            self._pulse.look()  # it may have left a note before it ended
+        for process in filter(self._has_ended, ended):
+            self._record_death(process)
+            self._bereaved = True
+
+    def _has_ended(self, process: int) -> bool:
+        note = self._pulse.note(process)
+        if note is None or note.last or note.process_id is None:
+            return False
+        return lives(note.process_id) is False
 
     def _free_host(self, free: Callable[[], object]) -> None:
         """End an op of this rank that lasts too long, or that another rank's failure may hold up.

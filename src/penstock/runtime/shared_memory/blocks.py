@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import TensorSpec
+from penstock.private import storage_use_count
 from penstock.runtime.shared_memory.segment import BLOCKS, STATES, Segment
 
 PAGE = 4096
@@ -153,7 +153,7 @@ class Received:
         """The messages that nothing holds any more; to be given to `free`."""
         unused, held = [], []
         for entry, storages in self._held:
-            in_use = any(torch._C._storage_Use_Count(storage._cdata) > 1 for storage in storages)
+            in_use = any(storage_use_count(storage._cdata) > 1 for storage in storages)
             if in_use:
                 held.append((entry, storages))
             else:

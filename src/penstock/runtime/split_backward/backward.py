@@ -19,11 +19,9 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.batch.payload import Payload
+from penstock.private import FunctionBase
 from penstock.runtime.split_backward.deferred import Deferred, without_autocast
 from penstock.runtime.split_backward.recording import Tape
-
-# nodes whose graph is kept alive by a token, which get_gradient_edge makes; other nodes need none
-_IN_PYTHON: type = torch._C._FunctionBase
 
 
 class Live(NamedTuple):
@@ -64,7 +62,8 @@ def hold(
 
 def _edge(output: Tensor) -> GradientEdge | None:
     node = output.grad_fn
-    if node is None or isinstance(node, _IN_PYTHON):
+    # the graph of a node in Python is kept alive by a token, which get_gradient_edge makes; others need none
+    if node is None or isinstance(node, FunctionBase):
         return get_gradient_edge(output) if output.requires_grad else None
     return GradientEdge(node, output.output_nr)
 

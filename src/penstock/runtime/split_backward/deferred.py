@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from penstock.private import is_any_autocast_enabled
+from penstock.private import storage_use_count as _use_count
 from penstock.runtime.split_backward.products import Form
 
 # (node, which of its inputs), as in `Node.next_functions`, or with what holds the node
@@ -23,7 +25,6 @@ Edge = tuple[Node, int] | GradientEdge
 
 LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
-_use_count = torch._C._storage_Use_Count
 _WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
 PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have products of their own
 
@@ -287,7 +288,7 @@ _PLAIN_CONTEXT = nullcontext()
 
 def without_autocast() -> AbstractContextManager[object]:
     """No autocast: a step runs inside the caller's, and each op's backward works in its forward's dtypes."""
-    if not torch._C._is_any_autocast_enabled():
+    if not is_any_autocast_enabled():
         return _PLAIN_CONTEXT
     stack = ExitStack()
     for device in ("cpu", "cuda"):

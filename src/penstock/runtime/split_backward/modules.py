@@ -16,18 +16,18 @@ import sys
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
+from penstock.private import C_LINEAR as _LINEAR
+from penstock.private import DYNAMO
+from penstock.private import len_torch_function_stack as _modes
 from penstock.runtime.split_backward.products import LINEAR
 from penstock.runtime.split_backward.recording import Tape, current, thread
 
 # torch's own; users replace them, some before they import penstock
 _FORWARD = nn.Linear.forward
-_LINEAR = torch._C._nn.linear
-_modes = torch._C._len_torch_function_stack
 _KEEPS_FORWARD = _FORWARD.__globals__ is vars(nn.modules.linear)
 
 
@@ -90,7 +90,7 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile runs `module`, perhaps with what is in it."""
-    dynamo = sys.modules.get("torch._dynamo")  # not imported means not used
+    dynamo = sys.modules.get(DYNAMO)  # not imported means not used
     return module._compiled_call_impl is not None or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule)
     )

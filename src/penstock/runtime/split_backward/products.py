@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.private import grouped_mm
+
 
 class Form(NamedTuple):
     """A product of activations x with a weight, and its gradients.
@@ -49,8 +51,8 @@ def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bool) -> Tensor:
     """The weight gradient of a grouped product. transposed: weight and gradient are transposed views"""
     if transposed:
-        return torch._grouped_mm(dy.t(), x, offs).transpose(-2, -1)
-    return torch._grouped_mm(x.t(), dy, offs)
+        return grouped_mm(dy.t(), x, offs).transpose(-2, -1)
+    return grouped_mm(x.t(), dy, offs)
 
 
 # y = x Wᵀ + b, any number of dimensions
@@ -72,8 +74,8 @@ MATMUL = Form(
 def _grouped(offs: Tensor, transposed: bool) -> Form:
     """y = x W[g] for the rows of group g, which ends at row offs[g]; autocast does not cover it"""
     return Form(
-        lambda x, weight, bias: torch._grouped_mm(x, weight, offs),
-        lambda dy, weight: torch._grouped_mm(dy, weight.transpose(-2, -1), offs),
+        lambda x, weight, bias: grouped_mm(x, weight, offs),
+        lambda dy, weight: grouped_mm(dy, weight.transpose(-2, -1), offs),
         partial(_grouped_weight_gradient, offs=offs, transposed=transposed),
         cast=False,
     )
@@ -113,7 +115,7 @@ CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
     torch.addmm: (("input", "mat1", "mat2"), _find_addmm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), (("input", "other"), _find_matmul)),
     **dict.fromkeys((torch.mm, Tensor.mm), (("input", "mat2"), _find_mm)),
-    torch._grouped_mm: (("input", "mat2", "offs", "bias", "out_dtype"), _find_grouped),
+    grouped_mm: (("input", "mat2", "offs", "bias", "out_dtype"), _find_grouped),
 }
 
 

@@ -25,21 +25,20 @@ import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from penstock.private import FunctionBase, get_current_function_mode_stack
+from penstock.private import are_functorch_transforms_active as _in_functorch
+from penstock.private import current_graph_task_id as _current_task
+from penstock.private import is_any_autocast_enabled as _in_autocast
+from penstock.private import len_torch_function_stack as _modes
+from penstock.private import top_saved_tensors_default_hooks as _saving_hooks
+from penstock.private import unwrap_if_dead as _unwrapped
 from penstock.runtime.split_backward.casts import WeightCasts, cast, is_weight
 from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product
 from penstock.runtime.split_backward.products import CALLS, Form, find
 
-# each product of a step asks these
-_in_functorch = torch._C._are_functorch_transforms_active
-_unwrapped = torch._C._functorch.unwrap_if_dead
-_in_autocast = torch._C._is_any_autocast_enabled
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_IN_PYTHON: type = torch._C._FunctionBase
-_current_task = torch._C._current_graph_task_id
-_modes = torch._C._len_torch_function_stack
 _product: Callable[..., Product] = tuple.__new__
 
 _PLAIN = nullcontext()
@@ -289,7 +288,7 @@ def current() -> Tape | None:
     """The tape that records now: this thread's, or in a backward that replays, that of torch's mode."""
     if (tape := thread.tape) is not None or not _modes():
         return tape
-    modes = reversed(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+    modes = reversed(get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     return next((mode.tape for mode in modes if isinstance(mode, _Carries)), None)
 
 
@@ -336,7 +335,7 @@ class _Product(torch.autograd.Function):
         # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
         held = (
             None
-            if weight.is_leaf or not isinstance(weight.grad_fn, _IN_PYTHON)
+            if weight.is_leaf or not isinstance(weight.grad_fn, FunctionBase)
             else get_gradient_edge(weight)
         )
         ctx.of_product = form, tape, None if bias is None else bias.shape, held

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import TensorSpec
+from penstock.private import storage_use_count
 from penstock.runtime.device.copies import Copies
 from penstock.runtime.device.stream import Moment
 
@@ -87,7 +88,7 @@ class Pool:
 
 
 def _is_free(buffer: UntypedStorage) -> bool:
-    return bool(torch._C._storage_Use_Count(buffer._cdata) == 1)
+    return bool(storage_use_count(buffer._cdata) == 1)
 
 
 # ---- Staging: gloo between GPUs moves messages through host memory, so that ranks can share one GPU.

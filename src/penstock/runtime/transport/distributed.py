@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
 import secrets
 import time
@@ -14,10 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from penstock.errors import BatchError
+from penstock.private import (
+    flatten_dense_tensors,
+    foreach_copy_,
+    get_default_store,
+    take_tensors,
+    unflatten_dense_tensors,
+)
 from penstock.runtime.health.limits import is_of_peer, within
 from penstock.runtime.health.notes import boot_id
 from penstock.runtime.health.watch import Watch
@@ -62,15 +66,14 @@ class DistributedTransport(Transport):
         self.rank = self.index = groups.rank
         self.count = groups.size
         self._groups, self._limit = groups, groups.limit
-        self._device, self._at = device, groups.control_device(device)
-        self._everyone = GroupProcesses(groups.pipeline, groups.limit, self._at)
+        self._device = device
+        self._everyone = GroupProcesses(groups.host, groups.limit, torch.device("cpu"))
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._agreement: tuple[Gathering, list[Tensor], str] | None = None
         self._segments: list[Segment] | None = None
         self._spin = False
         if watch is None:  # other pipelines of the job may be anything
-            drawn = torch.tensor([secrets.randbits(60)], device=self._at)
-            token = int(self._everyone.all_gather(drawn)[0])
+            token = int(self._everyone.all_gather(torch.tensor([secrets.randbits(60)]))[0])
             watch = watch_of(f"{token}", self.rank, groups.size, timeout)
         else:
             watch.number_ranks(groups.members)
@@ -125,7 +128,6 @@ class DistributedTransport(Transport):
         self._agreement = None
         with self.watch.waiting("the start of the step", None):
             self._everyone.finish(work)
-        everyone = _on_host(everyone)
         self._check_calls(everyone)
         if len({int(fingerprint) for _, fingerprint in everyone}) == 1:
             return
@@ -150,7 +152,6 @@ class DistributedTransport(Transport):
         with self.watch.waiting("the end of the step", None):
             self._everyone.finish(work)
         if numbered:
-            everyone = _on_host(everyone)
             self._check_calls(everyone)
         return [vector[1:] for vector in everyone] if numbered else everyone
 
@@ -174,35 +175,31 @@ class DistributedTransport(Transport):
             return
         peer, what = next(rank for rank in ranks if rank != self.rank), "its part of a shared gradient"
         on_stream, works = self._groups.backend == "nccl", list[dist.Work]()
-        for bucket in _take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
-            joined = _flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
+        for bucket in take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
+            joined = flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
             with self.watch.waiting(what, peer):
                 work = dist.all_reduce(joined, group=self._sharing[ranks], async_op=True)
                 assert work is not None
                 # with a limit NCCL holds up the host, once for each bucket
                 work.wait() if on_stream else work.wait(self._limit)
             works.append(work)
-            sums = _unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(bucket, list(sums))
+            sums = unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
+            foreach_copy_(bucket, list(sums))
         if on_stream:  # once: an error comes before an optimizer uses the gradients
             hold_up_until(Transfer(what, peer, works).over, what, peer, self.watch, self._limit)
 
     def in_background(self) -> PatientProcesses:
         """The same ranks for another thread, which may wait for a disk: a group serves one thread only.
 
-        The group is gloo's even on a GPU, whose streams it then leaves alone. Collective over the whole job.
+        Collective over the whole job.
         """
-        groups = copy.copy(self._groups)  # they share the list of groups to close
-        groups.backend = "gloo"
         with naming_peers(self.watch, "the making of a process group"):
-            group = groups.new(range(groups.size), "pp background")
-        return PatientProcesses(GroupProcesses(group, groups.limit, torch.device("cpu")), self.watch)
+            group = self._groups.new_on_host("pp background")
+        return PatientProcesses(GroupProcesses(group, self._limit, torch.device("cpu")), self.watch)
 
-    @functools.cached_property
+    @property
     def patient(self) -> PatientProcesses:
-        """The same ranks, which may wait for a disk. Collective over the whole job at first."""
-        if self._groups.backend == "nccl":
-            return self.in_background()
+        """The same ranks, which may wait for a disk."""
         return PatientProcesses(self._everyone, self.watch)
 
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
@@ -240,13 +237,8 @@ def in_background(processes: Processes) -> Processes:
 
 
 def patient(processes: Processes) -> Processes:
-    """The same processes, which may wait for a disk. Collective over all processes of the job at first."""
+    """The same processes, which may wait for a disk."""
     return processes.patient if isinstance(processes, DistributedTransport) else processes
-
-
-def _on_host(vectors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies on the host, for which a GPU is waited for once."""
-    return list(vectors) if vectors[0].is_cpu else list(torch.stack(list(vectors)).cpu())
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
@@ -272,7 +264,7 @@ def times_built(timeout: float) -> int:
 
 
 def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()
+    return get_default_store()
 
 
 def clock_offset(transport: DistributedTransport) -> float:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.batch.placement import to_device
 from penstock.errors import PeerError, PeerLostError, StalledPeerError
+from penstock.private import set_pg_timeout
 from penstock.runtime.health.limits import begun, is_late, is_of_peer, within
 from penstock.runtime.health.watch import Watch
 
@@ -122,11 +123,11 @@ class GroupProcesses:
         """What begins in the block takes up to `limit`; gloo closes the connections of what takes longer."""
         backend: Any = self._group._get_backend(torch.device("cpu"))
         before = backend.options._timeout
-        dist.distributed_c10d._set_pg_timeout(limit, self._group)
+        set_pg_timeout(limit, self._group)
         try:
             yield
         finally:
-            dist.distributed_c10d._set_pg_timeout(before, self._group)
+            set_pg_timeout(before, self._group)
 
 
 class PatientProcesses:
@@ -216,6 +217,8 @@ class Groups:
         # a group may have a backend for each type of device
         fits = {backend_for(group, kind.type) for kind in group._device_types} == {self.backend}
         self.pipeline = group if fits else self.new(range(len(self._members)), "pp")
+        # for values: on a GPU a collective that waits for a rank takes time from what that one computes
+        self.host = self.pipeline if self.backend == "gloo" else self.new_on_host("pp values")
 
     @property
     def members(self) -> list[int]:
@@ -226,30 +229,37 @@ class Groups:
     def size(self) -> int:
         return len(self._members)
 
-    def new(self, ranks: Sequence[int], name: str, *, messages: bool = False) -> dist.ProcessGroup:
+    def new_on_host(self, name: str) -> dist.ProcessGroup:
+        """Make a group of gloo of all ranks: it leaves GPUs alone. Collective."""
+        return self.new(range(self.size), name, backend="gloo")
+
+    def new(
+        self, ranks: Sequence[int], name: str, *, messages: bool = False, backend: str | None = None
+    ) -> dist.ProcessGroup:
         """Make a group of these ranks in every pipeline of the mesh; return this pipeline's. Collective.
 
         Every process of the job makes all of them in one order: torch names a group by how many there are,
         so that groups made by their members alone would not match.
 
         messages: whether it moves messages while the ranks compute
+        backend: "gloo" or "nccl"; None takes that of the pipeline
         """
         mine: dist.ProcessGroup | None = None
         for members in self._pipelines:
-            group = self._make(sorted(members[r] for r in ranks), name, messages)
+            group = self._make(sorted(members[r] for r in ranks), name, messages, backend or self.backend)
             mine = group if members == self._members else mine
         assert mine is not None
         self._made.append(mine)
         return mine
 
-    def _make(self, ranks: list[int], name: str, messages: bool) -> dist.ProcessGroup:
-        if self.backend != "nccl":
+    def _make(self, ranks: list[int], name: str, messages: bool, backend: str) -> dist.ProcessGroup:
+        if backend != "nccl":
             return new_group(ranks, self.limit, name)
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             # NCCL's own count begins when the host queues an op, which may be long before it can run
             timeout=FOREVER,
-            backend=self.backend,
+            backend=backend,
             pg_options=message_options() if messages else None,
             group_desc=name,
         )
@@ -360,6 +370,7 @@ _CTAS = 8  # at most, of a communicator: messages are small, and each takes a pr
 def message_options() -> Any:
     """NCCL's options of a group for messages: few processors of the GPU, and first in turn for them."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = FOREVER  # torch takes the group's own, and warns where this is another one
     options.config.min_ctas, options.config.max_ctas = 1, _CTAS
     return options
 
@@ -371,7 +382,7 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
     """
     for group in groups:
         if group is not dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout), group)
+            set_pg_timeout(datetime.timedelta(seconds=timeout), group)
 
 
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:

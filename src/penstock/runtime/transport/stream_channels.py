@@ -30,7 +30,7 @@ from penstock.runtime.transport.point_to_point import Batch, Batches, Work, ring
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
 # messages that the plan has proven to have arrived, and that have not left yet.
 _AHEAD = 8
-_SHORTEST, _LONGEST = 2e-5, 2e-3  # seconds between two looks at whether something is complete
+_SHORTEST, _LONGEST = 2e-5, 2e-4  # seconds between two looks at whether something is complete
 _ASK = 0.2  # seconds between two looks at whether another rank has failed
 
 

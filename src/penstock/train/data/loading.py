@@ -25,12 +25,12 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from penstock.batch.loss import IGNORED
 from penstock.batch.padding import Padding
 from penstock.batch.placement import Up, send_ahead
 from penstock.errors import CheckpointError, ConfigError, DataError
+from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes, of_files, of_tokens

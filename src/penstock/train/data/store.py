@@ -44,6 +44,7 @@ import numpy.typing as npt
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
 from penstock.reading import check_regular, read_bytes, read_json
+from penstock.runtime.health.notes import boot_id
 from penstock.train.data.packing import Numbers
 from penstock.train.data.sources import Source, readable, wrong
 from penstock.train.encoding.chat import Labels
@@ -225,7 +226,7 @@ def _is_whole(made: Path) -> bool:
     try:
         stamps = [(file.name, *_stamp(file.lstat())) for file in sorted(made.iterdir())]
         if sum(size for _, size, *_ in stamps) > _LARGE and _settled(stamps):
-            known = repr((_boot(), stamps))
+            known = repr((boot_id(), stamps))
             if checked.is_file() and checked.read_bytes() == known.encode():
                 return True
         whole = read_bytes(made / _CHECKSUM) == _checksum(made, made.name).encode()
@@ -258,13 +259,6 @@ def _block_digest(block: tuple[Path, int]) -> bytes:
     with file.open("rb") as opened:
         opened.seek(at)
         return hashlib.sha256(opened.read(_BLOCK)).digest()
-
-
-def _boot() -> str:
-    """Names this start of this machine, where the system tells it."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    return ""
 
 
 def _stamp(state: os.stat_result) -> tuple[int, int, int, int]:

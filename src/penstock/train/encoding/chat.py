@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
-from torch.utils._pytree import tree_leaves
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
+from penstock.private import tree_leaves
 from penstock.train.data.sources import wrong
 from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
 from penstock.train.encoding.tokenizer import HuggingFace, Ids

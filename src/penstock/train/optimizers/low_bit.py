@@ -48,8 +48,10 @@ def make(
     check_installed(f"states={states}")
     import torchao.optim
 
+    from penstock.private import TorchaoAdamW
+
     if states is None or states == "bfloat16":
-        base, name = torchao.optim._AdamW, NAMES.get(states or "", "AdamW")
+        base, name = TorchaoAdamW, NAMES.get(states or "", "AdamW")
     else:
         base = getattr(torchao.optim, NAMES[states])
         name = NAMES[states]

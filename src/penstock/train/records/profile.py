@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from penstock.private import ExperimentalConfig
 from penstock.train.config.sections import TrainSection
 
 
@@ -60,8 +61,9 @@ class StepProfiler:
 
     def _start(self) -> profile:
         # else the profiler sees this thread only: neither an overlapped backward, nor the next batch's thread
-        every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-        started = profile(activities=self._activities, experimental_config=every_thread)
+        every_thread = ExperimentalConfig(profile_all_threads=True)
+        # acc_events: without it torch 2.11 warns of a second cycle at the start of the first
+        started = profile(activities=self._activities, experimental_config=every_thread, acc_events=True)
         started.start()
         return started
 
