@@ -142,9 +142,15 @@ MUTANTS = [
     ),
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
+        "checkpoint/save_load.py",
+        "each.register_step_pre_hook(lambda *_: copies.wait())",
+        "each.register_step_pre_hook(lambda *_: None)",
+        "checkpoint/test_save_load.py",
+    ),
+    Mutant(
         "pipeline/split_model.py",
-        "            stream.reach(copied_at)  # a GPU may still be copying\n",
-        "",
+        "            self._copies_under_way.wait()\n",
+        "            pass\n",
         "checkpoint/test_save_load.py",
     ),
     Mutant(

@@ -27,7 +27,6 @@ from benchmarks.gpu.models import (
     microbatches_of,
     model_of,
     plain_step,
-    predicted_live,
     qwen3,
     valid_tokens,
 )
@@ -296,24 +295,6 @@ def test_a_lost_microbatch_is_outside_of_the_spread(part: Part) -> None:
 def test_a_gradient_that_is_none_is_infinitely_wrong(lost: dict[str, Tensor]) -> None:
     reference = exactness.Reference({"weight": torch.ones(1)}, {"weight": 1.0})
     assert exactness.worst([lost], reference) == (float("inf"), "weight")
-
-
-@pytest.mark.parametrize(
-    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("zb_v", "dualpipe"))]
-)
-def test_the_prediction_of_live_activations_is_what_a_step_holds(schedule: str) -> None:
-    """Ranks of one process peak at different times, so that the sum of their peaks is an upper limit."""
-    size = cost.TINY.model._replace(layers=8, sequence=32)
-    model = model_of(qwen3(size), torch.float32)
-    auto = AutoPipeline(ranks=size.ranks, schedule=schedule, microbatches=size.microbatches)
-    pipe = auto.build(model)
-    pipe.step(batch_of(size, CPU))
-    costs = auto.memory_costs(auto.build_plan(model), size.shape)
-    assert costs is not None
-    predicted = predicted_live(pipe.timeline, pipe.schedule, costs)
-    peaks = sum(held.total for held in pipe.memory)
-    assert 0.6 * peaks < predicted < 1.1 * peaks
-    pipe.close()
 
 
 def test_a_stage_asks_for_causal_attention_without_a_mask() -> None:

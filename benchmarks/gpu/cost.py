@@ -7,8 +7,9 @@ attention. Time is taken in turns, a step of each, until the GPU is done.
 - step: its time over the loop's
 - (I + W) / B: seconds of the GPU for both halves of a backward, in zb_h1, over those of whole ones, in 1f1b.
   Both have the same stages.
-- memory: the peak of a step that adds to gradients, over weights, gradients and the live activations that
-  `AutoPipeline.memory_costs` predicts. What one op needs while it runs is the rest.
+- memory: the peak of a step that adds to gradients, less what `AutoPipeline.account` predicts for it: its
+  weights, gradients and live activations. What F and W need while they run is the rest. On a CPU the peak is
+  counted by live storages, with the kernel of attention that the account knows.
 - the timeline's busy time over the profiler's: how long the GPU computed, without its waits for the host,
   which the step before has measured (`Pipeline.measuring_device`). Both of one step, recorded without the
   host's calls. The timeline counts the microsecond or so between two kernels that are queued together.
@@ -24,6 +25,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple, TypeVar
@@ -40,10 +42,11 @@ from benchmarks.gpu.models import (
     batch_of,
     compile_layers,
     copy_on,
+    gradients_made,
     graphs_compiled,
     microbatches_of,
     model_of,
-    parameter_bytes,
+    peak_of_storages,
     predicted_live,
     qwen3,
     seconds,
@@ -229,22 +232,21 @@ def _memory(bench: Bench, pipe: Pipeline, schedule: str, before: int) -> None:
     """before: bytes on the GPU before the pipeline was built"""
     part, what = bench.part, "peak less weights, gradients and predicted live / peak"
     options = bench.options(schedule)
-    costs = options.memory_costs(options.build_plan(bench.model), bench.size.shape)
+    account = replace(options.account(options.build_plan(bench.model)), accumulates=True)
+    costs = account.costs(bench.size.shape)
     assert costs is not None
+    fixed = sum(rank.fixed for rank in account.ranks(None, lambda *_: 0))
     wait_for(part.device)
     if part.on_gpu:
         torch.cuda.reset_peak_memory_stats(part.device)
-    bench.step(pipe)  # without zero_grad: gradients are there from its beginning
-    wait_for(part.device)
-    live = predicted_live(pipe.timeline, pipe.schedule, costs)
-    fixed = parameter_bytes(list(pipe.parameters()))
-    part.raw[f"memory: {schedule}"] = {"predicted live": live, "weights and gradients": fixed}
-    if not part.on_gpu:
-        part.not_run(schedule, what, "a CPU's allocator keeps no peak", f"at most {EXCESS:g}")
-        return
-    peak = torch.cuda.max_memory_allocated(part.device) - before
-    part.raw[f"memory: {schedule}"]["peak"] = peak
-    part.add(schedule, what, (peak - fixed - live) / peak, at_most=EXCESS)
+        bench.step(pipe)  # without zero_grad: gradients are there from its beginning
+        wait_for(part.device)
+        peak = torch.cuda.max_memory_allocated(part.device) - before
+    else:
+        peak = peak_of_storages(pipe, partial(pipe.step, bench.batch))
+    live = predicted_live(pipe.timeline, pipe.schedule, costs, gradients_made(pipe))
+    part.raw[f"memory: {schedule}"] = {"predicted live": live, "weights and gradients": fixed, "peak": peak}
+    part.add(schedule, what, abs(peak - fixed - live) / peak, at_most=EXCESS)
 
 
 def _profile(bench: Bench, pipe: Pipeline, schedule: str) -> None:

@@ -8,7 +8,7 @@
   product of 8192. FLOPs are those of `torch.utils.flop_counter` for forward and backward, without what a
   layer or a head computes twice; attention counts in full.
 - save: bytes of the checkpoint over the seconds from the call to its name on the disk, while training goes
-  on. Stall: how long the call holds up training.
+  on. Stall: how long training stands, in the call and before the next change of the weights.
 - resume: a pipeline is built from the checkpoint, loads it, and repeats the steps that followed the save,
   with deterministic kernels. No weight and no loss may differ in a bit.
 
@@ -23,7 +23,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -74,20 +74,21 @@ class Run:
         else:
             self.optimizer = SGD(weights, lr=1e-3, momentum=0.9, fused=part.on_gpu)
 
-    def step(self, number: int) -> float:
-        """The loss of training step `number`."""
+    def step(self, number: int, settle: Callable[[], None] = lambda: None) -> float:
+        """The loss of training step `number`. settle: called before the weights change"""
         batch = batch_of(self.size, self.part.device, seed=number)
         # not around the build, which runs the model without values, where this kernel may not exist
         with attention(SDPBackend.FLASH_ATTENTION if self.part.on_gpu else None):
             loss = self.pipe.step(batch).loss
+        settle()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss
 
-    def after_save(self) -> list[float]:
+    def after_save(self, settle: Callable[[], None] = lambda: None) -> list[float]:
         """The losses of the steps that follow the save."""
         with deterministic_but_quick():
-            return [self.step(WARM + TIMED + number) for number in range(AFTER)]
+            return [self.step(WARM + TIMED + number, settle) for number in range(AFTER)]
 
 
 def options(part: Part, size: Size) -> AutoPipeline:
@@ -316,11 +317,19 @@ def _save_and_resume(part: Part, run: Run, checkpoint: Path, disk: float) -> Non
         writer.save(
             checkpoint, run.optimizer, {"step": WARM + TIMED}, then=lambda: named.append(time.perf_counter())
         )
-        stall = time.perf_counter() - start
-        expected = run.after_save()
+        stalls = [time.perf_counter() - start]
+
+        def settle() -> None:
+            wait_for(device)  # what is computed does not count
+            begin = time.perf_counter()
+            writer.settle()
+            stalls.append(time.perf_counter() - begin)
+
+        expected = run.after_save(settle)
+    stall = sum(stalls)
     took = named[0] - start
     nbytes = sum(file.stat().st_size for file in checkpoint.iterdir())
-    part.raw["save"] = {"bytes": nbytes, "seconds": took, "stall": stall}
+    part.raw["save"] = {"bytes": nbytes, "seconds": took, "stall": stall, "stalls": stalls}
     if nbytes / GB / took < SAVE and disk < SAVE and part.on_gpu:
         part.not_run("save", "GB/s", f"the disk takes {disk:.2f}", f"at least {SAVE:g}")
     else:
@@ -335,7 +344,8 @@ def _save_and_resume(part: Part, run: Run, checkpoint: Path, disk: float) -> Non
     start = time.perf_counter()
     state = load_checkpoint(checkpoint, again.pipe, again.optimizer)
     wait_for(device)
-    part.add("resume", "load_checkpoint", nbytes / GB / (time.perf_counter() - start), "GB/s")
+    rate = nbytes / GB / (time.perf_counter() - start)
+    part.add("resume", "load_checkpoint", rate, "GB/s", at_least=LOAD, timing=True)
     if state != {"step": WARM + TIMED}:
         raise RuntimeError(f"the loop's state came back as {state}")
     losses = again.after_save()

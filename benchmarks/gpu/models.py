@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks.memory import Watch
+from penstock import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline
 
 IGNORED = -100  # the label that counts for nothing
@@ -179,35 +181,54 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def predicted_live(timeline: Timeline, schedule: Schedule, costs: Costs) -> float:
-    """The most bytes that `costs` has for the live activations of all ranks at once.
+def predicted_live(
+    timeline: Timeline, schedule: Schedule, costs: Costs, made: Mapping[int, int] | None = None
+) -> float:
+    """The most bytes that `costs` has for the live activations of all ranks at once, in an I or B too.
 
     In one process ranks take turns, and not as on machines of their own, so the ops count in the order in
     which they ran. A result that is only to be sent counts until the next stage takes it.
+
+    made: bytes of gradients that a stage's first B or W makes: they are taken off before
     """
+    late = dict(made or {})
     placement, count = schedule.placement, schedule.microbatches
-    names = ("activation", "held_for_weight", "sent", "buffer")
-    activation, deferred, sent, buffer = (costs.rows(name, placement, count) for name in names)
-    held = most = 0.0
+    names = ("activation", "held_in_backward", "held_for_weight", "sent", "buffer")
+    activation, working, deferred, sent, buffer = (costs.rows(name, placement, count) for name in names)
+    held, most = -float(sum(late.values())), 0.0
     for span in sorted(timeline.spans, key=lambda span: span.start):
         stage, kind, number = span.op
         first, last = placement.is_first(stage), placement.is_last(stage)
+        kept = activation[stage][number]
         if kind == "F":  # its input is from here on a part of its activation
-            held += activation[stage][number] - (0.0 if first else sent[stage - 1][number])
+            held += kept - (0.0 if first else sent[stage - 1][number])
             held += 0.0 if last else sent[stage][number]
         elif kind == "W":
             held -= deferred[stage][number]
         else:
+            most = max(most, held + working[stage][number] - kept)
+            held -= kept + (0.0 if last else buffer[stage][number])
             held += 0.0 if first else buffer[stage - 1][number]
-            most = max(most, held)
-            held -= activation[stage][number] + (0.0 if last else buffer[stage][number])
             held += deferred[stage][number] if kind == "I" else 0.0
+        held += late.pop(stage, 0) if kind in ("B", "W") else 0
         most = max(most, held)
     assert abs(held) < 1.0, f"{held} bytes are left after a step"
     return most
 
 
-def parameter_bytes(parameters: Mapping[str, nn.Parameter] | Sequence[nn.Parameter]) -> int:
-    """Bytes of weights and of the gradients that are there."""
-    values = parameters.values() if isinstance(parameters, Mapping) else parameters
-    return sum(p.nbytes + (0 if p.grad is None else p.grad.nbytes) for p in values)
+def peak_of_storages(pipe: Pipeline, step: Callable[[], object]) -> int:
+    """The most bytes of live storages in `step`: weights, gradients, and all that it makes."""
+    there: list[Tensor] = list(pipe.parameters())
+    there += [gradient for parameter in there if (gradient := parameter.grad) is not None]
+    with Watch() as watch:
+        for tensor in (*there, *(buffer for part in pipe.modules.values() for buffer in part.buffers())):
+            watch.skip(tensor)
+        step()
+    return int(watch.peak) + sum(tensor.nbytes for tensor in there)
+
+
+def gradients_made(pipe: Pipeline) -> dict[int, int]:
+    """Bytes of the gradients that each stage makes in a step, where these of two copies are summed."""
+    if pipe.schedule.placement.replicas == 1:
+        return {}
+    return {stage: sum(p.nbytes for p in part.parameters()) for stage, part in pipe.modules.items()}

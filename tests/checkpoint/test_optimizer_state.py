@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
+from penstock.checkpoint import optimizer_state
 from penstock.checkpoint.optimizer_state import Named, Optimizers, StoredState, check_state, state_of
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
+from penstock.models.weights.reading import HostReader
 from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.device.copies import HostCopies
 from support.covering import every
 from support.jobs_checkpoint import KINDS, advance, make
 
@@ -99,7 +103,7 @@ def members(of: Named) -> list[nn.Parameter]:
 
 
 def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> StoredState:
-    state_of(optimizer, of, copied=True).write(folder, 0, 1)
+    state_of(optimizer, of, HostCopies(None)).write(folder, 0, 1)
     return StoredState(folder, ())
 
 
@@ -300,3 +304,46 @@ def test_the_files_of_0_3_0_are_still_read(tmp_path: Path) -> None:
     assert again.param_groups[0]["lr"] == 0.3
     with pytest.raises(CheckpointError, match=r"layer\.0\.weight was trained by AdamW: here it is by SGD"):
         restore(StoredState(tmp_path, ()), SGD(members(here), lr=0.3), here)
+
+
+@pytest.mark.parametrize("rows", [None, slice(1, 3)])
+def test_each_byte_is_read_once_and_none_of_another_ranks_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: slice | None
+) -> None:
+    """0.5.0: a rank of dp_shard=4 read all of each moment; and each was copied once more."""
+    weight = nn.Parameter(torch.randn(4, 50_000))
+    here = [("weight", weight)]
+    optimizer = AdamW([weight], lr=0.1)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    expected = {part: value.clone() for part, value in optimizer.state[weight].items()}
+    stored = written(tmp_path, optimizer, here)
+    own = None if rows is None else (rows, slice(0, 50_000))
+    monkeypatch.setattr(optimizer_state, "own_part", lambda parameter: own)
+    monkeypatch.setattr(
+        optimizer_state, "shard_like", lambda value, like: value[rows] if rows and value.ndim else value
+    )
+    read, preadv = [0], os.preadv
+
+    def count(file: int, buffers: list[memoryview], at: int) -> int:
+        found = preadv(file, buffers, at)
+        read[0] += found
+        return found
+
+    monkeypatch.setattr(os, "preadv", count)
+    made: list[Tensor] = []
+    empty = HostReader.empty
+
+    def noted(*arguments: Any) -> Tensor:
+        made.append(empty(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(HostReader, "empty", noted)
+    restore(stored, optimizer, here)
+    state = optimizer.state[weight]
+    for part, value in expected.items():
+        wanted = value[rows] if rows is not None and value.ndim else value
+        torch.testing.assert_close(state[part], wanted, rtol=0, atol=0)
+    assert read[0] == 4 + 2 * weight.nbytes * (1 if rows is None else 2 / 4)
+    straight = {tensor.data_ptr() for tensor in made} >= {value.data_ptr() for value in state.values()}
+    assert straight == (rows is None)  # a shard is copied out of the memory of the full tensor

@@ -292,9 +292,9 @@ def hashed_on_a_mesh(path: str) -> list[str]:
     save_checkpoint(path, pipe, optimizers, {"step": 1})
     names: list[str] = []
 
-    def noted(file: Path, stopped: Callable[[], bool]) -> str:
+    def noted(file: Path, piece: int | None, stopped: Callable[[], bool]) -> str:
         names.append(file.name)
-        return sha256_of(file, stopped)
+        return sha256_of(file, piece, stopped)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folder, "sha256_of", noted)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from penstock import AutoPipeline
-from penstock.checkpoint import contents, optimizer_state
+from penstock.checkpoint import contents, save_load
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import AlteredError, CheckpointError, ModelError, RunError
@@ -31,9 +32,10 @@ from penstock.models.weights.saved import SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.device import stream
+from penstock.runtime.device import copies as device_copies
+from penstock.runtime.device.copies import HostCopies
 from support import zoo
-from support.families import tiny_model
+from support.families import ragged_batch, tiny_model
 from support.folders import check_folder, flip, relist
 from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
 
@@ -102,41 +104,149 @@ def test_what_is_written_in_the_background_is_what_was_there_at_save(
     assert files(tmp_path / "at once") == files(tmp_path / "later")
 
 
-def test_what_a_gpu_is_still_copying_is_written_when_it_is_there(
-    alone: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class LateCopies:
+    """Copies from a GPU that read its memory once somebody waits for them, and no sooner.
+
+    waited: whether anybody did
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited, self.asked = threading.Event(), 0
+        waits = HostCopies.wait
+
+        def wait(copies: HostCopies) -> None:
+            self.waited.set()
+            waits(copies)
+
+        monkeypatch.setattr(HostCopies, "wait", wait)
+        monkeypatch.setattr(device_copies, "_is_on_host", lambda tensor: not tensor.ndim)
+        monkeypatch.setattr(
+            split_model, "host_copies", lambda device, kept: HostCopies(self, kept=kept, pinned=False)
+        )
+
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Any:
+        self.asked += sum(host.nbytes for host in hosts)
+
+        def synchronize() -> None:
+            assert self.waited.wait(30)
+            for tensor, host in zip(tensors, hosts, strict=True):
+                host.copy_(tensor)
+
+        return SimpleNamespace(query=lambda: False, synchronize=synchronize)
+
+    def up(self, hosts: Sequence[Tensor]) -> Any:
+        raise AssertionError("nothing is received")
+
+    fill: Any = up
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateCopies:
+    return LateCopies(monkeypatch)
+
+
+def of_training(folder: Path) -> dict[str, bytes]:
+    """The files of weights and optimizer state, without what follows random numbers."""
+    return {name: content for name, content in files(folder).items() if name.startswith(("model", "optim"))}
+
+
+def test_the_next_change_of_weights_waits_for_the_copies_and_nothing_else_does(
+    alone: Made, tmp_path: Path, late: LateCopies
 ) -> None:
-    """`save` returns before; the thread waits."""
+    """0.5.0: `save` returned when 49 GB were copied, after 37 s, most of them to pin the memory."""
     pipe, optimizers = alone
     advance(pipe, optimizers, 1, 1)
     save_checkpoint(tmp_path / "at once", pipe, optimizers)
-    under_way: list[Callable[[], Any]] = []
-
-    def host_copy(tensor: Tensor) -> Tensor:
-        made, value = torch.zeros_like(tensor, requires_grad=False), tensor.detach().clone()
-        under_way.append(lambda: made.copy_(value))
-        return made
-
-    class Moment:
-        def __init__(self) -> None:
-            self.copies = list(under_way)
-
-        def query(self) -> bool:
-            return False
-
-        def synchronize(self) -> None:
-            for copy in self.copies:
-                copy()
-
-    for module in (split_model, optimizer_state):
-        monkeypatch.setattr(module, "host_copy", host_copy)
-    monkeypatch.setattr(stream, "stream_of", lambda device: SimpleNamespace(now=Moment))
     with CheckpointWriter(pipe) as writer:
         writer.save(tmp_path / "later", optimizers)
-    assert under_way
-    found, expected = files(tmp_path / "later"), files(tmp_path / "at once")
-    weights = [name for name in expected if name.endswith(".safetensors") and not name.startswith("random")]
-    assert weights
-    assert all(found[name] == expected[name] for name in weights)
+        pipe.zero_grad()
+        pipe.step(ragged_batch(8, 9))
+        pipe.clip_grad_norm_(1.0)
+        assert not late.waited.is_set()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert late.waited.is_set()
+    assert of_training(tmp_path / "later") == of_training(tmp_path / "at once")
+    weights = sum(parameter.nbytes for parameter in pipe.parameters())
+    assert late.asked == 3 * weights  # each once, with both moments
+
+
+CHANGES: dict[str, Callable[[CheckpointWriter, Pipeline, Path], None]] = {
+    "load_weights": lambda writer, pipe, folder: pipe.load_weights(folder),
+    "by hand": lambda writer, pipe, folder: writer.settle(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_of_weights_wait_too(
+    alone: Made, tmp_path: Path, late: LateCopies, change: str
+) -> None:
+    pipe, optimizers = alone
+    save_checkpoint(tmp_path / "first", pipe, optimizers)
+    advance(pipe, optimizers, 1, 1)
+    save_checkpoint(tmp_path / "at once", pipe, optimizers)
+    with CheckpointWriter(pipe) as writer:
+        writer.save(tmp_path / "later", optimizers)
+        CHANGES[change](writer, pipe, tmp_path / "first")
+        with torch.no_grad():
+            torch._foreach_zero_(list(pipe.parameters()))
+    assert of_training(tmp_path / "later") == of_training(tmp_path / "at once")
+
+
+def test_what_cannot_be_copied_is_told_by_the_write_and_training_goes_on(
+    alone: Made, tmp_path: Path, late: LateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, optimizers = alone
+    writer = CheckpointWriter(pipe)
+    late.waited.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(device_copies, "_take", Mock(side_effect=MemoryError("no room")))
+        patched.setattr(device_copies, "_PINNED", 10_000)  # what fails gives no piece back
+        writer.save(tmp_path / "checkpoint", optimizers)
+        advance(pipe, optimizers, 1, 1)
+        with pytest.raises(RunError, match="MemoryError: no room"):
+            writer.wait()
+    assert list(tmp_path.iterdir()) == []
+    writer.save(tmp_path / "checkpoint", optimizers)
+    writer.wait()
+    check_folder(tmp_path / "checkpoint")
+
+
+def test_copies_that_are_given_up_leave_neither_thread_nor_checkpoint(
+    alone: Made, tmp_path: Path, late: LateCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe, optimizers = alone
+    monkeypatch.setattr(device_copies, "_PINNED", 1)
+    writer = CheckpointWriter(pipe)
+    writer.save(tmp_path / "checkpoint", optimizers)
+    write = writer._write
+    assert write is not None
+    writer.drop(0)
+    late.waited.set()
+    write.join(30)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-c")]
+    assert not (tmp_path / "checkpoint").exists()
+    advance(pipe, optimizers, 1, 1)
+
+
+def test_a_host_without_memory_for_copies_writes_while_training_stands(
+    alone: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """0.5.0: the system killed a process that copied more than its host has."""
+    pipe, optimizers = alone
+    advance(pipe, optimizers, 1, 1)
+    save_checkpoint(tmp_path / "at once", pipe, optimizers)
+    held = sum(parameter.nbytes for parameter in pipe.parameters())
+    for room in (2 * held, 4 * held):
+        monkeypatch.setattr(save_load, "available_memory", lambda room=room: room)
+        writer = CheckpointWriter(pipe)
+        writer.save(tmp_path / f"{room}", optimizers)
+        assert bool(writers()) <= (room > 3 * held)
+        writer.wait()
+        assert of_training(tmp_path / f"{room}") == of_training(tmp_path / "at once")
+    assert [record.message.partition(": ")[2][:31] for record in caplog.records] == [
+        "training stands until it is wri"
+    ]
 
 
 def test_the_random_state_is_that_of_the_pipelines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,9 +71,9 @@ def hashed(path: Path, ranks: int) -> tuple[list[str], str]:
     """The files that this rank hashes as it builds, and its error."""
     names: list[str] = []
 
-    def noted(file: Path, stopped: Callable[[], bool]) -> str:
+    def noted(file: Path, piece: int | None, stopped: Callable[[], bool]) -> str:
         names.append(file.name)
-        return sha256_of(file, stopped)
+        return sha256_of(file, piece, stopped)
 
     replicas = dist.get_world_size() // ranks
     axes = Axes(dp_shard=replicas) if replicas > 1 else None

@@ -22,12 +22,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.checkpoint.background import Publish
-from penstock.checkpoint.optimizer_state import Optimizers, check_state, state_of
+from penstock.checkpoint.optimizer_state import Optimizers, check_state, optimizers_of, state_of
 from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, Hashed, readable, write_folder
 from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
 from penstock.reading import read_json
+from penstock.runtime.device.copies import HostCopies
 from penstock.runtime.transport.groups import Processes
 
 STATE = "state.json"
@@ -36,13 +37,24 @@ Extra = Callable[[Path], None]
 RandomState = dict[str, Tensor]  # by device type
 
 
+def bytes_of(pipe: SplitModel, optimizers: Optimizers) -> int:
+    """The bytes of what this process adds to a checkpoint, or a few more."""
+    if not pipe._writes:
+        return 0
+    tensors = [value for module in pipe.modules.values() for value in module.state_dict().values()]
+    for optimizer in optimizers_of(optimizers):
+        for state in optimizer.state.values():
+            tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+
+
 def collector(
     pipe: SplitModel,
     optimizer: Optimizers,
     state: Mapping[str, Any] | None,
     extra: Extra | None,
     *,
-    copied: bool,
+    copies: HostCopies | None,
 ) -> Callable[[], Publish]:
     """Check what this process adds to a checkpoint; the result collects it, and returns what publishes it.
 
@@ -51,7 +63,8 @@ def collector(
 
     Args:
         extra: adds files of the caller's, on process 0
-        copied: into host memory, so that training may go on while it is written
+        copies: what copies it into host memory, so that training may go on while it is written, if anything
+            does
 
     Raises CheckpointError for optimizer state or `state` that a checkpoint cannot hold.
     """
@@ -61,10 +74,12 @@ def collector(
     text = json.dumps(state or {}, indent=1) + "\n"
 
     def collect() -> Publish:
-        random = _random_states(pipe)  # first: the host waits for it, and would wait for the copies too
-        optimizer_state = state_of(optimizer, named, copied=copied)
-        # last: what writes the weights first waits until a GPU has copied all that was collected
-        write_weights = pipe._weights_writer(copied=copied)
+        random = _random_states(pipe)
+        optimizer_state = state_of(optimizer, named, copies)
+        # its result is called first: it waits until all is copied
+        write_weights = pipe._weights_writer(copies)
+        if copies is not None:
+            copies.begin()
 
         def write(folder: Path, processes: Processes) -> Hashed:
             entries = write_weights(folder, processes)

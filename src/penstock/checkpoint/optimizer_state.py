@@ -12,13 +12,14 @@ processes. Files without JSON, of penstock 0.3.0 and before, hold AdamW's state.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,9 +27,11 @@ from torch.optim import Optimizer
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import UNREADABLE, Hashed
-from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.models.weights.reading import Reader, reader_for
+from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 from penstock.reading import LARGEST_JSON, read_json
-from penstock.runtime.sharded_weights import full_tensor, host_copy, shard_like
+from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.sharded_weights import full_tensor, host_copy, own_part, shard_like
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
@@ -41,6 +44,10 @@ _LARGEST = 4 * LARGEST_JSON  # bytes: it names each parameter three times
 _PIECES = ("codes", "scale")
 
 
+def optimizers_of(optimizers: Optimizers) -> Sequence[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+
+
 def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, Group, Named]]:
     """Every group of every optimizer, with its named parameters.
 
@@ -48,7 +55,7 @@ def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, G
     """
     names = {id(parameter): name for name, parameter in named}
     seen: set[int] = set()
-    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+    for optimizer in optimizers_of(optimizers):
         for group in optimizer.param_groups:
             members = []
             for parameter in group["params"]:
@@ -92,10 +99,11 @@ class OptimizerState:
         return {file.name: entry}
 
 
-def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> OptimizerState:
+def state_of(optimizers: Optimizers, named: Named, copies: HostCopies | None) -> OptimizerState:
     """The full state that `optimizers` hold of the parameters `named`. Collective where these are sharded.
 
-    The optimizers have passed check_state, on every process. copied: into host memory
+    The optimizers have passed check_state, on every process. copies: what copies it into host memory, if
+    anything does
     """
     state = OptimizerState()
     for optimizer, group, members in _groups(optimizers, named):
@@ -115,8 +123,11 @@ def state_of(optimizers: Optimizers, named: Named, *, copied: bool) -> Optimizer
                     state.numbers.setdefault(name, {})[part] = value
                     continue
                 for piece, tensor in plain_parts(part, value).items():
-                    whole = host_copy(tensor) if copied else full_tensor(tensor).detach().contiguous()
-                    state.tensors[f"{piece}.{name}"] = whole
+                    state.tensors[f"{piece}.{name}"] = (
+                        full_tensor(tensor).detach().contiguous()
+                        if copies is None
+                        else host_copy(tensor, copies, steady=True)
+                    )
     return state
 
 
@@ -194,7 +205,10 @@ class StoredState:
     def __init__(self, path: Path, ties: Ties) -> None:
         self._path = path
         self._aliases = {name: names for names in ties for name in names}
-        self._opened: dict[Path, Any] = {}
+        self._opened: dict[Path, TensorFile] = {}
+        self._readers: dict[torch.device, Reader] = {}
+        self._files = ExitStack()
+        weakref.finalize(self, self._files.close)
         self._entries: dict[str, Entry] = {}
         for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
             try:
@@ -209,7 +223,7 @@ class StoredState:
             )
 
     def _read(self, file: Path) -> dict[str, Entry]:
-        self._opened[file] = safe_open(file, framework="pt")
+        self._opened[file] = self._files.enter_context(TensorFile(file))
         description = file.with_suffix(".json")
         entries: dict[str, Entry] = {}
         if described := description.is_file():
@@ -220,7 +234,7 @@ class StoredState:
                     numbers = dict(content["numbers"].get(name, {}))
                     kind, options = str(group["optimizer"]), group.get("options")
                     entries[name] = Entry(name, kind, group["lr"], {}, numbers, options, dtypes.get(name))
-        for key in self._opened[file].keys():  # noqa: SIM118
+        for key in self._opened[file].names():
             part, _, name = key.partition(".")
             entries.setdefault(name, Entry(name)).parts[part] = file
         if not described:
@@ -246,7 +260,7 @@ class StoredState:
         found = self.find(name)
         if found is None or part not in found.parts:
             return None
-        return list(self._opened[found.parts[part]].get_slice(f"{part}.{found.name}").get_shape())
+        return list(self._opened[found.parts[part]].like(f"{part}.{found.name}").shape)
 
     def restorer(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
         """Check the state of `named` for `optimizers`; the result restores it. Reads no tensor.
@@ -311,8 +325,8 @@ class StoredState:
         tensors = {}
         changed = entry.dtype != str(parameter.dtype)
         for part, file in entry.parts.items():
-            value = self._opened[file].get_tensor(f"{part}.{entry.name}")
-            device, dtype = parameter.device, value.dtype
+            stored = self._opened[file].like(f"{part}.{entry.name}")
+            device, dtype = parameter.device, stored.dtype
             if part == "step":
                 if group.get("capturable") or group.get("fused"):
                     dtype = torch.float32
@@ -320,11 +334,20 @@ class StoredState:
                     device = torch.device("cpu")
             elif ":" in part:  # of blocks
                 pass
-            elif changed and value.is_floating_point() and (value.ndim or not parameter.ndim):
+            elif changed and stored.is_floating_point() and (stored.ndim or not parameter.ndim):
                 dtype = parameter.dtype
-            # a copy: safetensors gives all readers of a tensor the same memory
-            tensors[part] = shard_like(value, parameter).to(device, dtype, copy=True)
+            own = own_part(parameter) if stored.shape == parameter.shape else None
+            value = self._opened[file].read(
+                f"{part}.{entry.name}", self._reader(device), own[0] if own else None
+            )
+            # of a shard a copy: the memory is that of the full tensor
+            tensors[part] = shard_like(value, parameter).to(device, dtype, copy=own is not None)
         return tensors
+
+    def _reader(self, device: torch.device) -> Reader:
+        if device not in self._readers:
+            self._readers[device] = reader_for(device)
+        return self._readers[device]
 
 
 def with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:

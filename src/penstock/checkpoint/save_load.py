@@ -14,6 +14,7 @@ listed in penstock.checkpoint.contents.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -21,11 +22,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
 from penstock.checkpoint.background import BackgroundWrite, Then, follow
-from penstock.checkpoint.contents import Extra, collector, read_random_state, read_state, set_random_state
-from penstock.checkpoint.optimizer_state import Optimizers, StoredState, unfit
+from penstock.checkpoint.contents import (
+    Extra,
+    bytes_of,
+    collector,
+    read_random_state,
+    read_state,
+    set_random_state,
+)
+from penstock.checkpoint.optimizer_state import Optimizers, StoredState, optimizers_of, unfit
 from penstock.errors import AlteredError, CheckpointError, RunError
 from penstock.models.model_folder import config_from
 from penstock.models.weights.folder import FAILING_DISK, check_lengths, readable, together
@@ -33,7 +42,9 @@ from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import BASE
 from penstock.pipeline.pipeline import Pipeline
-from penstock.reading import read_json
+from penstock.reading import read_json, size
+from penstock.runtime.device.copies import HostCopies, available_memory
+from penstock.runtime.health.notes import boot_id
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.calls import calling
 from penstock.runtime.transport.distributed import in_background, patient
@@ -45,6 +56,7 @@ _NOTICE = 2.0  # seconds that an abandoned write may take to notice it
 _GRACE = 30.0  # seconds for a write to end after an error elsewhere
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -178,7 +190,12 @@ def _comparable(config: Any) -> Any:
 
 
 class CheckpointWriter:
-    """Writes checkpoints while training goes on: `save` copies to host memory, a thread writes the copies.
+    """Writes checkpoints while training goes on: threads copy to host memory, and write the copies.
+
+    On a GPU the copies are made while the next step computes. `optimizer.step()` and `pipe.load_weights()`
+    wait for them. Before anything else changes weights or the optimizer's state, call `settle`.
+    A host that lacks memory for the copies of its processes is no error: training then stands while that
+    checkpoint is written, and a log line says so.
 
     Every process of the job makes one, together, once for a pipeline. As a context manager it waits for the
     last write at its end. After an error it gives that write 30 s, after Ctrl-C none; if no checkpoint came
@@ -194,6 +211,8 @@ class CheckpointWriter:
         self._processes = in_background(pipe.processes) if background else patient(pipe.processes)
         self._target: Path | None = None  # of the write under way
         self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
+        self._copies: HostCopies | None = None
+        self._waits: list[RemovableHandle] = []  # of optimizers, for the copies
         self._abandoned = False
 
     def save(
@@ -205,7 +224,7 @@ class CheckpointWriter:
         extra: Extra | None = None,
         then: Then | None = None,
     ) -> None:
-        """Save as save_checkpoint does, but return as soon as all is copied. Collective.
+        """Save as save_checkpoint does, but in the background. Collective.
 
         Waits for the previous write first, and raises what `wait` raises: then nothing was saved, and the
         next call starts afresh.
@@ -224,10 +243,10 @@ class CheckpointWriter:
         pipe._saved_model  # noqa: B018  raises for a pipeline without files
         action = f"collect what goes into checkpoint {target}"
         pipe._all_or_none(action, lambda: pipe._check_savable(pretrained=False))
-        copied = self._background
-        collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copied=copied))
+        copies = pipe._host_copies() if self._background and self._fits(target, optimizer) else None
+        collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copies=copies))
         publish = _agreed(pipe, action, collect)
-        if not self._background:
+        if copies is None:
 
             def write() -> None:
                 publish(target, self._processes)
@@ -235,9 +254,39 @@ class CheckpointWriter:
 
             pipe._first_alone(f"write checkpoint {target}", write)
             return
-        self._target = target
+        self._target, self._copies = target, copies
+        pipe._copies_under_way = copies
+        self._waits = [
+            each.register_step_pre_hook(lambda *_: copies.wait()) for each in optimizers_of(optimizer)
+        ]
         if pipe._writes:
             self._write = BackgroundWrite(target, publish, then, self._processes)
+
+    def _fits(self, target: Path, optimizer: Optimizers) -> bool:
+        """Whether each host has memory for the copies of its processes. Collective."""
+        pipe = self._pipe
+        everyone = pipe._everyone.gather([boot_id(), bytes_of(pipe, optimizer), available_memory()])
+        for host in {host for host, _, _ in everyone}:
+            copied = sum(nbytes for other, nbytes, _ in everyone if other == host)
+            room = min(free for other, _, free in everyone if other == host)
+            if copied > room:
+                if pipe._everyone.index == 0:
+                    _log.warning(
+                        "checkpoint %s: training stands until it is written: copies take %s, a host has %s",
+                        target, size(copied), size(room),
+                    )  # fmt: skip
+                return False
+        return True
+
+    def settle(self) -> None:
+        """Return when weights and the optimizer's state may be changed: they are copied. Not collective."""
+        if self._copies is not None:
+            self._copies.wait()
+
+    def _forget_copies(self) -> None:
+        for handle in self._waits:
+            handle.remove()
+        self._copies, self._waits = None, []
 
     def wait(self) -> None:
         """Return when the last checkpoint is on the disk. Collective.
@@ -248,6 +297,8 @@ class CheckpointWriter:
             return
         if self._write is not None:
             self._write.join()  # after Ctrl-C here it can still be waited for
+        self.settle()
+        self._forget_copies()
         action, write = f"write checkpoint {self._target}", self._write
         self._target = self._write = None  # on all pipelines, also if it failed
 
@@ -278,8 +329,11 @@ class CheckpointWriter:
         """
         if self._target is None:
             return
+        if self._copies is not None:
+            self._copies.drop()
         if self._write is not None:
             self._write.drop(linger)
+        self._forget_copies()
         self._write = self._target = None
         self._abandoned = True
 

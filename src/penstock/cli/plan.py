@@ -7,6 +7,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
+from penstock.runtime.device.copies import available_memory
 from penstock.schedule import Costs, render, simulate
 from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig
@@ -89,6 +91,8 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     most = gib(needs[rank].total, needs[rank].total)
     more += _left_out(planned)
     yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
+    if planned.config.train.checkpoint_background:
+        yield "checkpoint", _copies(planned)
     if planned.auto.checkpointing() is not None:
         again, all_forwards = (
             len(planned.auto.account(plan).recomputed()),
@@ -112,6 +116,18 @@ def _left_out(planned: Planned) -> str:
     if planned.config.data.images is None or not embedding.trained:
         return ""
     return f"; rank {plan.stages[0].rank} also holds its towers' activations, which are not counted"
+
+
+def _copies(planned: Planned) -> str:
+    """What a checkpoint takes in host memory while it is written, in words."""
+    shares, trained = shares_of(planned.config.optimizer), planned.kinds
+    parameters = dict(planned.plan.source.model.named_parameters())
+    states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
+    nbytes, room = states + sum(p.nbytes for p in parameters.values()), available_memory()
+    copied = f"{gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on"
+    if nbytes <= room:
+        return copied
+    return f"{copied}; a host with too little, as with the {gib(room, nbytes)} GiB here, stands meanwhile"
 
 
 def _weights(planned: Planned) -> str:
@@ -303,7 +319,7 @@ def _optimizers(planned: Planned) -> Iterator[Line]:
 
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
-    account = planned.auto.account(planned.plan)
+    account = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
     shares = shares_of(planned.config.optimizer)
     processes = planned.plan.schedule.ranks * planned.axes.ranks_per_stage
     # where gradients are whole only once all ranks have ended, nothing steps early

@@ -20,7 +20,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
 from penstock.private import foreach_mul_, foreach_norm
-from penstock.runtime.device import stream
+from penstock.runtime.device.copies import HostCopies, host_copies
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.calls import collective
@@ -39,6 +39,7 @@ class SplitModel:
 
     not_finite = ""
     _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
+    _copies_under_way: HostCopies | None = None  # of what a checkpoint saves
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -218,6 +219,7 @@ class SplitModel:
 
         Raises CheckpointError for a folder that is missing or holds other weights.
         """
+        self._settle_copies()
         self._saved_model.load(folder, self._stages)
 
     @collective
@@ -235,31 +237,48 @@ class SplitModel:
         """
         action = f"write {path}"
         self._all_or_none(action, lambda: self._check_savable(pretrained=True))
-        write, processes = self._weights_writer(copied=False), patient(self.processes)
+        write, processes = self._weights_writer(), patient(self.processes)
 
         def write_all(folder: Path) -> Hashed:
             return write(folder, processes, max_shard_size)
 
         self._first_alone(action, lambda: write_folder(Path(path), write_all, processes))
 
-    def _weights_writer(self, *, copied: bool) -> Callable[..., Hashed]:
+    def _host_copies(self) -> HostCopies:
+        """What copies what is saved into host memory; nothing on a pipeline that does not write."""
+        return host_copies(self._world.device, kept=self._writes)
+
+    def _settle_copies(self) -> None:
+        """Wait until weights may be changed."""
+        if self._copies_under_way is not None:
+            self._copies_under_way.wait()
+
+    def _weights_writer(self, copies: HostCopies | None = None) -> Callable[..., Hashed]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
 
         Collective over the mesh; the result is collective over the processes it gets.
-        copied: into host memory, so that training may go on meanwhile. Sharded weights always are.
+        copies: what copies into host memory, so that training may go on meanwhile; None: what is not sharded
+            is written from where it lies
         """
         saved, stages = self._saved_model, self._first_copy
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         values = None
-        if copied or sharded:
-            kept = self._writes
-            values = {i: _values(stage, saved.written(stage.module), kept) for i, stage in stages.items()}
-        copied_at = stream.stream_of(self._world.device).now()
+        if copies is not None or sharded:
+            to_host = copies or self._host_copies()
+            values = {i: _values(stage, saved.written(stage.module), to_host) for i, stage in stages.items()}
+            if copies is None:
+                to_host.begin()
+                to_host.result()
 
         def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> Hashed:
-            stream.reach(copied_at)  # a GPU may still be copying
             layouts: dict[int, Any] = {}
-            together(processes, "lay out its weights", lambda: layouts.update(saved.lay_out(stages, values)))
+
+            def lay_out() -> None:
+                if copies is not None:
+                    copies.result()
+                layouts.update(saved.lay_out(stages, values))
+
+            together(processes, "lay out its weights", lay_out)
             return saved.write(folder, layouts, processes, size)
 
         return write
@@ -346,20 +365,17 @@ class SplitModel:
         return results[0]
 
 
-def _values(stage: Stage, names: Collection[str], kept: bool) -> dict[str, Tensor]:
-    """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded.
-
-    kept: False takes part in gathering sharded values and keeps none
-    """
-    copies: dict[int, Tensor] = {}
+def _values(stage: Stage, names: Collection[str], copies: HostCopies) -> dict[str, Tensor]:
+    """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded."""
+    made: dict[int, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, value in stage.module.state_dict(keep_vars=True).items():
         if name not in names:
             continue
-        if id(value) not in copies:
-            copies[id(value)] = host_copy(value) if kept else full_tensor(value).new_empty(0)
-        values[name] = copies[id(value)]
-    return values if kept else {}
+        if id(value) not in made:
+            made[id(value)] = host_copy(value, copies, steady=isinstance(value, nn.Parameter))
+        values[name] = made[id(value)]
+    return values
 
 
 # ---- the norm of all gradients, over all stages and all ranks of the mesh

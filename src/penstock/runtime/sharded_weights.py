@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from penstock.errors import ModelError
 from penstock.private import local_shape_and_offset
+from penstock.runtime.device.copies import HostCopies
 from penstock.runtime.split_backward.modules import all_modules
 
 
@@ -143,14 +144,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return on_mesh.full_tensor()
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def host_copy(tensor: Tensor, copies: HostCopies, *, steady: bool) -> Tensor:
     """A new, contiguous copy of all of `tensor` in host memory. Collective as `full_tensor` is.
 
-    From a GPU it is complete once the stream has come to what follows; the host does not wait for that.
+    steady: whether only an optimizer changes the tensor: the copy may then be made while it computes
     """
-    held = full_tensor(tensor).detach()
-    copy = torch.empty(held.shape, dtype=held.dtype, device="cpu", pin_memory=held.is_cuda)
-    return copy.copy_(held, non_blocking=True)
+    full = full_tensor(tensor)
+    return copies.later(full.detach()) if steady and full is tensor else copies.now(full.detach())
 
 
 def meta_like(tensor: Tensor) -> Tensor:
@@ -176,8 +176,13 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def own_part(tensor: DTensor) -> tuple[slice, ...] | None:
-    """Which indices of the full tensor this rank's shard has, by dimension; None where they are no range."""
+def own_part(tensor: Tensor) -> tuple[slice, ...] | None:
+    """Which indices of the full tensor this rank's shard has, by dimension.
+
+    None where they are no range, and of a tensor that is not sharded.
+    """
+    if not isinstance(tensor, DTensor):
+        return None
     placements = tensor.placements
     if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):
         return None

@@ -338,7 +338,7 @@ def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
     model = tiny_model("llama", layers=2, hidden_size=64)
     chain, info, ids = find_chain(model), StageInfo(0, 2), torch.zeros(4, 32, dtype=torch.long)
     stage = cut(model, chain, range(1), info)
-    predicted = stage_sizes(stage, info, HFEdges(model, chain), (4, 32))
+    found = stage_sizes(stage, info, HFEdges(model, chain), (4, 32))
     held: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in stage.parameters()}
     keep = []
@@ -351,10 +351,12 @@ def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = HFCall(stage, info)((), {"input_ids": ids})
-    assert predicted is not None
+    assert found is not None
+    predicted, in_backward = found
     assert output.shape == (4, 32, 64)
     assert predicted.activation == sum(held.values()) - ids.nbytes
     assert predicted.buffer == predicted.sent == output.nbytes
+    assert in_backward > predicted.activation
 
 
 def test_torch_logs_nothing_for_ops_that_fail_without_values() -> None:

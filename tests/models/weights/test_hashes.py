@@ -89,7 +89,7 @@ def test_who_was_interrupted_waits_for_nobody(
 ) -> None:
     """No other process takes part, and the file that is being hashed is left at once."""
 
-    def endless(_: Path, stopped: Callable[[], bool]) -> str:
+    def endless(_: Path, piece: int | None, stopped: Callable[[], bool]) -> str:
         while not stopped():
             time.sleep(0.01)
         return ""

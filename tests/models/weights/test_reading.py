@@ -52,7 +52,7 @@ class LateCopies:
     def run_all(self) -> None:
         self.run(len(self._queue))
 
-    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> LateMoment:
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> LateMoment:
         raise AssertionError("nothing is sent")
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], LateMoment]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -17,7 +19,7 @@ from safetensors.torch import _TYPES, load_file, save_file
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.models.weights import tensor_file
+from penstock.models.weights import folder, tensor_file
 from penstock.models.weights.reading import HostReader
 from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 
@@ -48,57 +50,119 @@ def test_safetensors_reads_the_file_that_the_entry_describes(tmp_path: Path, hel
     assert_written(tmp_path / "file", held)
 
 
-class SlowHash:
-    """SHA-256 that takes longer than a write."""
+def expected_digest(content: bytes, piece: int) -> str:
+    hashes = [hashlib.sha256(content[at : at + piece]).digest() for at in range(0, len(content), piece)]
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
 
-    def __init__(self) -> None:
-        self._digest = hashlib.sha256()
+
+@pytest.fixture
+def piece(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of a piece: small ones, which tensors cross."""
+    for module in (tensor_file, folder):
+        monkeypatch.setattr(module, "PIECE", 1 << 12)
+    return 1 << 12
+
+
+def test_a_file_of_several_pieces_has_the_hash_of_their_hashes(tmp_path: Path, piece: int) -> None:
+    """0.5.0: one thread hashed a file from its first byte to its last, at 1.1 GB/s, and the disk waited."""
+    numbers = torch.arange(3_000)
+    held = {"first": numbers, "small": numbers[:3], "second": numbers.flip(0), "last": numbers.double()}
+    entry = write_tensors(tmp_path / "file", widest_first(held))
+    content = (tmp_path / "file").read_bytes()
+    assert entry == {"size": len(content), "sha256": expected_digest(content, piece), "piece": piece}
+    assert folder.sha256_of(tmp_path / "file", piece) == entry["sha256"]
+    assert folder._describe(tmp_path / "file") == entry
+    assert_written(tmp_path / "file", held)
+
+
+class Slow:
+    """SHA-256 of which early pieces take longer than those after them, and that counts bytes."""
+
+    hashed = 0
+
+    def __init__(self, *content: bytes) -> None:
+        self._digest = hashlib.sha256(*content)
+        self._wait = 0.05 if not Slow.hashed else 0.0
 
     def update(self, data: memoryview) -> None:
-        time.sleep(0.1)
+        time.sleep(self._wait)
+        Slow.hashed += len(data)
         self._digest.update(data)
+
+    def digest(self) -> bytes:
+        return self._digest.digest()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()
 
 
-def test_a_large_tensor_is_hashed_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread hashes it while it is written: what follows must wait for both."""
-    numbers = torch.arange(300_000)
-    held = {"first": numbers, "small": numbers[:3], "second": numbers.flip(0), "last": numbers.double()}
+def test_each_byte_is_written_and_hashed_once_from_where_it_lies(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And read once to be checked. Pieces end in any order."""
+    held = {"first": torch.arange(3_000), "second": torch.arange(3_000).flip(0)}
+    owned = [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in held.values()]
+    written, read, copied = [0], [0], [0]
+    pwrite, preadv = os.pwrite, os.preadv
+
+    def write(file: int, data: memoryview, at: int) -> int:
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 0
+        copied[0] += len(data) * (not any(begin in memory for memory in owned))
+        count = pwrite(file, data, at)
+        written[0] += count
+        return count
+
+    def fill(file: int, buffers: list[memoryview], at: int) -> int:
+        count = preadv(file, buffers, at)
+        read[0] += count
+        return count
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "preadv", fill)
     with monkeypatch.context() as patched:
-        patched.setattr(tensor_file, "hashlib", Mock(sha256=SlowHash))
-        entry = write_tensors(tmp_path / "file", widest_first(held))
+        patched.setattr(tensor_file, "hashlib", Mock(sha256=Slow))
+        Slow.hashed = 0
+        entry = write_tensors(tmp_path / "file", held)
     content = (tmp_path / "file").read_bytes()
-    assert entry == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert_written(tmp_path / "file", held)
+    header = len(content) - sum(tensor.nbytes for tensor in held.values())
+    assert entry["sha256"] == expected_digest(content, piece)
+    assert (written[0], copied[0], Slow.hashed) == (len(content), header, len(content))
+    folder.sha256_of(tmp_path / "file", piece)
+    assert read[0] == len(content)
 
 
-def test_a_full_disk_is_the_error_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[threading.Thread] = []
-    in_thread = tensor_file._in_thread
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "penstock-piece"]
 
-    def noted(*arguments: Any) -> threading.Thread:
-        thread = in_thread(*arguments)
-        assert thread is not None
-        started.append(thread)
-        return thread
 
-    monkeypatch.setattr(tensor_file, "hashlib", Mock(sha256=SlowHash))
-    monkeypatch.setattr(tensor_file, "_in_thread", noted)
+def test_a_full_disk_is_the_error_and_leaves_no_thread(piece: int) -> None:
     with pytest.raises(OSError, match="No space left on device"):
         write_tensors(Path("/dev/full"), {"first": torch.zeros(1 << 20)})
-    assert [thread.is_alive() for thread in started] == [False]
+    assert workers() == []
+
+
+def test_a_piece_that_cannot_be_read_is_the_error(
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    (tmp_path / "file").write_bytes(bytes(3 * piece))
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        folder.sha256_of(tmp_path / "file", piece)
+    assert workers() == []
 
 
 def test_a_process_that_may_start_no_thread_writes_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool of threads starts none when Python ends: a checkpoint that was still being written was lost."""
-    held = {"first": torch.arange(300_000), "second": torch.arange(300_000).flip(0)}
+    held = {"first": torch.arange(3_000), "second": torch.arange(3_000).flip(0)}
     monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     entry = write_tensors(tmp_path / "file", widest_first(held))
-    assert entry["sha256"] == hashlib.sha256((tmp_path / "file").read_bytes()).hexdigest()
+    assert entry["sha256"] == expected_digest((tmp_path / "file").read_bytes(), piece)
+    assert folder.sha256_of(tmp_path / "file", piece) == entry["sha256"]
     assert_written(tmp_path / "file", held)
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime import sharded_weights
 from penstock.runtime.device import copies
-from penstock.runtime.device.copies import CudaCopies, CudaLink
+from penstock.runtime.device.copies import CudaCopies, CudaLink, HostCopies
 
 CPU = torch.device("cpu")
 
@@ -96,6 +97,22 @@ def test_what_goes_down_is_copied_once_it_is_computed_and_kept_until_then(log: L
     ]
 
 
+def test_what_was_made_before_goes_down_while_the_compute_stream_goes_on(log: Log) -> None:
+    """A wait would be for all that the host has queued since: the copies would come after the next step."""
+    down = copies.CudaCopies(CPU).down
+    down([], [])
+    log.add("an op")
+    down([torch.ones(2)], [torch.zeros(2)], made=True)
+    assert log.entries == [
+        "downs: wait for compute",
+        "downs: moment",
+        "compute: an op",
+        "downs: copy",
+        "downs: memory is used on downs",
+        "downs: moment",
+    ]
+
+
 def test_what_comes_up_does_not_wait_for_what_is_computed(log: Log) -> None:
     (made,), _ = CudaCopies(CPU).up([torch.ones(2)])
     assert made.tolist() == [1, 1]
@@ -146,35 +163,69 @@ def test_offloaded_memory_is_copied_meanwhile_and_the_compute_stream_waits_when_
     ]
 
 
-class OnGPU:
-    """A weight there."""
+class Arriving:
+    """Copies from a device that arrive when they are waited for. pinned: the memory they came by"""
 
-    shape, dtype, is_cuda = (2,), torch.float32, True
+    def __init__(self) -> None:
+        self.pinned: set[int] = set()
+        self.copied = 0
 
-    def detach(self) -> OnGPU:
-        return self
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Any:
+        self.pinned |= {host.data_ptr() for host in hosts if host.nbytes}
+        for host in hosts:
+            host.fill_(0xFF)
+
+        def synchronize() -> None:
+            for tensor, host in zip(tensors, hosts, strict=True):
+                self.copied += tensor.nbytes
+                host.copy_(tensor)
+
+        return SimpleNamespace(query=lambda: False, synchronize=synchronize)
+
+    up: Any = None
+    fill: Any = None
 
 
-def test_what_is_saved_is_copied_into_pinned_memory_and_the_host_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """0.5.0: the copies were pageable, and held up the host one by one."""
-    asked: list[tuple[str, bool]] = []
-    empty, weight = torch.empty, OnGPU()
+HELD = [torch.arange(10_000), torch.arange(6.0).view(2, 3).t(), torch.tensor(2.5), torch.empty(0, 4)]
 
-    def made(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        asked.append(("pinned", pin_memory))
-        found: Tensor = empty(*sizes, **options)
-        return found
 
-    def copied(self: Tensor, other: Any, non_blocking: bool = False) -> Tensor:
-        assert other is weight
-        asked.append(("goes on", non_blocking))
-        return self
+@pytest.mark.parametrize("later", [False, True])
+def test_bytes_come_by_a_few_pinned_pieces_each_once(monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
+    monkeypatch.setattr(copies, "PIECE", 1 << 10)
+    monkeypatch.setattr(copies, "_PINNED", 3)
+    monkeypatch.setattr(copies, "_is_on_host", lambda tensor: False)
+    device = Arriving()
+    made = HostCopies(device, pinned=False)
+    hosts = [made.later(tensor) if later else made.now(tensor) for tensor in HELD]
+    made.begin()
+    made.result()
+    for tensor, host in zip(HELD, hosts, strict=True):
+        torch.testing.assert_close(host, tensor, rtol=0, atol=0)
+        assert host.is_contiguous()
+    assert device.copied == sum(tensor.nbytes for tensor in HELD)
+    assert not later or len(device.pinned) <= 3 + 1  # of the transposed one, which is copied at once
+    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-piece"]
 
-    monkeypatch.setattr(sharded_weights, "full_tensor", lambda tensor: tensor)
-    monkeypatch.setattr(torch, "empty", made)
-    monkeypatch.setattr(Tensor, "copy_", copied)
-    of_gpu: Any = weight
-    assert sharded_weights.host_copy(of_gpu).shape == (2,)
-    assert asked == [("pinned", True), ("goes on", True)]
+
+def test_a_process_that_keeps_nothing_copies_nothing() -> None:
+    made = HostCopies(Arriving(), kept=False)
+    assert made.now(HELD[0]).nbytes == made.later(HELD[0]).nbytes == 0
+    made.begin()
+    made.result()
+
+
+def test_pieces_are_pinned_where_the_device_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    empty = torch.empty
+
+    def noted(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        asked.append(pin_memory)
+        made: Tensor = empty(*sizes, **options)
+        return made
+
+    monkeypatch.setattr(copies, "CudaCopies", lambda device: Arriving())
+    monkeypatch.setattr(copies, "_is_on_host", lambda tensor: False)
+    monkeypatch.setattr(torch, "empty", noted)
+    made = copies.host_copies(torch.device("cuda")).now(torch.ones(3))
+    assert made.tolist() == [1, 1, 1]
+    assert asked == [False, True]  # the copy, then a piece

@@ -43,7 +43,7 @@ class Stream:
         self.moments: list[Point] = []
         self._ahead = ahead
 
-    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Point:
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Point:
         for tensor, host in zip(tensors, hosts, strict=True):
             host.copy_(tensor)
         return self._queued()

@@ -94,8 +94,8 @@ def stage_sizes(
     defers_head: Chunked = True,
     autocast: torch.dtype | None = None,
     offload: Offload | None = None,
-) -> Sizes | None:
-    """The bytes that one microbatch holds on a stage made by `cut`.
+) -> tuple[Sizes, int] | None:
+    """The bytes that one microbatch holds on a stage made by `cut`, and the most while its I or B runs.
 
     From a forward and the first half of a backward without values, the next-token loss included. A region of
     autocast that this is called in is left out. Each row counts as one document.
@@ -141,7 +141,12 @@ def stage_sizes(
             staying = stage.staying(0, microbatch)
             offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
-        with nullcontext() if lowered is None else lowered:  # layers that run again
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        del sent
+        measured.peak = before = measured.nbytes
+        with nullcontext() if lowered is None else lowered, measured:  # layers that run again
             stage.input_backward(0, gradients)
         for_weight = stage.deferred[0].nbytes
-        return Sizes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
+        sizes = Sizes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
+        return sizes, held.activation + measured.peak - before

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 
 from penstock.errors import AlteredError, CheckpointError, RunError
 from penstock.reading import check_regular, read_text
+from penstock.runtime.device.copies import PIECE, Workers
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.groups import Processes
@@ -54,10 +55,15 @@ UNREADABLE = (
 
 
 class Entry(TypedDict):
-    """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any."""
+    """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any.
+
+    piece: where it is there, `sha256` is the hash of the hashes of the file's pieces of so many bytes, which
+        several threads compute at the same time. Versions up to 0.5.0 hashed each file as a whole.
+    """
 
     size: int
     sha256: str
+    piece: NotRequired[int]
     not_finite: NotRequired[str]
 
 
@@ -148,7 +154,7 @@ def check_contents(path: Path, name: str) -> None:
 def check_digest(path: Path, name: str, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
     """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` says so."""
     with readable(path, name):
-        found = sha256_of(path / name, stopped)
+        found = sha256_of(path / name, entry.get("piece"), stopped)
     if not stopped() and found != entry["sha256"]:
         raise broken(path, name, "its contents differ from what was written (sha256)", AlteredError)
 
@@ -257,7 +263,9 @@ def _agreed_names(folder: Path, processes: Processes) -> list[str]:
 def _describe(file: Path) -> Entry:
     """Flush a file, and read it for its entry."""
     _flush(file)
-    return {"size": file.stat().st_size, "sha256": sha256_of(file)}
+    size = file.stat().st_size
+    piece = piece_of(size)
+    return made_entry(size, sha256_of(file, piece), piece)
 
 
 def _publish(temporary: Path, target: Path, files: Mapping[str, Entry]) -> None:
@@ -330,20 +338,29 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(name: str, *, size: int, sha256: str, not_finite: str = "") -> Entry:
+def _entry(name: str, *, size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> Entry:
     """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
     inside = PurePosixPath(name)
     if name in ("", ".", MANIFEST) or inside.is_absolute() or ".." in inside.parts or str(inside) != name:
         raise ValueError(f"{name!r} is no file of the folder")
     if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"{name!r} has size={size!r}, sha256={sha256!r}")
-    return made_entry(size, sha256, not_finite)
+    if piece is not None and not (type(piece) is int and 0 < piece < size):
+        raise ValueError(f"{name!r} has size={size!r}, piece={piece!r}")
+    return made_entry(size, sha256, piece, not_finite)
 
 
-def made_entry(size: int, sha256: str, not_finite: str = "") -> Entry:
+def made_entry(size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> Entry:
     """An entry with its keys in the order of a manifest. not_finite: empty for none"""
     made: Entry = {"size": size, "sha256": sha256}
+    if piece is not None:
+        made["piece"] = piece
     return {**made, "not_finite": str(not_finite)} if not_finite else made
+
+
+def piece_of(size: int) -> int | None:
+    """The bytes of a piece of a file that is written now; None for a file of one piece."""
+    return PIECE if size > PIECE else None
 
 
 @contextmanager
@@ -365,14 +382,31 @@ def broken(
     return kind(f"checkpoint {path}: {name}", rule, "Take another checkpoint, or copy it again")
 
 
-def sha256_of(file: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """The hash of a file, or of its beginning where `stopped` says so."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_AT_ONCE))
+def sha256_of(file: Path, piece: int | None = None, stopped: Callable[[], bool] = lambda: False) -> str:
+    """The hash of a file, or that of the hashes of its pieces. What it is means nothing once `stopped`."""
     check_regular(file)
     with file.open("rb", buffering=0) as opened:
-        while not stopped() and (count := opened.readinto(buffer)):
-            digest.update(buffer[:count])
-    return digest.hexdigest()
+        size = os.fstat(opened.fileno()).st_size
+        if piece is None or piece >= size:
+            return str(_hash(opened.fileno(), 0, size, stopped).hexdigest())
+        hashes = [b""] * -(-size // piece)
+
+        def work(index: int) -> None:
+            hashes[index] = _hash(opened.fileno(), index * piece, piece, stopped).digest()
+
+        with Workers() as workers:
+            for index in range(len(hashes)):
+                workers.do(partial(work, index))
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _hash(file: int, start: int, count: int, stopped: Callable[[], bool]) -> Any:
+    """The hash of `count` bytes of an open file, or of those that it has."""
+    digest, buffer, end = hashlib.sha256(), memoryview(bytearray(min(count, _AT_ONCE))), start + count
+    while not stopped() and (read := os.preadv(file, [buffer[: end - start]], start)):
+        digest.update(buffer[:read])
+        start += read
+    return digest
 
 
 def _flush(path: Path) -> None:

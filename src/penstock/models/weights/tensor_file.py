@@ -1,4 +1,4 @@
-"""A safetensors file: read tensor by tensor; written from its first byte to its last, and hashed on the way.
+"""A safetensors file: read tensor by tensor; written in pieces by several threads, which hash them.
 
 The file begins with the length of its header in 8 bytes. The header is JSON: dtype, shape and place of each
 tensor. The tensors follow, wider dtypes first, so that each begins at a multiple of its width.
@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,13 +22,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.models.weights.folder import Entry, made_entry
+from penstock.models.weights.folder import Entry, made_entry, piece_of
 from penstock.models.weights.reading import Reader
 from penstock.private import SAFETENSORS_TYPES
 from penstock.reading import LARGEST_JSON, open_regular, size
+from penstock.runtime.device.copies import PIECE, Workers
 
 _LENGTH = 8  # bytes that say the header's length, in front of it
-_HASHED_IN_THREAD = 1 << 20  # bytes from which a thread hashes a tensor while it is written
 
 # torch's dtypes by their names in safetensors, whose own table lacks one that it writes
 DTYPES: dict[str, Any] = {**SAFETENSORS_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
@@ -153,37 +153,63 @@ def write_tensors(
 
     Raises CheckpointError for a dtype that safetensors lacks.
     """
-    digest, odd = hashlib.sha256(), ""
-    with file.open("wb") as opened:
-
-        def write(data: bytes | memoryview) -> None:
-            hashing = _in_thread(digest.update, data) if len(data) > _HASHED_IN_THREAD else None
-            try:
-                opened.write(data)
-            finally:
-                if hashing is not None:
-                    hashing.join()
-            if hashing is None:
-                digest.update(data)
-
-        write(_header(layout))
+    odd = ""
+    with file.open("wb", buffering=0) as opened, Workers() as workers:
+        pieces = _Pieces(opened.fileno(), workers)
+        pieces.add(memoryview(_header(layout)))
         for expected, (name, value) in zip(layout, values or layout.items(), strict=True):
             assert name == expected, f"{name} in the place of {expected}"
             flat = value.detach().cpu().contiguous().reshape(-1)
-            write(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            pieces.add(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
             if not odd and name not in buffers and not is_finite(flat):
                 odd = name
-        return made_entry(opened.tell(), digest.hexdigest(), odd)
+        pieces.end()
+    return made_entry(pieces.size, pieces.digest(), piece_of(pieces.size), odd)
 
 
-def _in_thread(call: Callable[[Any], None], argument: Any) -> Thread | None:
-    """Start `call` in a thread; None where none can start: Python ends, or the process may have no more."""
-    thread = Thread(target=call, args=(argument,), name="penstock-hash")
-    try:
-        thread.start()
-    except RuntimeError:
-        return None
-    return thread
+class _Pieces:
+    """Writes a file piece by piece: the thread that writes a piece hashes it, from the tensors' own memory.
+
+    size: bytes so far
+    """
+
+    def __init__(self, file: int, workers: Workers) -> None:
+        self.size = 0
+        self._file, self._workers = file, workers
+        self._hashes: list[Any] = []
+        self._parts: list[memoryview] = []  # of the next piece
+        self._room = PIECE
+
+    def add(self, data: memoryview) -> None:
+        while data:
+            part, data = data[: self._room], data[self._room :]
+            self._parts.append(part)
+            self._room -= len(part)
+            if not self._room:
+                self.end()
+
+    def end(self) -> None:
+        """Have what was added written as one piece."""
+        if self._parts:
+            digest = hashlib.sha256()
+            self._hashes.append(digest)
+            self._workers.do(partial(self._write, self._parts, self.size, digest))
+        self.size += PIECE - self._room
+        self._parts, self._room = [], PIECE
+
+    def _write(self, parts: Sequence[memoryview], start: int, digest: Any) -> None:
+        for part in parts:
+            digest.update(part)
+            while part:
+                count = os.pwrite(self._file, part, start)
+                part, start = part[count:], start + count
+
+    def digest(self) -> str:
+        """Once all is written."""
+        first, *others = self._hashes
+        if not others:
+            return str(first.hexdigest())
+        return hashlib.sha256(b"".join(digest.digest() for digest in self._hashes)).hexdigest()
 
 
 def is_finite(flat: Tensor) -> bool:

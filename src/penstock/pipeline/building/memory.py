@@ -8,12 +8,12 @@ towers of images are left out: how many there are depends on the images of a mic
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class RankMemory(NamedTuple):
 
     Attributes:
         weights: its shards, in their own dtype
-        gradients: of its shards, as the optimizer gets them
+        gradients: of its shards, as the optimizer gets them; with those that a step sets aside
         optimizer: what the optimizer keeps
         gathered_weights: whole weights that FSDP2 gathers during a step, with the buffers of a gathering
         gathered_gradients: the sums over a step's microbatches, before they are sharded
@@ -101,6 +101,7 @@ class Account:
     checkpointing: Checkpointing | None = None
     chunked_loss: Chunked = True
     offloading: Offloading | None = None
+    accumulates: bool = False
 
     def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
@@ -120,6 +121,11 @@ class Account:
         found = [self._weights(stage.parameter_names, kept) for stage in stages]
         summed = RankMemory(*(sum(column) for column in zip(*(each[:6] for each, _ in found), strict=True)))
         summed = summed._replace(casts=sum(each.casts for each, _ in found))
+        if self.accumulates and not self.options.sharded.cpu_offload:
+            aside = (
+                self._weights(stage.parameter_names & self._shared, kept)[0].gradients for stage in stages
+            )
+            summed = summed._replace(gradients=summed.gradients + sum(aside))
         layers = [self._gathered(stage, gathered) for stage, (_, gathered) in zip(stages, found, strict=True)]
         throughout, working = zip(*layers, strict=True)
         return summed._replace(gathered_weights=sum(throughout) + max(working))
@@ -156,6 +162,14 @@ class Account:
             if sharded.cpu_offload and local.whole:
                 host += own + states + own * parameter.requires_grad
         return RankMemory(weights, gradients, optimizer, 0, summed, host, None, casts), gathered
+
+    @cached_property
+    def _shared(self) -> frozenset[str]:
+        """The names of weights that several stages hold."""
+        parameter = self.plan.source.model.get_parameter
+        names = [stage.parameter_names for stage in self.plan.stages]
+        holders = Counter(key for held in names for key in {id(parameter(name)) for name in held})
+        return frozenset(name for name in frozenset().union(*names) if holders[id(parameter(name))] > 1)
 
     @cached_property
     def _local(self) -> dict[str, Local]:
@@ -238,12 +252,11 @@ class Account:
         kept, recomputed = self._sizes(shape), self._sizes(shape, self.checkpointing)
         if kept is None or recomputed is None:
             return None
-        schedule = self.plan.schedule
-        placement, one = schedule.placement, min(1, schedule.microbatches)
-        small, large = (costs.rows("activation", placement, one) for costs in (recomputed, kept))
-        layers = [max(len(stage.layers), 1) for stage in self.plan.stages]
-        held = [s + (k - s) / n for (s,), (k,), n in zip(small, large, layers, strict=True)]
-        return kept, replace(recomputed, held_in_backward=held)
+        # The bisection of counts relies on it that to recompute more never holds more
+        placement, one = self.plan.schedule.placement, min(1, self.plan.schedule.microbatches)
+        both = (costs.rows("held_in_backward", placement, one) for costs in (recomputed, kept))
+        least = [min(pair) for pair in zip(*both, strict=True)]
+        return kept, replace(recomputed, held_in_backward=[held for (held,) in least])
 
     def _sizes(self, shape: tuple[int, int], checkpointing: Checkpointing | None = None) -> Costs | None:
         """Bytes of microbatches, if every one goes by `checkpointing`."""
@@ -254,9 +267,9 @@ class Account:
         return self.plan.known_sizes[key]
 
     def _measured(self, shape: tuple[int, int], checkpointing: Checkpointing | None) -> Costs | None:
-        plan, found = self.plan, list[Sizes]()
+        plan, found = self.plan, list[tuple[Sizes, int]]()
         split = {stage for stage, _ in plan.schedule.split}
-        known: dict[Hashable, Sizes] = {}  # by what makes stages alike
+        known: dict[Hashable, tuple[Sizes, int]] = {}  # by what makes stages alike
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             for stage in range(plan.schedule.placement.depth):
                 info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
@@ -271,8 +284,10 @@ class Account:
                         return None
                     known[key] = sizes
                 found.append(known[key])
-        columns = zip(Sizes._fields, zip(*found, strict=True), strict=True)
-        costs = Costs(**{name: list(column) for name, column in columns})  # type: ignore[arg-type]
+        held, in_backward = zip(*found, strict=True)
+        columns = zip(Sizes._fields, zip(*held, strict=True), strict=True)
+        rows: dict[str, Any] = {name: list(column) for name, column in columns}
+        costs = Costs(held_in_backward=in_backward, **rows)
         return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
 
     def _of_stage(
@@ -283,7 +298,7 @@ class Account:
         mesh: DeviceMesh | None,
         *,
         split: bool,
-    ) -> Sizes | None:
+    ) -> tuple[Sizes, int] | None:
         plan, computed = self.plan, self.options.sharded.param_dtype
         part = plan.model_of(stage, values=False)
         if computed is not None:
@@ -341,8 +356,11 @@ class Account:
         count = chain.count
         checkpointing = self.checkpointing if recomputed else None
 
-        def held(layers: range, stage: int, checkpointing: Checkpointing | None) -> tuple[int, int]:
-            """Bytes of weights, and of a microbatch's activations, of one of three stages."""
+        def held(layers: range, stage: int) -> tuple[int, int, int]:
+            """Bytes of one of three stages: of weights, of a microbatch, and of that while its backward runs.
+
+            A microbatch counts with what it holds between I and W, where that is more.
+            """
             info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
             edges = HFEdges(model, chain, ends=(layers.start, layers.stop, count))
             part = cut(model, chain, layers, info, values=False)
@@ -353,6 +371,7 @@ class Account:
                 info,
                 edges,
                 self.axes.local_shape(shape),
+                bool(schedule.split),
                 defers_head=self._defers_head,
                 autocast=self.options.autocast,
             )
@@ -363,22 +382,24 @@ class Account:
                     "Measure them, and give balance a Memory of your own",
                 )
             weights, _ = self._weights(dict(part.named_parameters()), adamw)
-            return weights.fixed, found.activation
+            sizes, in_backward = found
+            activation = max(sizes.activation, sizes.held_for_weight)
+            return weights.fixed, activation, max(in_backward - activation, 0)
 
         kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
         first = {kind: kinds.index(kind) for kind in kinds}
-        alike = {kind: held(range(layer, layer + 1), 1, checkpointing) for kind, layer in first.items()}
-        if checkpointing is not None:  # while a layer runs again, a stage holds all that its backward needs
-            kept = {kind: held(range(layer, layer + 1), 1, None)[1] for kind, layer in first.items()}
-            limit = max(limit - max(kept[kind] - alike[kind][1] for kind in kinds), 0)
+        alike = {kind: held(range(layer, layer + 1), 1) for kind, layer in first.items()}
         layers = [alike[kind] for kind in kinds]
+        embedding, head = held(range(0), 0), held(range(count, count), 2)
+        working = max(of_layer[2] for of_layer in layers)  # one layer's backward runs at a time
         return Memory(
-            limit / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
-            [weights for weights, _ in layers],
-            [activations for _, activations in layers],
+            max(limit - working, 0)
+            / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
+            [weights for weights, *_ in layers],
+            [activations for _, activations, _ in layers],
             [max(self._most_live[stage::depth]) for stage in range(depth)],  # of two copies the larger
-            held(range(0), 0, checkpointing),
-            held(range(count, count), 2, checkpointing),
+            embedding[:2],
+            (head[0] + max(head[2] - working, 0), head[1]),
         )
 
 

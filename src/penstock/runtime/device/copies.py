@@ -6,20 +6,37 @@ what is read must not be written to, and what is written must not be looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from functools import partial
+from queue import Queue
+from threading import Thread
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.device.stream import CudaMoment, Moment
+from penstock.errors import RunError
+from penstock.runtime.device.stream import CudaMoment, Moment, reach
+
+PIECE = 1 << 24  # bytes that one thread copies, hashes or writes at a time
+_MOST_THREADS = 8  # of a process: SHA-256 runs at 1.1 GB/s on a core, and files are read at 7
+_PINNED = 8  # pieces
 
 
 class Copies(Protocol):
     """Copies to and from one device."""
 
-    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Moment:
-        """Copy `tensors` to host memory, once the compute stream has made them."""
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Moment:
+        """Copy `tensors` to host memory, once the compute stream has made them.
+
+        made: it has, before an earlier call: it is not waited for
+        """
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
         """Copies on the device, for which the compute stream waits."""
@@ -35,8 +52,9 @@ class CudaCopies:
         self._device = device
         self._downs, self._ups = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
 
-    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> Moment:
-        self._downs.wait_stream(torch.cuda.current_stream(self._device))
+    def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Moment:
+        if not made:
+            self._downs.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._downs):
             for tensor, host in zip(tensors, hosts, strict=True):
                 host.copy_(tensor, non_blocking=True)
@@ -140,3 +158,178 @@ def pin(host: Tensor) -> None:
     Where the system refuses, copies are as correct and take longer.
     """
     torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # type: ignore[no-untyped-call]
+
+
+# ---- Threads for pieces of memory
+
+
+class Workers:
+    """Threads that each work on a piece of memory at a time, in calls that release Python's lock.
+
+    As many pieces wait as there are threads: what they hold is bounded. A context that ends once all are
+    done. The error of a piece is raised by the next `do`, or at the end.
+    """
+
+    def __init__(self) -> None:
+        count = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        count = min(max(count, 1), _MOST_THREADS)
+        self._queue: Queue[Callable[[], None] | None] = Queue(count)
+        self._error: BaseException | None = None
+        self._threads: list[Thread] = []
+        for _ in range(count):
+            thread = Thread(target=self._serve, name="penstock-piece", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # Python ends, or the process may have no more
+                break
+            self._threads.append(thread)
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have a thread call `work`; without threads call it here."""
+        if self._error is not None:
+            raise self._error
+        if self._threads:
+            self._queue.put(work)
+        else:
+            work()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+            del work  # and with it the memory
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+
+# ---- Copies of what a device trains with: it goes on meanwhile, and changes nothing of it
+
+
+class HostCopies:
+    """Copies in host memory, made while the device computes.
+
+        device    | piece 1 to A | piece 2 to B | piece 3 to C ...       on a stream of its own
+        threads                  | A to its place | B to its place ...
+
+    A to H are pinned, for the rate of the link. The copies are not: a system pins some 1.3 GB a second, and
+    training would wait for that.
+
+    Args:
+        copies: None where the device's memory is the host's: a copy is then complete when its call returns
+        kept: False makes no copies, and gives empty tensors
+    """
+
+    def __init__(self, copies: Copies | None, *, kept: bool = True, pinned: bool = True) -> None:
+        self._copies, self._kept, self._pinned = copies, kept, pinned
+        self._later: list[tuple[Tensor, Tensor]] = []
+        self._done: Future[None] = Future()
+        self._dropped = False
+
+    def now(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, complete when the call returns."""
+        if not self._kept:
+            return torch.empty(0)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if self._copies is None or _is_on_host(tensor):
+            return host.copy_(tensor)
+        self._copy(self._copies, [(tensor.contiguous(), host)], made=False)
+        return host
+
+    def later(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, complete once `result` returns. Until then nobody may change the tensor."""
+        if not self._kept or self._copies is None or _is_on_host(tensor) or not tensor.is_contiguous():
+            return self.now(tensor)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._later.append((tensor, host))
+        return host
+
+    def begin(self) -> None:
+        """Begin to copy what `later` was asked for, as the compute stream has it here."""
+        if self._copies is None or not self._later:
+            self._done.set_result(None)
+            return
+        self._copies.down([], [])  # after what is computed by now
+        thread = Thread(target=self._run, args=(self._copies,), name="penstock-copy", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # as of Workers
+            self._run(self._copies)
+
+    def wait(self) -> None:
+        """Return when what is copied may be changed, even if copying failed."""
+        wait([self._done])
+
+    def result(self) -> None:
+        """Return when all copies are complete. Raises the error of one that is not."""
+        self._done.result()
+
+    def drop(self) -> None:
+        """Leave the copies incomplete."""
+        self._dropped = True
+
+    def _run(self, copies: Copies) -> None:
+        try:
+            self._copy(copies, self._later, made=True)
+        except BaseException as error:  # raised by `result`
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+        finally:
+            self._later = []
+
+    def _copy(self, copies: Copies, pairs: Sequence[tuple[Tensor, Tensor]], *, made: bool) -> None:
+        free: Queue[Tensor] = Queue()
+        count = sum(-(-host.nbytes // PIECE) for _, host in pairs) or 1  # of nothing, too
+        size = min(PIECE, max(host.nbytes for _, host in pairs))
+        for _ in range(min(count, _PINNED)):
+            free.put(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        with Workers() as workers:
+            for pair in pairs:
+                source, host = (tensor.reshape(-1).view(torch.uint8) for tensor in pair)
+                for part, into in zip(torch.split(source, PIECE), torch.split(host, PIECE), strict=True):
+                    if self._dropped:
+                        raise RunError(
+                            "a checkpoint under way", "it was given up", "Go on from the one before"
+                        )
+                    piece = free.get()
+                    moment = copies.down([part], [piece[: len(part)]], made=made)
+                    workers.do(partial(_take, moment, piece, into, free))
+
+
+def _take(moment: Moment, piece: Tensor, into: Tensor, free: Queue[Tensor]) -> None:
+    """Put a piece in its place, once it has arrived."""
+    try:
+        reach(moment)
+        ctypes.memmove(into.data_ptr(), piece.data_ptr(), len(into))
+    finally:
+        free.put(piece)
+
+
+def _is_on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def host_copies(device: torch.device, *, kept: bool = True) -> HostCopies:
+    return HostCopies(CudaCopies(device) if device.type == "cuda" else None, kept=kept)
+
+
+def available_memory() -> int:
+    """Bytes that this host can give to processes; more than any has where it does not say."""
+    with suppress(OSError), open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize

@@ -164,7 +164,7 @@ class Ledger:
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are made under it and still alive.
 
-    own_bytes: those at the end, without the memory that `others` finds then
+    own_bytes: those at the end, without the memory that `others` finds then; peak: the most at one time
 
     It must hold nothing that holds one of them.
     Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
@@ -174,7 +174,7 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, others: Storages = tuple) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.nbytes = self.own_bytes = 0
+        self.nbytes = self.own_bytes = self.peak = 0
         self._others = others
         mode = weakref.ref(self)
 
@@ -218,6 +218,7 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         reference = weakref.KeyedRef(storage, self._forget, storage._cdata)
         self._known[storage._cdata] = nbytes, reference
         self.nbytes += nbytes
+        self.peak = max(self.peak, self.nbytes)
 
 
 class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):

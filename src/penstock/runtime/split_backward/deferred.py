@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
@@ -26,7 +27,9 @@ Edge = tuple[Node, int] | GradientEdge
 LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
 _WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
-PLAIN = (Tensor, nn.Parameter)  # subclasses (DTensor, quantised weights) have products of their own
+# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor stands for a plain tensor
+# where an estimate runs a stage without values: what a step defers, it defers too.
+PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
 class Product(NamedTuple):
