@@ -73,6 +73,10 @@ GLOBAL_FORWARD_HOOKS = (modules.module._global_forward_pre_hooks, modules.module
 # ---- Memory: how many hold a storage. instead: weak references to every tensor that we made of it
 storage_use_count = torch._C._storage_Use_Count
 
+# ---- Streams
+# a stream stands still for so many cycles. instead: a product of large matrices, timed before
+cuda_sleep = torch.cuda._sleep
+
 # ---- Ops
 C_LINEAR = torch._C._nn.linear  # F.linear, before anybody replaced it
 grouped_mm = torch._grouped_mm  # experts of transformers call it. instead: F.grouped_mm, where they call that

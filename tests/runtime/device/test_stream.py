@@ -93,7 +93,7 @@ def test_a_stream_stands_still_by_a_kernel_on_the_stream_that_computes(
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", stream_of_it)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append((on[-1], cycles)))
+    monkeypatch.setattr(stream, "cuda_sleep", lambda cycles: slept.append((on[-1], cycles)))
     gpu = stream.stream_of(torch.device("cuda:1"))
     gpu.begin_step()
     gpu.hold(0.5)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.private import cuda_sleep
+
 _CYCLES = 3e9  # in a second, more than any GPU's clock has: `hold` may last longer, and never shorter
 
 
@@ -92,9 +94,8 @@ class CudaStream:
         return time.perf_counter(), moment
 
     def hold(self, seconds: float) -> None:
-        # torch has no public wait of a stream that no message ends
         with torch.cuda.stream(self._current):
-            torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+            cuda_sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
 
 
 def stream_of(device: torch.device) -> Stream:
