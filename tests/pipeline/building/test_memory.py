@@ -76,6 +76,8 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which dynamo looks at while it traces
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("form", "way"), CASES)
 def test_the_peak_of_a_step_is_as_predicted(form: str, way: str) -> None:
     """0.5.0 left out all that W holds, and in dualpipe the gradients that a step sets aside: 23 % and 4 %.
