@@ -785,5 +785,5 @@ def emulated() -> Iterator[None]:
         dist.distributed_c10d._world.pg_group_ranks.clear()
         dist.distributed_c10d._world.pg_group_ranks.update(groups)
     # torch notes for the whole process whether any thread is in a mode, and threads leave theirs in any order
-    with TorchDispatchMode():  # its end tells dynamo, whose code would not be used again in a process that is
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]  # its end tells dynamo, whose code would not be used again in a process that is
         pass

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Pipeline
-from penstock.models.huggingface import stages
+from penstock.models.huggingface import layer_calls, stages
 from penstock.models.huggingface.masks import made_by_shape
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.meta import bare
@@ -26,7 +26,7 @@ RANKS, MICROBATCHES, LENGTH = 4, 4, 7  # two stages in the middle
 def short() -> Iterator[list[int]]:
     """How many layers each forward has run that called its layers itself."""
     counts: list[int] = []
-    plain = stages.call_layers
+    plain = layer_calls.call_layers
 
     def counted(kept: Any, hidden: Tensor) -> Tensor:
         counts.append(len(kept.calls))
@@ -67,7 +67,7 @@ def same_as_without(short: list[int], make: Callable[[], Pipeline], steps: int =
 
     found, count = run(), len(short)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages.LayerCalls, "find", lambda calls, ids: None)
+        patch.setattr(layer_calls.LayerCalls, "find", lambda calls, ids: None)
         expected = run()
     assert len(short) == count
     assert expected.keys() == found.keys()
@@ -146,7 +146,8 @@ def test_an_edit_within_a_step_counts(short: list[int], edit: Callable[[Any], No
     def edited() -> Pipeline:
         pipe = built(model())
         once = [lambda: around(pipe, edit)]
-        weight = pipe.modules[0].model.layers[0].mlp.up_proj.weight
+        stage: Any = pipe.modules[0]
+        weight = stage.model.layers[0].mlp.up_proj.weight
         weight.register_hook(lambda gradient: once.pop()() if once else None)
         return pipe
 
@@ -174,7 +175,7 @@ def test_a_table_that_somebody_has_written_into_is_made_anew(short: list[int]) -
     {"position_ids": torch.arange(LENGTH).expand(MICROBATCHES, -1) + 1},
 ])  # fmt: skip
 def test_a_batch_with_more_than_tokens_runs_the_models_forward(
-    short: list[int], entries: dict[str, Tensor]
+    short: list[int], entries: dict[str, Any]
 ) -> None:
     whole = model()
     built(copy.deepcopy(whole)).verify_against(whole, batch(**entries))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ from penstock.private import active_collector, disable_current_modes, tree_leave
 from penstock.runtime.unseen import unseen
 
 if TYPE_CHECKING:
-    from penstock.models.huggingface.layer_calls import Recording
     from penstock.models.stage import StageInfo
     from penstock.models.tracing.chain import Chain
 
@@ -50,6 +49,13 @@ _REMEMBERED = 4096  # shapes of a placeholder's result
 
 class StageDone(BaseException):
     """Ends a stage's forward once its output is there. No error: nothing may catch it on the way."""
+
+
+class SeesCalls(Protocol):
+    """Sees the calls of a stage's layers in one forward."""
+
+    def before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
+    def after(self, result: Any) -> None: ...
 
 
 class Boundary:
@@ -75,9 +81,9 @@ class Boundary:
         self._received: Any = None
         self._entered = False
         self._output: Any = None
-        self.recording: Recording | None = None  # of the forward that runs
+        self.recording: SeesCalls | None = None  # of the forward that runs
 
-    def begin(self, received: Any, recording: Recording | None = None) -> None:
+    def begin(self, received: Any, recording: SeesCalls | None = None) -> None:
         """A forward begins. recording: of its calls of layers"""
         self._received, self._entered, self._output = received, False, None
         self._features, self.recording = {}, recording

@@ -187,7 +187,8 @@ class _Around:
         changing = [module for module in modules if not isinstance(module, (Placeholder, ModulePlaceholder))]
         held: list[dict[str, Any]] = []
         for module in changing:
-            held += [module.__dict__, *filter(None, (module._parameters, module._buffers, module._modules))]
+            inside: list[dict[str, Any]] = [module._parameters, module._buffers, module._modules]
+            held += [module.__dict__, *filter(None, inside)]
         configs = {id(value): value for module in changing for value in module.__dict__.values()
                    if isinstance(value, PreTrainedConfig)}  # fmt: skip
         held += [config.__dict__ for config in configs.values()]

@@ -203,7 +203,7 @@ class HFCall(CallOfSteps):
 
 _UNEQUAL = "features and "  # of transformers' models: "Image features and image tokens do not match"
 _ASKED = nullcontext()
-_NOTHING = ByShape(0, False)
+_NOTHING: ByShape = ByShape(0, False)
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:

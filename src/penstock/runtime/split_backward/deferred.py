@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor
 from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from penstock.private import is_any_autocast_enabled
+from penstock.private import FakeTensor, is_any_autocast_enabled
 from penstock.private import storage_use_count as _use_count
 from penstock.runtime.split_backward.products import Form
 
