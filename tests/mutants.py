@@ -143,7 +143,7 @@ MUTANTS = [
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
         "checkpoint/save_load.py",
-        "each.register_step_pre_hook(lambda *_: copies.wait())",
+        "each.register_step_pre_hook(copies.before_step)",
         "each.register_step_pre_hook(lambda *_: None)",
         "checkpoint/test_save_load.py",
     ),
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant("models/huggingface/stages.py", " and not self._edits", "", OF_READS),
     Mutant(MASKS, "        if self._asked > self._constant:\n", "        if False:\n", OF_READS),
-    Mutant(MASKS, "return 0 if looking.depends else looking.count", "return looking.count", OF_READS),
+    Mutant(MASKS, "ByShape(0, False) if looking.depends else ByShape", "ByShape", OF_READS),
     Mutant(LOSS, "self.weight(host_values(microbatch))", "self.weight(microbatch)", OF_READS),
     # ---- messages on streams
     Mutant(STREAMED, "        self._connect(groups, channels)\n", "", OF_STREAMED),
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),
     Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py"),
     Mutant(OPS, "1 / step.weight", "1.0", EVERY),
-    Mutant(OPS, "list(torch._foreach_div(self.totals, step.weight))", "self.totals", EVERY),
+    Mutant(OPS, "list(foreach_div(self.totals, step.weight))", "self.totals", EVERY),
     Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
     Mutant(OPS, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"),
     Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),

@@ -19,7 +19,7 @@ from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
 from penstock.models.weights.reading import HostReader
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from support.covering import every
 from support.jobs_checkpoint import KINDS, advance, make
 
@@ -103,7 +103,7 @@ def members(of: Named) -> list[nn.Parameter]:
 
 
 def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> StoredState:
-    state_of(optimizer, of, HostCopies(None)).write(folder, 0, 1)
+    state_of(optimizer, of, BackgroundCopies(None)).write(folder, 0, 1)
     return StoredState(folder, ())
 
 

@@ -33,7 +33,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.pipeline import split_model
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.device import copies as device_copies
-from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from support import zoo
 from support.families import ragged_batch, tiny_model
 from support.folders import check_folder, flip, relist
@@ -112,17 +112,19 @@ class LateCopies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waited, self.asked = threading.Event(), 0
-        waits = HostCopies.wait
+        waits = BackgroundCopies.wait
 
-        def wait(copies: HostCopies) -> None:
+        def wait(copies: BackgroundCopies) -> None:
             self.waited.set()
             waits(copies)
 
-        monkeypatch.setattr(HostCopies, "wait", wait)
+        monkeypatch.setattr(BackgroundCopies, "wait", wait)
         monkeypatch.setattr(device_copies, "_is_on_host", lambda tensor: not tensor.ndim)
-        monkeypatch.setattr(
-            split_model, "host_copies", lambda device, kept: HostCopies(self, kept=kept, pinned=False)
-        )
+
+        def unpinned(device: torch.device, kept: bool) -> BackgroundCopies:
+            return BackgroundCopies(self, kept=kept, pinned=False)
+
+        monkeypatch.setattr(split_model, "background_copies", unpinned)
 
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Any:
         self.asked += sum(host.nbytes for host in hosts)
@@ -238,7 +240,7 @@ def test_a_host_without_memory_for_copies_writes_while_training_stands(
     save_checkpoint(tmp_path / "at once", pipe, optimizers)
     held = sum(parameter.nbytes for parameter in pipe.parameters())
     for room in (2 * held, 4 * held):
-        monkeypatch.setattr(save_load, "available_memory", lambda room=room: room)
+        monkeypatch.setattr(save_load, "room_in_memory", lambda room=room: room)
         writer = CheckpointWriter(pipe)
         writer.save(tmp_path / f"{room}", optimizers)
         assert bool(writers()) <= (room > 3 * held)

@@ -100,18 +100,18 @@ def test_the_memory_says_that_it_leaves_towers_out(
     assert said not in " ".join(out.split())
 
 
-@pytest.mark.parametrize(("room", "said"), [(1 << 20, "with too little, as with the 0.00"), (1 << 40, "")])
+@pytest.mark.parametrize(("room", "said"), [(1 << 20, "this host has 0.00"), (1 << 40, "")])
 def test_a_host_that_holds_no_copy_of_a_checkpoint_is_told(
     tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch, room: int, said: str
 ) -> None:
     """0.5.0: the copies of a checkpoint were in no account; weights and both moments of AdamW are."""
-    monkeypatch.setattr(plan, "available_memory", lambda: room)
+    monkeypatch.setattr(plan, "room_in_memory", lambda: room)
     code, out, _ = penstock("train", ROOT / "configs" / "stdlib.yaml", f"data.path={tmp_path}", "--dry-run")
     assert code == 0
     text = " ".join(out.split())
     assert f"{3 * 4 * 3_148_288 / 2**30:.4f} GiB, copied to host memory and written while training" in text
     assert said in text
-    assert ("stands meanwhile" in text) == bool(said)
+    assert ("training stands until it is written" in text) == bool(said)
 
 
 @pytest.mark.parametrize(("schedule", "pairs"), [("dualpipe", True), ("1f1b", False)])

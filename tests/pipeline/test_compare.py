@@ -11,7 +11,7 @@ import torch
 
 from penstock.errors import DifferenceError, EquivalenceError
 from penstock.pipeline.compare import Compared, Report
-from penstock.train.check.memory import free_memory
+from penstock.runtime.device.free_memory import free_memory
 from support.families import pipeline, ragged_batch, tiny_model
 from support.reference import gradients_of
 

@@ -733,7 +733,7 @@ def _here() -> GPU | None:
 def emulated() -> Iterator[None]:
     """Inside, pipelines that an emulated rank builds are on its GPU."""
     real_stream, real_open = stream.stream_of, world.open_world
-    real_store, real_destroy, real_sleep = distributed._store, dist.destroy_process_group, time.sleep
+    real_store, real_destroy, real_sleep = distributed.get_default_store, dist.destroy_process_group, time.sleep
     real_process = notes.this_process
 
     here = _here
@@ -772,7 +772,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(stages, "open_world", open_world)
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
-        patch.setattr(distributed, "_store", store)
+        patch.setattr(distributed, "get_default_store", store)
         patch.setattr(groups_of, "begun", begun)
         patch.setattr(groups_of, "within", lambda seconds, what, call: call())  # in the thread of the rank
         patch.setattr(stream_channels, "time", SimpleNamespace(monotonic=clock, sleep=sleep))

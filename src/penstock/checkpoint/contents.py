@@ -28,7 +28,7 @@ from penstock.models.weights.folder import UNREADABLE, Hashed, readable, write_f
 from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
 from penstock.reading import read_json
-from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.transport.groups import Processes
 
 STATE = "state.json"
@@ -54,7 +54,7 @@ def collector(
     state: Mapping[str, Any] | None,
     extra: Extra | None,
     *,
-    copies: HostCopies | None,
+    copies: BackgroundCopies | None,
 ) -> Callable[[], Publish]:
     """Check what this process adds to a checkpoint; the result collects it, and returns what publishes it.
 

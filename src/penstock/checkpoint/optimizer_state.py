@@ -30,7 +30,7 @@ from penstock.models.weights.folder import UNREADABLE, Hashed
 from penstock.models.weights.reading import Reader, reader_for
 from penstock.models.weights.tensor_file import TensorFile, widest_first, write_tensors
 from penstock.reading import LARGEST_JSON, read_json
-from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.sharded_weights import full_tensor, host_copy, own_part, shard_like
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
@@ -99,7 +99,7 @@ class OptimizerState:
         return {file.name: entry}
 
 
-def state_of(optimizers: Optimizers, named: Named, copies: HostCopies | None) -> OptimizerState:
+def state_of(optimizers: Optimizers, named: Named, copies: BackgroundCopies | None) -> OptimizerState:
     """The full state that `optimizers` hold of the parameters `named`. Collective where these are sharded.
 
     The optimizers have passed check_state, on every process. copies: what copies it into host memory, if

@@ -43,7 +43,8 @@ from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import BASE
 from penstock.pipeline.pipeline import Pipeline
 from penstock.reading import read_json, size
-from penstock.runtime.device.copies import HostCopies, available_memory
+from penstock.runtime.device.copies import BackgroundCopies
+from penstock.runtime.device.free_memory import room_in_memory
 from penstock.runtime.health.notes import boot_id
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.transport.calls import calling
@@ -211,7 +212,7 @@ class CheckpointWriter:
         self._processes = in_background(pipe.processes) if background else patient(pipe.processes)
         self._target: Path | None = None  # of the write under way
         self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
-        self._copies: HostCopies | None = None
+        self._copies: BackgroundCopies | None = None
         self._waits: list[RemovableHandle] = []  # of optimizers, for the copies
         self._abandoned = False
 
@@ -243,9 +244,14 @@ class CheckpointWriter:
         pipe._saved_model  # noqa: B018  raises for a pipeline without files
         action = f"collect what goes into checkpoint {target}"
         pipe._all_or_none(action, lambda: pipe._check_savable(pretrained=False))
-        copies = pipe._host_copies() if self._background and self._fits(target, optimizer) else None
+        copies = pipe._background_copies() if self._background and self._fits(target, optimizer) else None
         collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copies=copies))
-        publish = _agreed(pipe, action, collect)
+        try:
+            publish = _agreed(pipe, action, collect)
+        except BaseException:
+            if copies is not None:
+                copies.drop()  # another rank could not
+            raise
         if copies is None:
 
             def write() -> None:
@@ -256,16 +262,14 @@ class CheckpointWriter:
             return
         self._target, self._copies = target, copies
         pipe._copies_under_way = copies
-        self._waits = [
-            each.register_step_pre_hook(lambda *_: copies.wait()) for each in optimizers_of(optimizer)
-        ]
+        self._waits = [each.register_step_pre_hook(copies.before_step) for each in optimizers_of(optimizer)]
         if pipe._writes:
             self._write = BackgroundWrite(target, publish, then, self._processes)
 
     def _fits(self, target: Path, optimizer: Optimizers) -> bool:
         """Whether each host has memory for the copies of its processes. Collective."""
         pipe = self._pipe
-        everyone = pipe._everyone.gather([boot_id(), bytes_of(pipe, optimizer), available_memory()])
+        everyone = pipe._everyone.gather([boot_id(), bytes_of(pipe, optimizer), room_in_memory()])
         for host in {host for host, _, _ in everyone}:
             copied = sum(nbytes for other, nbytes, _ in everyone if other == host)
             room = min(free for other, _, free in everyone if other == host)
@@ -286,6 +290,8 @@ class CheckpointWriter:
     def _forget_copies(self) -> None:
         for handle in self._waits:
             handle.remove()
+        if self._copies is not None and self._pipe._copies_under_way is self._copies:
+            self._pipe._copies_under_way = None  # or an error's traceback would keep all copies
         self._copies, self._waits = None, []
 
     def wait(self) -> None:

@@ -20,10 +20,10 @@ from penstock.pipeline.auto_pipeline import AutoPipeline, exchange_of
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.compare import Report
 from penstock.pipeline.summary import size
+from penstock.runtime.device.free_memory import free_memory
 from penstock.runtime.stage import evaluating
 from penstock.schedule import Schedule, simulate
 from penstock.train.check.before_training import Reference
-from penstock.train.check.memory import free_memory
 from penstock.train.model import positions
 
 SHOWN = 20  # tensors that differ, at most

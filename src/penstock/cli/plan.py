@@ -25,7 +25,7 @@ from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
-from penstock.runtime.device.copies import available_memory
+from penstock.runtime.device.free_memory import room_in_memory
 from penstock.schedule import Costs, render, simulate
 from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig
@@ -123,11 +123,12 @@ def _copies(planned: Planned) -> str:
     shares, trained = shares_of(planned.config.optimizer), planned.kinds
     parameters = dict(planned.plan.source.model.named_parameters())
     states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
-    nbytes, room = states + sum(p.nbytes for p in parameters.values()), available_memory()
+    nbytes, room = states + sum(p.nbytes for p in parameters.values()), room_in_memory()
     copied = f"{gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on"
     if nbytes <= room:
         return copied
-    return f"{copied}; a host with too little, as with the {gib(room, nbytes)} GiB here, stands meanwhile"
+    free = gib(room, nbytes)
+    return f"{copied}; this host has {free} GiB free: with so little, training stands until it is written"
 
 
 def _weights(planned: Planned) -> str:

@@ -20,7 +20,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
 from penstock.private import foreach_mul_, foreach_norm
-from penstock.runtime.device.copies import HostCopies, host_copies
+from penstock.runtime.device.copies import BackgroundCopies, background_copies
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.calls import collective
@@ -39,7 +39,7 @@ class SplitModel:
 
     not_finite = ""
     _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
-    _copies_under_way: HostCopies | None = None  # of what a checkpoint saves
+    _copies_under_way: BackgroundCopies | None = None  # of what a checkpoint saves
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -244,16 +244,16 @@ class SplitModel:
 
         self._first_alone(action, lambda: write_folder(Path(path), write_all, processes))
 
-    def _host_copies(self) -> HostCopies:
+    def _background_copies(self) -> BackgroundCopies:
         """What copies what is saved into host memory; nothing on a pipeline that does not write."""
-        return host_copies(self._world.device, kept=self._writes)
+        return background_copies(self._world.device, kept=self._writes)
 
     def _settle_copies(self) -> None:
         """Wait until weights may be changed."""
         if self._copies_under_way is not None:
             self._copies_under_way.wait()
 
-    def _weights_writer(self, copies: HostCopies | None = None) -> Callable[..., Hashed]:
+    def _weights_writer(self, copies: BackgroundCopies | None = None) -> Callable[..., Hashed]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
 
         Collective over the mesh; the result is collective over the processes it gets.
@@ -264,7 +264,7 @@ class SplitModel:
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         values = None
         if copies is not None or sharded:
-            to_host = copies or self._host_copies()
+            to_host = copies or self._background_copies()
             values = {i: _values(stage, saved.written(stage.module), to_host) for i, stage in stages.items()}
             if copies is None:
                 to_host.begin()
@@ -365,7 +365,7 @@ class SplitModel:
         return results[0]
 
 
-def _values(stage: Stage, names: Collection[str], copies: HostCopies) -> dict[str, Tensor]:
+def _values(stage: Stage, names: Collection[str], copies: BackgroundCopies) -> dict[str, Tensor]:
     """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded."""
     made: dict[int, Tensor] = {}
     values: dict[str, Tensor] = {}

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from penstock.errors import ModelError
 from penstock.private import local_shape_and_offset
-from penstock.runtime.device.copies import HostCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.split_backward.modules import all_modules
 
 
@@ -144,7 +144,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return on_mesh.full_tensor()
 
 
-def host_copy(tensor: Tensor, copies: HostCopies, *, steady: bool) -> Tensor:
+def host_copy(tensor: Tensor, copies: BackgroundCopies, *, steady: bool) -> Tensor:
     """A new, contiguous copy of all of `tensor` in host memory. Collective as `full_tensor` is.
 
     steady: whether only an optimizer changes the tensor: the copy may then be made while it computes

@@ -400,3 +400,11 @@ def test_positions_that_depend_on_earlier_rows_are_refused() -> None:
     by_kind = {"sliding_attention": rope, "full_attention": {**rope, "rope_type": "default"}}
     with pytest.raises(ModelError, match=r"^rope_type='dynamic'"):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("gemma3_text", rope_parameters=by_kind))
+
+
+def test_a_module_may_keep_a_tensor_of_its_own() -> None:
+    """As RecurrentGemma does after a forward: its truth was asked, which is an error of torch."""
+    whole = tiny_model("llama")
+    expected = find_chain(whole)
+    whole.model.state = torch.ones(2, 3)
+    assert find_chain(whole) == expected

@@ -17,7 +17,8 @@ from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, ConfigError, PeerError
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
-from penstock.pipeline.steps.optimizer_step import Copies, Drain
+from penstock.pipeline.steps.optimizer_step import Drain, UndoCopies
+from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.sharded_weights import local_shard
 from support.covering import every
 from support.families import ragged_batch, tiny_model
@@ -341,7 +342,7 @@ def test_copies_put_back_what_a_step_changed() -> None:
     """Also of the first step, before which there is no state; the memory is used again."""
     parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2), requires_grad=False)]
     optimizers: list[Optimizer] = [Adam(parameters[:1]), ByHand(iter(parameters[1:]))]
-    copies = Copies()
+    copies = UndoCopies()
     memory = None
     for step in range(4):
         parameters[0].grad = torch.randn(3)
@@ -367,4 +368,13 @@ def test_a_state_that_cannot_be_copied_is_not_prepared() -> None:
     parameter = nn.Parameter(torch.randn(3))
     optimizer = Adam([parameter])
     optimizer.state[parameter]["history"] = {1, 2}
-    assert not Copies().prepare([optimizer])
+    assert not UndoCopies().prepare([optimizer])
+
+
+def test_the_wait_of_a_checkpoint_lets_a_step_be_undone_and_a_users_hook_does_not() -> None:
+    """A writer's hook stays until the next save: no step after the first checkpoint would have been early."""
+    optimizer = Adam([nn.Parameter(torch.randn(3))])
+    optimizer.register_step_pre_hook(BackgroundCopies(None).before_step)
+    assert UndoCopies().prepare([optimizer])
+    optimizer.register_step_post_hook(lambda *_: None)
+    assert not UndoCopies().prepare([optimizer])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.device import copies
-from penstock.runtime.device.copies import CudaCopies, CudaLink, HostCopies
+from penstock.runtime.device.copies import BackgroundCopies, CudaCopies, CudaLink
 
 CPU = torch.device("cpu")
 
@@ -195,7 +195,7 @@ def test_bytes_come_by_a_few_pinned_pieces_each_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(copies, "_PINNED", 3)
     monkeypatch.setattr(copies, "_is_on_host", lambda tensor: False)
     device = Arriving()
-    made = HostCopies(device, pinned=False)
+    made = BackgroundCopies(device, pinned=False)
     hosts = [made.later(tensor) if later else made.now(tensor) for tensor in HELD]
     made.begin()
     made.result()
@@ -208,7 +208,7 @@ def test_bytes_come_by_a_few_pinned_pieces_each_once(monkeypatch: pytest.MonkeyP
 
 
 def test_a_process_that_keeps_nothing_copies_nothing() -> None:
-    made = HostCopies(Arriving(), kept=False)
+    made = BackgroundCopies(Arriving(), kept=False)
     assert made.now(HELD[0]).nbytes == made.later(HELD[0]).nbytes == 0
     made.begin()
     made.result()
@@ -226,6 +226,6 @@ def test_pieces_are_pinned_where_the_device_is_a_gpu(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(copies, "CudaCopies", lambda device: Arriving())
     monkeypatch.setattr(copies, "_is_on_host", lambda tensor: False)
     monkeypatch.setattr(torch, "empty", noted)
-    made = copies.host_copies(torch.device("cuda")).now(torch.ones(3))
+    made = copies.background_copies(torch.device("cuda")).now(torch.ones(3))
     assert made.tolist() == [1, 1, 1]
     assert asked == [False, True]  # the copy, then a piece

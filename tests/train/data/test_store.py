@@ -291,7 +291,7 @@ def test_a_large_entry_is_hashed_again_where_it_has_changed(
     assert len(hashed) == 2  # what is there, and what is made again
     opened()
     assert len(hashed) == 1
-    monkeypatch.setattr(store, "_boot", lambda: "another machine")
+    monkeypatch.setattr(store, "boot_id", lambda: "another machine")
     opened()
     assert len(hashed) == 1
 

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from penstock.models.mtp import prediction_layers
 from penstock.models.tracing.autocast import AutocastWithoutValues
@@ -138,6 +140,7 @@ def _built(model: PreTrainedModel, layers: str) -> object | None:
     None also for modules of a user's class, whose forward may read what no key shows.
     """
     facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
+    attentions: dict[str | None, None] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         held, kind = vars(module), type(module)
         if "forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]:
@@ -145,11 +148,14 @@ def _built(model: PreTrainedModel, layers: str) -> object | None:
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             return None
         facts += [name, kind]
+        attentions[getattr(held.get("config"), "_attn_implementation", None)] = None
         for key, value in held.items():
             if isinstance(value, _PLAIN) and key != "training":
                 facts += [key, value]
-            elif value and key in _TENSORS:
+            elif key in _TENSORS and value:
                 facts += [(key, own, t.shape, t.dtype) for own, t in value.items() if t is not None]
+    for name in attentions:  # not in a config's JSON, and users register others under any name
+        facts += [name, ALL_ATTENTION_FUNCTIONS.get(name), ALL_MASK_ATTENTION_FUNCTIONS.get(name)]
     return tuple(facts)
 
 

@@ -57,8 +57,8 @@ UNREADABLE = (
 class Entry(TypedDict):
     """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any.
 
-    piece: where it is there, `sha256` is the hash of the hashes of the file's pieces of so many bytes, which
-        several threads compute at the same time. Versions up to 0.5.0 hashed each file as a whole.
+    piece: bytes of a piece. `sha256` is then the hash of the pieces' hashes, in order, which several threads
+        compute. Without it, as up to 0.5.0 and for files of one piece, it is the hash of the file.
     """
 
     size: int
@@ -338,6 +338,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+_MOST_PIECES = 1 << 20  # of a file; 16 TiB in pieces as they are written now
+
+
 def _entry(name: str, *, size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> Entry:
     """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
     inside = PurePosixPath(name)
@@ -345,7 +348,7 @@ def _entry(name: str, *, size: int, sha256: str, piece: int | None = None, not_f
         raise ValueError(f"{name!r} is no file of the folder")
     if type(size) is not int or size < 0 or not re.fullmatch("[0-9a-f]{64}", sha256):
         raise ValueError(f"{name!r} has size={size!r}, sha256={sha256!r}")
-    if piece is not None and not (type(piece) is int and 0 < piece < size):
+    if piece is not None and not (type(piece) is int and 0 < piece < size <= piece * _MOST_PIECES):
         raise ValueError(f"{name!r} has size={size!r}, piece={piece!r}")
     return made_entry(size, sha256, piece, not_finite)
 

@@ -1,4 +1,4 @@
-"""Hash a folder's files while they are read: each file once a job, by one process, in a thread.
+"""Hash a folder's files while they are read: each file once a job, by threads of one process.
 
     process 0   reads its stages' tensors -------|
       thread    hashes model-1, optimizer-1 ---| |  all raise one error,

@@ -13,6 +13,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -155,7 +156,7 @@ def write_tensors(
     """
     odd = ""
     with file.open("wb", buffering=0) as opened, Workers() as workers:
-        pieces = _Pieces(opened.fileno(), workers)
+        pieces = _Pieces(opened, workers)
         pieces.add(memoryview(_header(layout)))
         for expected, (name, value) in zip(layout, values or layout.items(), strict=True):
             assert name == expected, f"{name} in the place of {expected}"
@@ -173,7 +174,7 @@ class _Pieces:
     size: bytes so far
     """
 
-    def __init__(self, file: int, workers: Workers) -> None:
+    def __init__(self, file: FileIO, workers: Workers) -> None:
         self.size = 0
         self._file, self._workers = file, workers
         self._hashes: list[Any] = []
@@ -201,7 +202,7 @@ class _Pieces:
         for part in parts:
             digest.update(part)
             while part:
-                count = os.pwrite(self._file, part, start)
+                count = os.pwrite(self._file.fileno(), part, start)  # ValueError once it is closed
                 part, start = part[count:], start + count
 
     def digest(self) -> str:

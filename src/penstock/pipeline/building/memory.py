@@ -93,6 +93,8 @@ class Account:
     checkpointing: of its activations; None keeps them all
     offloading: which activations wait in host memory
     chunked_loss: as in Options; taken where the mesh has no other axes
+    accumulates: whether a step adds to the gradients of earlier ones; those of weights that several stages
+        hold are then set aside during the step
     """
 
     plan: BuildPlan

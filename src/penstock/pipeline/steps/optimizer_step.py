@@ -27,6 +27,7 @@ from penstock.pipeline.split_model import SplitModel, clip_scale
 from penstock.private import TreeSpec, foreach_copy_, tree_flatten, tree_unflatten
 from penstock.runtime import step_report as report
 from penstock.runtime.device import stream
+from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.device.stream import Time
 from penstock.runtime.sharded_weights import local_shard
 
@@ -67,7 +68,7 @@ class Drain:
     def __init__(self) -> None:
         self.waited, self.clipped = 0.0, False
         self.kept = self.undone = 0
-        self.copies = Copies()
+        self.copies = UndoCopies()
 
     def is_worthwhile(self) -> bool:
         """Whether this rank is likely to wait for longer than it copies, and the step to be right."""
@@ -165,7 +166,7 @@ class OptimizerStep:
             optimizer.step()
 
 
-class Copies:
+class UndoCopies:
     """Copies of all that optimizers change: parameters, states, and the options of groups.
 
     The memory is kept from step to step: with AdamW three times that of the parameters.
@@ -195,8 +196,13 @@ class Copies:
         states = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._tensors = [local_shard(each.detach()) for each in (*parameters, *states)]
         self._optimizers, self._leaves, self._form = optimizers, leaves, form
-        hooks = (each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in optimizers)
-        return all(isinstance(leaf, (Tensor, *_NO_TENSORS)) for leaf in leaves) and not any(hooks)
+        hooks = [
+            getattr(hook, "__func__", hook)
+            for each in optimizers
+            for hook in (*each._optimizer_step_pre_hooks.values(), *each._optimizer_step_post_hooks.values())
+        ]
+        changes_nothing = hooks.count(BackgroundCopies.before_step) == len(hooks)
+        return changes_nothing and all(isinstance(leaf, (Tensor, *_NO_TENSORS)) for leaf in leaves)
 
     @torch.no_grad()
     def take(self) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
-from queue import Queue
+from queue import Empty, Queue
 from threading import Thread
 from types import TracebackType
 from typing import Protocol, Self
@@ -35,7 +34,7 @@ class Copies(Protocol):
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Moment:
         """Copy `tensors` to host memory, once the compute stream has made them.
 
-        made: it has, before an earlier call: it is not waited for
+        made: True where an earlier call has waited for the compute stream; this one does not wait again
         """
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
@@ -207,6 +206,10 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:  # nobody needs what still waits
+            with suppress(Empty):
+                while True:
+                    self._queue.get_nowait()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -218,7 +221,7 @@ class Workers:
 # ---- Copies of what a device trains with: it goes on meanwhile, and changes nothing of it
 
 
-class HostCopies:
+class BackgroundCopies:
     """Copies in host memory, made while the device computes.
 
         device    | piece 1 to A | piece 2 to B | piece 3 to C ...       on a stream of its own
@@ -272,6 +275,10 @@ class HostCopies:
         """Return when what is copied may be changed, even if copying failed."""
         wait([self._done])
 
+    def before_step(self, *_: object) -> None:
+        """A pre-hook of an optimizer's step: waits as `wait` does, and changes nothing of the step."""
+        self.wait()
+
     def result(self) -> None:
         """Return when all copies are complete. Raises the error of one that is not."""
         self._done.result()
@@ -322,14 +329,5 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def host_copies(device: torch.device, *, kept: bool = True) -> HostCopies:
-    return HostCopies(CudaCopies(device) if device.type == "cuda" else None, kept=kept)
-
-
-def available_memory() -> int:
-    """Bytes that this host can give to processes; more than any has where it does not say."""
-    with suppress(OSError), open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return sys.maxsize
+def background_copies(device: torch.device, *, kept: bool = True) -> BackgroundCopies:
+    return BackgroundCopies(CudaCopies(device) if device.type == "cuda" else None, kept=kept)

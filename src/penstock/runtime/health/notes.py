@@ -247,6 +247,11 @@ def lives(process: ProcessId) -> bool | None:
 
 def machine() -> str:
     """Names the boot and the namespace in which a process's number counts; empty where neither is known."""
+    return _machine_of(os.getpid())
+
+
+@functools.cache  # asked for each process of the job in each period; a fork may be in another namespace
+def _machine_of(pid: int) -> str:
     with suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
     return ""

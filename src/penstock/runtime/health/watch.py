@@ -198,8 +198,8 @@ class Watch:
     def _record(self, reason: str) -> None:
         self._notes.fail(Failure(self._process, self._notes.host, reason))
 
-    def _record_death(self, process: int) -> None:
-        reason = f"it died or closed its connection, as {self._own_name} noticed"
+    def _record_death(self, process: int, how: str = "died or closed its connection") -> None:
+        reason = f"it {how}, as {self._own_name} noticed"
         self._notes.fail(Failure(process, self._host(process), reason))
 
     # ---- errors
@@ -345,7 +345,7 @@ class Watch:
         if ended:
             self._pulse.look()  # it may have left a note before it ended
         for process in filter(self._has_ended, ended):
-            self._record_death(process)
+            self._record_death(process, "ended without closing its pipeline")
             self._bereaved = True
 
     def _has_ended(self, process: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from penstock.errors import BatchError
 from penstock.private import (
@@ -249,7 +249,7 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
 
 def watch_of(name: str, process: int, processes: int, timeout: float) -> Watch:
     """A watch whose notes lie in the job's store under `name`."""
-    return Watch(PrefixStore(f"penstock-watch/{name}", _store()), process, processes, timeout)
+    return Watch(PrefixStore(f"penstock-watch/{name}", get_default_store()), process, processes, timeout)
 
 
 def times_built(timeout: float) -> int:
@@ -257,14 +257,10 @@ def times_built(timeout: float) -> int:
 
     Raises RuntimeError where the store does not answer in time.
     """
-    store, process = _store(), dist.get_rank()
+    store, process = get_default_store(), dist.get_rank()
     return within(
         timeout, "the store does not answer", lambda: int(store.add(f"penstock-built/{process}", 1))
     )
-
-
-def _store() -> Store:
-    return get_default_store()
 
 
 def clock_offset(transport: DistributedTransport) -> float:

@@ -50,9 +50,9 @@ from penstock.pipeline.compare import (
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.split_batch import BatchLike
 from penstock.pipeline.summary import size
+from penstock.runtime.device.free_memory import free_on
 from penstock.runtime.stage import evaluating, without_gradients
 from penstock.train.check.digests import Digests, compare_digests, digest, digests_of, distance
-from penstock.train.check.memory import free_on
 from penstock.train.check.rounding import Scores, explained_by_flips, near_ties, nudge
 
 TOKENS = 64  # of each row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,6 +15,12 @@ CGROUP = Path("/sys/fs/cgroup")  # version 2; a container sees its own limits he
 def free_on(device: torch.device) -> int | None:
     """Free bytes of `device`, or of the host for the CPU; None where they cannot be read."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()
+
+
+def room_in_memory() -> int:
+    """Bytes as of `free_memory`; more than any machine has where they cannot be read."""
+    free = free_memory()
+    return sys.maxsize if free is None else free
 
 
 def free_memory() -> int | None:
