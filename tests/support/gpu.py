@@ -725,6 +725,7 @@ def emulated() -> Iterator[None]:
         yield
         dist.distributed_c10d._world.pg_group_ranks.clear()
         dist.distributed_c10d._world.pg_group_ranks.update(groups)
-    # torch notes for the whole process whether any thread is in a mode, and threads leave theirs in any order
-    with TorchDispatchMode():  # its end tells dynamo, whose code would not be used again in a process that is
+    # torch notes for the whole process whether a thread is in a mode, and threads leave theirs in any order;
+    # the end of another tells dynamo, which would compile anew at each call
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
         pass
