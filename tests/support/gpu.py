@@ -733,7 +733,11 @@ def _here() -> GPU | None:
 def emulated() -> Iterator[None]:
     """Inside, pipelines that an emulated rank builds are on its GPU."""
     real_stream, real_open = stream.stream_of, world.open_world
-    real_store, real_destroy, real_sleep = distributed.get_default_store, dist.destroy_process_group, time.sleep
+    real_store, real_destroy, real_sleep = (
+        distributed.get_default_store,
+        dist.destroy_process_group,
+        time.sleep,
+    )
     real_process = notes.this_process
 
     here = _here
@@ -784,6 +788,7 @@ def emulated() -> Iterator[None]:
         yield
         dist.distributed_c10d._world.pg_group_ranks.clear()
         dist.distributed_c10d._world.pg_group_ranks.update(groups)
-    # torch notes for the whole process whether any thread is in a mode, and threads leave theirs in any order
-    with TorchDispatchMode():  # type: ignore[no-untyped-call]  # its end tells dynamo, whose code would not be used again in a process that is
+    # torch notes for the whole process whether a thread is in a mode, and threads leave theirs in any order;
+    # the end of another tells dynamo, which would compile anew at each call
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]
         pass

@@ -169,7 +169,7 @@ def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) 
     found = outcomes[name]
     for words in found.survivors.values():
         assert re.search(
-            rf"rank {found.culprit} on {HOST} (failed first: it )?died or closed its connection",
+            rf"rank {found.culprit} on {HOST} (failed first: it )?(died or closed its connection|ended without closing)",
             words["text"],
         )
 
@@ -281,8 +281,8 @@ def test_a_rank_that_exits_between_steps_is_named(worse: dict[str, Outcome]) -> 
 @pytest.mark.sweep
 def test_a_rank_that_dies_on_another_node_is_named(worse: dict[str, Outcome]) -> None:
     """0.5.0 named rank 1, a healthy one: its launcher ended it, and the store, before it could say why."""
-    died = f"rank 0 on {HOST} failed first: it died or closed its connection, as rank 1 on {HOST} noticed"
-    assert died in worse["on another node"].survivors[2]["text"]
+    died = rf"rank 0 on {HOST} failed first: it .*, as rank 1 on {HOST} noticed"
+    assert re.search(died, worse["on another node"].survivors[2]["text"])
 
 
 @pytest.mark.sweep

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _python_dispatch
 from transformers import AutoConfig
 
 from penstock import AutoPipeline, Pipeline, StageInfo
@@ -522,3 +523,22 @@ def test_the_words_for_a_late_rank(words: str) -> None:
 def test_the_words_for_a_lost_rank() -> None:
     lost = "NCCL communicator was aborted on rank 0. WorkNCCL(OpType=RECV, Timeout(ms)=600000)"
     assert not is_late(RuntimeError(lost))
+
+
+def test_emulated_gpus_leave_no_mode_behind() -> None:
+    """0.5.0: after these tests a compiled layer was compiled anew at each call, up to dynamo's limit.
+
+    torch keeps for the whole process whether any thread is in a dispatch mode. Ranks are threads that leave
+    their modes in another order than they enter them, and it stayed true.
+    """
+    torch._dynamo.reset()
+    with emulated():
+        _python_dispatch._is_in_any_mode_without_ignore_compile_internals = True
+        torch._C._dynamo.guards.set_is_in_mode_without_ignore_compile_internals(True)
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(torch.sin, backend="eager")
+    for _ in range(3):
+        compiled(torch.ones(2))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not _python_dispatch.is_in_any_mode_without_ignore_compile_internals()
+    torch._dynamo.reset()
