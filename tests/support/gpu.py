@@ -47,6 +47,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World, WorldOptions, close_on_error, goes_in_batches
 from penstock.pipeline import auto_pipeline
 from penstock.pipeline.building import stages
+from penstock.private import get_default_store
 from penstock.runtime.device import stream
 from penstock.runtime.health import notes, watch
 from penstock.runtime.health.notes import ProcessId
@@ -734,7 +735,7 @@ def emulated() -> Iterator[None]:
     """Inside, pipelines that an emulated rank builds are on its GPU."""
     real_stream, real_open = stream.stream_of, world.open_world
     real_store, real_destroy, real_sleep = (
-        distributed.get_default_store,
+        get_default_store,
         dist.destroy_process_group,
         time.sleep,
     )

@@ -169,7 +169,8 @@ def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) 
     found = outcomes[name]
     for words in found.survivors.values():
         assert re.search(
-            rf"rank {found.culprit} on {HOST} (failed first: it )?(died or closed its connection|ended without closing)",
+            rf"rank {found.culprit} on {HOST} "
+            "(failed first: it )?(died or closed its connection|ended without closing its pipeline)",
             words["text"],
         )
 
