@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant("models/huggingface/stages.py", " and not self._edits", "", OF_READS),
     Mutant(MASKS, "        if self._asked > self._constant:\n", "        if False:\n", OF_READS),
-    Mutant(MASKS, "ByShape(0, False) if looking.depends else ByShape", "ByShape", OF_READS),
+    Mutant(MASKS, "return 0 if looking.depends else looking.count", "return looking.count", OF_READS),
     Mutant(LOSS, "self.weight(host_values(microbatch))", "self.weight(microbatch)", OF_READS),
     # ---- messages on streams
     Mutant(STREAMED, "        self._connect(groups, channels)\n", "", OF_STREAMED),

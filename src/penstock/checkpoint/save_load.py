@@ -260,6 +260,8 @@ class CheckpointWriter:
 
             pipe._first_alone(f"write checkpoint {target}", write)
             return
+        if pipe._copies_under_way is not None:  # of another writer: weights are loaded after all of them
+            pipe._copies_under_way.wait()
         self._target, self._copies = target, copies
         pipe._copies_under_way = copies
         self._waits = [each.register_step_pre_hook(copies.before_step) for each in optimizers_of(optimizer)]

@@ -594,7 +594,7 @@ class _Build:
                 info,
                 self._entries,
                 defers_head=defers_head,
-                by_shape=lambda: completer.by_shape,
+                shape_questions=lambda: completer.shape_questions,
             ),
             routing=None if plan.routed is None else plan.routed.for_stage(model),
             after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,

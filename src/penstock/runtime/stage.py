@@ -8,7 +8,6 @@ W  weight_backward  deferred.pop(m) -> weight gradients
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
@@ -43,21 +42,6 @@ class StageCall(Protocol):
 
         received: the one value from the stage before; none on the first stage
         """
-
-
-class CallOfSteps(ABC):
-    """A StageCall that keeps something from one microbatch to the next, until its stage's step has ended."""
-
-    @abstractmethod
-    def begin_step(self) -> None: ...
-
-    @abstractmethod
-    def end_step(self) -> None: ...
-
-    @property
-    @abstractmethod
-    def storages(self) -> Iterable[UntypedStorage]:
-        """The memory that it keeps."""
 
 
 class Recomputing(Protocol):
@@ -104,7 +88,6 @@ class Stage:
     ) -> None:
         self.index, self.module, self.shards, self.offload = index, module, shards, offload
         self._call, self._recomputing = call, recomputing
-        self._keeps = call if isinstance(call, CallOfSteps) else None
         # empty after every step: the first two by microbatch
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
@@ -233,10 +216,9 @@ class Stage:
 
     @property
     def shared_storages(self) -> Iterator[UntypedStorage]:
-        """Memory that a forward may leave and that is no microbatch's: gathered weights, casts, tables."""
+        """Memory that a forward may leave and that is no microbatch's: gathered weights, and their casts."""
         yield from self.sharding.gathered
         yield from self.casts.storages
-        yield from () if self._keeps is None else self._keeps.storages
 
     def staying(self, number: int, microbatch: Microbatch) -> set[int]:
         """The storages, by address, that a forward may have saved and that others hold as well.
@@ -252,15 +234,11 @@ class Stage:
     def begin_step(self) -> None:
         """The step's first op comes next."""
         self.products.begin_step()
-        if self._keeps is not None:
-            self._keeps.begin_step()
 
     def end_step(self) -> None:
         """All its ops of the step have run: free what its microbatches shared."""
         self.casts.clear()
         self.products.end_step()
-        if self._keeps is not None:
-            self._keeps.end_step()
 
     def reset(self) -> None:
         """Forget a failed step."""

@@ -326,7 +326,7 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
         names.append({name for name, _ in part.named_parameters()})
         kinds = [type(module) for module in part.transformer.h]
         own = [issubclass(kind, BoundaryLayer) for kind in kinds if kind is not BoundaryPlaceholder]
-        assert own == [[True], [True, True], [False]][stage]  # the last one ends the forward
+        assert own == [[True], [False, True], [False]][stage]  # the last one ends the forward
     assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert not names[0] & names[1]
     assert not names[1] & names[2]

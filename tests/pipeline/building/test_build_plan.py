@@ -75,7 +75,7 @@ def work_of_a_build(layers: int) -> Counter[str]:
         count(patch, Provenance, "__torch_dispatch__", "ops followed")
         count(patch, chain, "_built", "keys")
         plan = plan_of(num_hidden_layers=layers, hidden_size=48)
-        assert plan.completer().by_shape.questions == 1
+        assert plan.completer().shape_questions == 1
     return met
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +51,6 @@ class StageDone(BaseException):
     """Ends a stage's forward once its output is there. No error: nothing may catch it on the way."""
 
 
-class SeesCalls(Protocol):
-    """Sees the calls of a stage's layers in one forward."""
-
-    def before(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-    def after(self, result: Any) -> None: ...
-
-
 class Boundary:
     """What enters and leaves one stage during one forward.
 
@@ -72,7 +65,7 @@ class Boundary:
     """
 
     def __init__(self, chain: Chain, layers: range, info: StageInfo) -> None:
-        self._chain, self._info, self._layers = chain, info, layers
+        self._chain, self._info = chain, info
         self._entry = None if info.is_first else layers.start - 1  # -1: the first layer itself
         self._exit = None if info.is_last else max(layers.stop - 1, 0)  # 0, without layers: the first place
         self._needed = () if info.is_last else chain.early_values_from(layers.stop)
@@ -81,26 +74,18 @@ class Boundary:
         self._received: Any = None
         self._entered = False
         self._output: Any = None
-        self.recording: SeesCalls | None = None  # of the forward that runs
 
-    def begin(self, received: Any, recording: SeesCalls | None = None) -> None:
-        """A forward begins. recording: of its calls of layers"""
+    def begin(self, received: Any) -> None:
         self._received, self._entered, self._output = received, False, None
-        self._features, self.recording = {}, recording
+        self._features = {}
 
     def end(self) -> Any:
         """The output, if the forward ended at the exit. Raises ModelError where it skipped entry or exit."""
         output, self._received, self._output = self._output, None, None
-        self._features, self.recording = {}, None
+        self._features = {}
         if self._entered is self._info.is_first or (self._exit is not None and output is None):
             raise _skipped(f"stage {self._info.stage}")
         return output
-
-    @property
-    def kept_layers(self) -> tuple[str, range] | None:
-        """The list of layers and the stage's own, where these alone turn what enters into what leaves."""
-        between = not (self._info.is_first or self._info.is_last) and self._chain.only_hidden_states
-        return (self._chain.layers, self._layers) if between and len(self._layers) else None
 
     def around_layers(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of the module around the layers, with the features that were received."""
@@ -217,16 +202,7 @@ class BoundaryLayer(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         boundary, index = self.boundary, self.boundary_index
         args, kwargs = boundary.before_layer(index, args, kwargs)
-        if (recording := boundary.recording) is not None:
-            recording.before(self, args, kwargs)
-        result = super().__call__(*args, **kwargs)
-        if recording is not None:
-            recording.after(result)
-        return boundary.after_layer(index, args, kwargs, result)
-
-    def call_alone(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer without the boundary."""
-        return super().__call__(*args, **kwargs)
+        return boundary.after_layer(index, args, kwargs, super().__call__(*args, **kwargs))
 
 
 class BoundaryAround(nn.Module):

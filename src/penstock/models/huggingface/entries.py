@@ -22,7 +22,7 @@ from penstock.batch.packing import PER_TOKEN, is_packed, refuse_packed, with_pos
 from penstock.batch.padding import ROUTED
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
-from penstock.models.huggingface.masks import ByShape, made_by_shape
+from penstock.models.huggingface.masks import shape_questions
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import bare, is_empty
 from penstock.models.tracing.towers import encodes
@@ -137,9 +137,9 @@ class MicrobatchCompleter:
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
-    def by_shape(self) -> ByShape:
-        """What shapes alone decide in the model, found when it is first needed."""
-        return made_by_shape(self._model, self._chain)
+    def shape_questions(self) -> int:
+        """What masks.shape_questions counts, when it is first needed."""
+        return shape_questions(self._model, self._chain)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
         if ROUTED in microbatch and self._routed is None:

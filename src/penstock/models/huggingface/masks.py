@@ -19,7 +19,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from penstock.batch.placement import OnDevice, to_device
 from penstock.batch.shapes import Microbatch
 from penstock.models.tracing.chain import Chain, remembered
 from penstock.models.tracing.meta import without_values
-from penstock.models.tracing.placeholder import without_hidden
 from penstock.models.tracing.probe import Identity, after_first, layer_kind
 from penstock.models.tracing.provenance import Provenance
 from penstock.private import DisableTorchFunction, has_any_global_hook
@@ -108,30 +107,21 @@ def _settled(found: Any) -> Any:
 # ---- What a model makes by itself
 
 
-class ByShape(NamedTuple):
-    """What shapes alone decide in a forward that gets `input_ids` alone.
-
-    questions: how many questions it asks, if shapes decide all of them; else 0
-    layers: whether they decide what each layer takes beside hidden states, and no layer asks
-    """
-
-    questions: int
-    layers: bool
-
-
-def made_by_shape(model: PreTrainedModel, chain: Chain) -> ByShape:
-    """What shapes alone decide in `model`, which has no values. It runs as far as it can.
+def shape_questions(model: PreTrainedModel, chain: Chain) -> int:
+    """Count the questions of a forward that gets `input_ids` alone, if shapes alone decide them; else 0.
 
     Cached for models that are built the same way. Of layers that are alike one runs, and stands for them.
+
+    model: without values; it runs as far as it can
     """
-    return remembered(_by_shape, model, chain.layers, lambda: _ask(model, chain))
+    return remembered(_counts, model, chain.layers, lambda: _count(model, chain))
 
 
-_by_shape: dict[object, ByShape] = {}
+_counts: dict[object, int] = {}
 
 
-def _ask(model: PreTrainedModel, chain: Chain) -> ByShape:
-    looking, counts, same = _Looking(), Counter[Hashable](), False
+def _count(model: PreTrainedModel, chain: Chain) -> int:
+    looking, counts = _Looking(), Counter[Hashable]()
     layers = model.get_submodule(chain.layers)
     kinds = [layer_kind(layer) for layer in layers.children()]
     alike = after_first(layers, kinds, chain.output_form)
@@ -146,7 +136,6 @@ def _ask(model: PreTrainedModel, chain: Chain) -> ByShape:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         whole = without_values(model, alike)
         for kind, layer in zip(kinds, whole.get_submodule(chain.layers).children(), strict=True):
-            layer.register_forward_pre_hook(looking.at_layer, with_kwargs=True)
             if not isinstance(layer, Identity):
                 layer.register_forward_pre_hook(note(kind, -1))
                 layer.register_forward_hook(note(kind, 1))
@@ -157,10 +146,9 @@ def _ask(model: PreTrainedModel, chain: Chain) -> ByShape:
         stack.enter_context(answering(looking))
         stack.enter_context(looking.provenance)
         whole(input_ids=ids, use_cache=False)
-        same = looking.layers == len(kinds) and looking.at_layers == {looking.count}
         of_all = Counter(kinds)
         looking.count += sum((of_all[kind] - 1) * count for kind, count in counts.items())
-    return ByShape(0, False) if looking.depends else ByShape(looking.count, same)
+    return 0 if looking.depends else looking.count
 
 
 class _Looking:
@@ -168,13 +156,6 @@ class _Looking:
 
     def __init__(self) -> None:
         self.provenance, self.count, self.depends = Provenance(), 0, False
-        self.layers = 0  # that take nothing of the tokens beside hidden states
-        self.at_layers = set[int]()  # the questions that had been asked when they were called
-
-    def at_layer(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A layer is called."""
-        self.layers += not self.provenance.marks(without_hidden(args, kwargs))
-        self.at_layers.add(self.count)
 
     def answer(self, question: str, tensor: Tensor, ask: Ask) -> Any:
         self.count += 1

@@ -7,12 +7,12 @@ from the model itself. A stage with nothing of the model passes on what it recei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
@@ -36,8 +36,7 @@ from penstock.models.huggingface.boundary import (
 )
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.head import defer_head
-from penstock.models.huggingface.layer_calls import LayerCalls, call_layers
-from penstock.models.huggingface.masks import Answers, ByShape, Edits, answering
+from penstock.models.huggingface.masks import Answers, Edits, answering
 from penstock.models.huggingface.references import copy_gradient_hooks, refuse_references
 from penstock.models.module_names import is_inside
 from penstock.models.mtp import PredictionModel
@@ -45,7 +44,6 @@ from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.meta import deep_copy, hollow
 from penstock.models.tracing.towers import tower_inputs, without_pixels
-from penstock.runtime.stage import CallOfSteps
 
 
 def cut(
@@ -94,9 +92,7 @@ def cut(
     for index in layers:
         takes = bool(chain.early_inputs[index]) and not info.is_first
         enters = index == 0 and not info.is_first
-        # all of a stage in the middle, whose calls are kept for a step
-        keeps = chain.only_hidden_states and not info.is_first
-        if takes or enters or ((keeps or index == layers.stop - 1) and not info.is_last):
+        if takes or enters or (index == layers.stop - 1 and not info.is_last):
             make_boundary_layer(stage.get_submodule(f"{chain.layers}.{index}"), index, boundary)
     return stage
 
@@ -113,7 +109,7 @@ def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequenc
     return memo
 
 
-class HFCall(CallOfSteps):
+class HFCall:
     """Calls a model made by `cut` as a stage."""
 
     def __init__(
@@ -123,24 +119,23 @@ class HFCall(CallOfSteps):
         entries: frozenset[str] | None = None,
         *,
         defers_head: Chunked = False,
-        by_shape: Callable[[], ByShape] = lambda: _NOTHING,
+        shape_questions: Callable[[], int] = lambda: 0,
     ) -> None:
         """
         Args:
             entries: those of a microbatch that the model gets, from `taken` of it before axes change its
                 forward; others are the loss's.
             defers_head: whether the last stage may return HeadLogits, and for what; see Options.
-            by_shape: returns what shapes alone decide in a forward of the whole model.
+            shape_questions: returns how many questions about values a forward of the whole model asks that
+                shapes alone decide (penstock.models.huggingface.masks).
         """
         if defers_head and info.is_last:
             defer_head(model, defers_head)
         self._model, self._taken = model, taken(model) if entries is None else entries
         self._boundary: Boundary = model.boundary
         self._seen = frozenset[str]() if info.is_first else tower_inputs(model)
-        self._by_shape, self._answers = by_shape, dict[object, Any]()
+        self._shape_questions, self._answers = shape_questions, dict[object, Any]()
         self._edits = Edits(model)
-        kept = self._boundary.kept_layers if isinstance(model, PreTrainedModel) else None
-        self._layer_calls = None if kept is None else LayerCalls(model, *kept)
         ends = info.is_first or info.is_last
         self._holds_nothing = not ends and next(model.parameters(), None) is None
 
@@ -152,22 +147,11 @@ class HFCall(CallOfSteps):
                      if name in self._taken or (name.startswith(INNER) and name != UNPAD)}  # fmt: skip
         if self._seen:
             arguments = without_pixels(self._seen, arguments)
-        calls = self._layer_calls if arguments.keys() == {"input_ids"} else None
-        if calls is not None and (kept := calls.find(arguments["input_ids"])) is not None:
-            with self._answering(0, microbatch):
-                return call_layers(kept, received[0])
-        alone = arguments.keys() == {"input_ids"} and not self._edits
-        by_shape = self._by_shape() if alone else _NOTHING
-        recording = None
-        if calls is not None and by_shape.layers:
-            recording = calls.recording(arguments["input_ids"], received[0])
-        self._boundary.begin(received[0] if received else None, recording)
+        self._boundary.begin(received[0] if received else None)
         try:
-            with self._answering(by_shape.questions, microbatch):
+            with self._answering(arguments, microbatch):
                 result = self._model(**arguments, use_cache=False)
         except StageDone:
-            if calls is not None and recording is not None:
-                calls.keep(arguments["input_ids"], recording)
             return self._boundary.end()
         except BaseException as error:
             self._boundary.begin(None)
@@ -181,21 +165,11 @@ class HFCall(CallOfSteps):
         self._boundary.end()
         return outcome(self._model, result)
 
-    # ---- as a CallOfSteps
-
-    def begin_step(self) -> None:
-        if self._layer_calls is not None:
-            self._layer_calls.begin_step()
-
-    def end_step(self) -> None:
-        if self._layer_calls is not None:
-            self._layer_calls.end_step()
-
-    @property
-    def storages(self) -> Iterable[UntypedStorage]:
-        return () if self._layer_calls is None else self._layer_calls.storages
-
-    def _answering(self, constant: int, microbatch: Microbatch) -> AbstractContextManager[None]:
+    def _answering(
+        self, arguments: Mapping[str, Any], microbatch: Microbatch
+    ) -> AbstractContextManager[None]:
+        alone = arguments.keys() == {"input_ids"} and not self._edits
+        constant = self._shape_questions() if alone else 0
         if not (constant or isinstance(microbatch, OnDevice)):
             return _ASKED  # values on the host can be read without waiting
         return answering(Answers(microbatch, self._answers, constant))
@@ -203,7 +177,6 @@ class HFCall(CallOfSteps):
 
 _UNEQUAL = "features and "  # of transformers' models: "Image features and image tokens do not match"
 _ASKED = nullcontext()
-_NOTHING: ByShape = ByShape(0, False)
 
 
 def outcome(model: PreTrainedModel, result: Any) -> Any:

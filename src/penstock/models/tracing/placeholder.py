@@ -30,13 +30,6 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def without_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer beside its hidden states."""
-    if args:
-        return args[1:], kwargs
-    return args, {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
 def places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Every leaf of a call's arguments, with a name for its place."""
     for path, value in tree_flatten_with_path((args, kwargs))[0]:
