@@ -121,13 +121,13 @@ def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
     works on more tokens than so short a row has, counts its parameters once a token.
     """
     kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
-    found = [Work(count, counted=False) for count in _parameters(model, chain, kinds)]
+    costs = [Work(count, counted=False) for count in _parameters(model, chain, kinds)]
     for part, (once, twice) in enumerate(_short_rows(model, chain, kinds)):
         if twice >= 2 * once:
             square = (twice - 2 * once) / (2 * _SHORT**2)
-            found[part] = Work(once / _SHORT - _SHORT * square, square)
-    found[-2] = _with_towers(found[-2], model, chain)
-    return found
+            costs[part] = Work(once / _SHORT - _SHORT * square, square)
+    costs[-2] = _with_towers(costs[-2], model, chain)
+    return costs
 
 
 _REMEMBERED = 64  # models
