@@ -287,7 +287,7 @@ def test_hooks_of_these_libraries_are_no_edits() -> None:
     assert not edits
 
 
-@pytest.mark.parametrize("where", ["class", "function of the class", "module"])
+@pytest.mark.parametrize("where", ["class", "function of the class", "call of the class", "module"])
 def test_what_changes_between_two_steps_is_asked_about(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0 on GPUs: documents were mixed if a model was replaced, or its class, after a first step."""
     whole = model("qwen3")
@@ -299,12 +299,17 @@ def test_what_changes_between_two_steps_is_asked_about(where: str, monkeypatch: 
         positions = torch.arange(LENGTH).expand(ROWS // MICROBATCHES, -1) % 5
         return plain_forward(self, *args, **kwargs | {"position_ids": positions})
 
-    packs: Any = type("Packs", (kind,), {"forward": forward})
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        positions = torch.arange(LENGTH).expand(ROWS // MICROBATCHES, -1) % 5
+        return torch.nn.Module.__call__(self, *args, **kwargs | {"position_ids": positions})
+
+    written = {"__call__": call} if where == "call of the class" else {"forward": forward}
+    packs: Any = type("Packs", (kind,), written)
     pipe = AutoPipeline(ranks=1, microbatches=MICROBATCHES).build(whole)
     stage: Any = pipe.modules[0]
     inner = stage.base_model
     before = pipe.step(plain(0)).loss
-    if where == "class":
+    if where in ("class", "call of the class"):
         inner.__class__ = packs
     elif where == "module":
         stage.model = packs.__new__(packs)

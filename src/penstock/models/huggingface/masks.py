@@ -179,8 +179,8 @@ class Edits:
     def _look(self) -> None:
         self._modules = list(self._model.modules())
         self._kinds: list[type[nn.Module]] = list(map(type, self._modules))
-        self._forwards = [(kind, kind.forward) for kind in dict.fromkeys(self._kinds)]
-        self._classes = not all(_is_known(forward) for _, forward in self._forwards)
+        self._classes = [(kind, kind.__call__, kind.forward) for kind in dict.fromkeys(self._kinds)]
+        self._own_classes = not all(_is_known(call) and _is_known(fwd) for _, call, fwd in self._classes)
         children = (module._modules for module in self._modules if module._modules)
         self._children = [(inner, tuple(inner.values())) for inner in children]
 
@@ -188,7 +188,7 @@ class Edits:
         if not self._is_same():
             self._look()
         everywhere: bool = has_any_global_hook()  # type: ignore[no-untyped-call]
-        return self._classes or everywhere or not all(map(_is_known, self._put_in()))
+        return self._own_classes or everywhere or not all(map(_is_known, self._put_in()))
 
     # each forward asks: loops, as generators are resumed for each module
 
@@ -197,8 +197,8 @@ class Edits:
         for inner, children in self._children:
             if tuple(inner.values()) != children:
                 return False
-        for kind, forward in self._forwards:
-            if kind.forward is not forward:
+        for kind, call, forward in self._classes:
+            if kind.forward is not forward or kind.__call__ is not call:
                 return False
         return list(map(type, self._modules)) == self._kinds
 
