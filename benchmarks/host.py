@@ -4,6 +4,11 @@ A Qwen3 of 8 layers of 64, P = 4, m = 16, one thread, all ranks in one process: 
 loop and nothing else, so every difference is penstock's. The loop is what a user writes,
 ``(model(**microbatch).loss / m).backward()``. Time is the processor's, in turn, a step of each.
 
+Between the two stand the same stages called by hand in the schedule's order, with whole backwards by torch
+alone. Such a step calls the model once a stage and not once, and holds the activations that the schedule
+holds, where the loop uses the memory of one microbatch again and again. No bar below it can be met without
+calling less of the model's own code than a user would, and that part is no work of penstock's executor.
+
 Two numbers do not depend on the machine, and are tested (tests/test_host_cost.py): the calls of Python
 functions that a step makes beyond the loop's, an op, and the runs of autograd's engine: one for each B and I,
 and none for a W.
@@ -26,9 +31,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import Rounds, in_turn
 from penstock import AutoPipeline, Pipeline
+from penstock.batch.loss import NextToken
+from penstock.schedule import Op, Schedule
 
 RANKS, MICROBATCHES, SEQUENCE, VOCABULARY = 4, 16, 32, 256
 LOOP = "plain loop"
+BY_HAND = "by hand"
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zero_bubble", "dualpipe_v")
 BARS = {"1f1b": 1.05}
 SPLIT_BAR = 1.15
@@ -61,6 +69,51 @@ def loop(whole: PreTrainedModel, rows: dict[str, Tensor]) -> None:
 
 def pipeline(schedule: str) -> Pipeline:
     return AutoPipeline(RANKS, schedule, microbatches=MICROBATCHES).build(model())
+
+
+def in_one_order(schedule: Schedule) -> list[Op]:
+    """The ops of all ranks as one process may run them: each rank as far as it can get, in turn."""
+    order: dict[Op, None] = {}
+    programs = [list(program) for program in schedule.programs]
+    while any(programs):
+        for program in programs:
+            while program and order.keys() >= set(schedule.predecessors(program[0])):
+                order[program.pop(0)] = None
+    return list(order)
+
+
+class ByHand:
+    """The stages of a pipeline run by torch alone, in the order of its schedule; W does nothing."""
+
+    def __init__(self, pipe: Pipeline, rows: dict[str, Tensor]) -> None:
+        self._calls = [stage._call for stage in pipe.stages]
+        self._order = in_one_order(pipe.schedule)
+        self._seed = torch.tensor(1 / (MICROBATCHES * (SEQUENCE - 1)))
+        self._microbatches = [{name: rows[name][at : at + 1] for name in rows} for at in range(MICROBATCHES)]
+
+    def step(self) -> None:
+        outputs: dict[tuple[int, int], Tensor] = {}
+        entered: dict[tuple[int, int], Tensor] = {}
+        run_backward = Variable._execution_engine.run_backward
+        for stage, kind, number in self._order:
+            at = stage, number
+            if kind == "F":
+                before = outputs.get((stage - 1, number))
+                if before is not None:
+                    entered[at] = before.detach().requires_grad_()
+                outputs[at] = self._forward(stage, number, entered.get(at))
+            elif kind in "BI":
+                after = entered.pop((stage + 1, number), None)
+                gradient = self._seed if after is None else after.grad
+                run_backward((outputs.pop(at),), (gradient,), False, False, (), True, True)
+
+    def _forward(self, stage: int, number: int, entering: Tensor | None) -> Tensor:
+        microbatch = self._microbatches[number]
+        given = self._calls[stage](() if entering is None else (entering,), microbatch)
+        if stage + 1 < len(self._calls):
+            hidden: Tensor = given
+            return hidden
+        return NextToken().total(given, microbatch)
 
 
 def python_calls(run: Callable[[], object]) -> int:
@@ -120,16 +173,20 @@ def _measured(repeats: int) -> tuple[list[Row], Rounds]:
     whole, rows = model(), batch()
     pipes = {schedule: pipeline(schedule) for schedule in SCHEDULES}
     steps: dict[str, Callable[[], object]] = {name: partial(pipe.step, rows) for name, pipe in pipes.items()}
+    steps |= {f"{BY_HAND} {name}": ByHand(pipe, rows).step for name, pipe in pipes.items()}
     steps[LOOP] = partial(loop, whole, rows)
     for step in steps.values():
         step()
         step()
-    calls = {name: python_calls(step) for name, step in steps.items()}
+    calls = {name: python_calls(steps[name]) for name in (LOOP, *pipes)}
     rounds = in_turn({name: partial(_seconds, step) for name, step in steps.items()}, repeats, others=None)
     found: list[Row] = []
     for name, pipe in pipes.items():
         bar = BARS.get(name, SPLIT_BAR)
         found.append(measured(name, "step / plain loop", rounds.ratio(name, LOOP), at_most=bar))
+        hand = f"{BY_HAND} {name}"
+        found.append(measured(name, "the stages by hand / plain loop", rounds.ratio(hand, LOOP)))
+        found.append(measured(name, "step / the stages by hand", rounds.ratio(name, hand)))
         beyond = (calls[name] - calls[LOOP]) / ops(pipe)
         found.append(
             Row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from benchmarks import host
 
 # calls of Python an op, beyond a plain loop's: what they are now, and some more for other versions of Python
@@ -27,3 +28,16 @@ def test_a_step_makes_few_calls_and_no_run_of_the_engine_for_w(schedule: str, mo
     assert beyond / host.ops(pipe) <= most
     pipe.zero_grad()
     assert host.engine_runs(lambda: pipe.step(rows)) == kinds["B"] + kinds["I"]  # the first gradients too
+
+
+@pytest.mark.parametrize("schedule", host.SCHEDULES)
+def test_the_stages_by_hand_give_the_loops_gradients(schedule: str) -> None:
+    """Else they would be no measure of what a step has to cost."""
+    pipe, whole, rows = host.pipeline(schedule), host.model(), host.batch()
+    host.ByHand(pipe, rows).step()
+    host.loop(whole, rows)
+    expected = dict(whole.named_parameters())
+    found = dict(pipe.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
