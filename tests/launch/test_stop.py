@@ -51,6 +51,21 @@ def test_a_process_that_trains_is_asked_to_stop(
     assert said in (tmp_path / "stderr").read_text()
 
 
+def in_block_with_many_files(folder: str) -> None:
+    for _ in range(1100):
+        os.dup(0)
+    in_block(folder, 60, signal.SIGTERM)
+
+
+def test_a_process_with_many_open_files_is_asked_to_stop(tmp_path: Path) -> None:
+    """0.5.0: the thread that reads signals failed, and a signal was lost."""
+    process = start(in_block_with_many_files, str(tmp_path))
+    process.join(30)
+    code = process.exitcode
+    process.kill()
+    assert code == 9
+
+
 def twice(folder: str) -> None:
     """The same signal comes from a scheduler, to all processes, and from the launcher."""
     with Stop() as stop, stop.saves(60, LATE):

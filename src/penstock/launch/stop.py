@@ -105,8 +105,10 @@ class Stop:
     # ---- the thread
 
     def _listen(self) -> None:
+        waiting = select.poll()  # select.select refuses a file's number above 1,023
+        waiting.register(self._signals, select.POLLIN)
         while True:
-            readable, _, _ = select.select([self._signals], [], [], _LOOKS)
+            readable = waiting.poll(1000 * _LOOKS)
             for number in os.read(self._signals, 64) if readable else b"":
                 if not number:
                     return

@@ -485,8 +485,11 @@ class _Loader:
 def _shown(source: Source, blocks: Iterator[tuple[int, Block]]) -> Iterator[Block]:
     """The blocks, with a bar over the bytes of the source where a terminal looks."""
     console, size = Console(stderr=True), source.size()
+    if not console.is_terminal:  # rich ends a bar with a line, older versions one that is disabled as well
+        yield from (block for _, block in blocks)
+        return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task, done = bar.add_task(f"tokenising {source.section.path}", total=size), 0
         for count, block in blocks:
             yield block
