@@ -62,8 +62,6 @@ ABOUT = {
     "a process for each rank, beside torch.distributed.pipelining with stages that are written by hand.",
     "hooks": "A stage of a Hugging Face model is the whole model with placeholders for the layers of other "
     "stages. This benchmark compares its step with the step of a stage that is written by hand.",
-    "paired": "Two ops of a marked pair run at the same time: one computes while the other exchanges. This "
-    "benchmark compares the step with and without.",
     "meshes": "Bytes and calls of one step when other parallel axes run beside the pipeline.",
     "default_split": "The split of layers over stages that a user gets without asking, by multiply-adds. Ten "
     "public configs are simulated with the same counts: no better split was overlooked. Two small models are "

@@ -235,7 +235,6 @@ MUTANTS = [
     ),
     Mutant(OFFLOADED, "if cdata not in staying", "", OF_OFFLOADING),
     Mutant(OFFLOADED, "if tensor._version != version:", "if False:", OF_OFFLOADING),
-    Mutant(PLAN, "sent or between == HostCopy(", "sent or False and HostCopy(", "runtime/test_plan.py"),
     # ---- steps of any number of microbatches
     Mutant(SCHEDULES, "known.pop(count, None) or make(count)", "make(count)", OF_COUNTS),
     Mutant(SCHEDULES, "        known.pop(next(iter(known)))\n", "        pass\n", OF_COUNTS),

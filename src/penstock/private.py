@@ -42,7 +42,6 @@ OpOverload = torch._ops.OpOverload  # the class of ops, for annotations. instead
 disable_current_modes = torch.utils._python_dispatch._disable_current_modes
 # whether there is any: asked for each product. instead: the stack's length
 len_torch_function_stack = torch._C._len_torch_function_stack
-len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 # finds a mode of ours in it
 get_current_function_mode_stack = torch.overrides._get_current_function_mode_stack
 DisableTorchFunction = torch._C.DisableTorchFunction  # calls that no function mode sees
@@ -189,9 +188,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_root_post_backward_final_callback": "called by us, after the last backward of a step",
         "_fsdp_param_groups": "the weights that are gathered together; not in torch 2.11",
         "_fsdp_param_group": "likewise, in torch 2.11",
-        "_mp_policy": "whether it casts",
-        "_pre_forward_hook_handle": "to run without it",
-        "_post_forward_hook_handle": "likewise",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_module_info": "where a weight belongs",

@@ -115,13 +115,11 @@ def test_a_host_that_holds_no_copy_of_a_checkpoint_is_told(
 
 
 @pytest.mark.parametrize(("schedule", "pairs"), [("dualpipe", True), ("1f1b", False)])
-def test_pairs_that_do_not_overlap_on_gpus_are_told(
-    tmp_path: Path, penstock: Command, schedule: str, pairs: bool
-) -> None:
+def test_how_pairs_run_is_told(tmp_path: Path, penstock: Command, schedule: str, pairs: bool) -> None:
     file = config_file(tmp_path, pipeline={"schedule": schedule, "microbatches": 8}, train={"batch_size": 8})
     code, out, err = penstock("train", file, "--dry-run")
     assert (code, err) == (0, "")
-    assert ("their ops run one after the other on GPUs" in " ".join(out.split())) == pairs
+    assert ("their ops run one after the other" in " ".join(out.split())) == pairs
 
 
 def test_a_world_belongs_to_a_dry_run_and_has_to_fit(

@@ -81,7 +81,7 @@ SAME = [
         ("llama", Axes(dp_shard=2), {"schedule": "1f1b", "model": {"tied": True}}),
         ("gpt2", Axes(dp_shard=2), {"schedule": "zb_h1", "activation_checkpointing": True}),
         ("llama", Axes(dp_shard=2), {"schedule": "1f1b", "sharded": Sharded(reshard_after_forward=True)}),
-        ("llama", Axes(dp_shard=2), {"schedule": "dualpipe_v", "overlap": "auto"}),
+        ("llama", Axes(dp_shard=2), {"schedule": "dualpipe_v"}),
     ),
 ]  # fmt: skip
 CLOSE = [

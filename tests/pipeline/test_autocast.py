@@ -34,7 +34,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "zb_h1": {"schedule": "zb_h1"},
     "zb_v": {"schedule": "zb_v"},
     "interleaved_zero_bubble": {"schedule": "interleaved_zero_bubble"},
-    "two threads": {"schedule": "dualpipe_v", "overlap": True},
+    "dualpipe_v": {"schedule": "dualpipe_v"},
 }
 CHECKPOINTING: dict[str, Any] = {
     "kept": None,

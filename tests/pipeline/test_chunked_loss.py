@@ -29,7 +29,7 @@ HOW: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "1f1b"},
     "split": {"schedule": "zb_h1"},
     "v and checkpointing": {"schedule": "zb_v", "activation_checkpointing": True},
-    "two threads": {"schedule": "dualpipe_v", "overlap": True},
+    "dualpipe_v": {"schedule": "dualpipe_v"},
 }
 
 

@@ -86,7 +86,7 @@ MOST = [form for form in FORMS if "searched" not in form]
         ("dualpipe", {"shapes": "padded"}),
         pytest.param(
             "dualpipe_v",
-            {"overlap": True, "activation_checkpointing": Checkpointing(in_flight=(2, 0))},
+            {"activation_checkpointing": Checkpointing(in_flight=(2, 0))},
             marks=pytest.mark.sweep,
         ),
     ],

@@ -92,3 +92,10 @@ def test_options_of_a_provider_are_checked() -> None:
     assert pipe.schedule.name == "1f1b"
     assert pipe.step(x_batch()).loss > 0
     assert all(isinstance(p.grad, torch.Tensor) for p in pipe.parameters())
+
+
+def test_overlap_is_taken_with_a_warning() -> None:
+    """0.5.0 ran pairs in two threads, on CPUs."""
+    for given in (True, False, "auto"):
+        with pytest.warns(DeprecationWarning, match="one after the other"):
+            AutoPipeline(ranks=2, schedule="dualpipe_v", microbatches=4, overlap=given).chosen_schedule()

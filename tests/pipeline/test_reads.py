@@ -22,7 +22,7 @@ from penstock.batch.packing import metadata
 from penstock.models.huggingface.masks import Edits, shape_questions
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.meta import bare
-from penstock.parallel.expert.dispatch import Directions, plan_route
+from penstock.parallel.expert.dispatch import plan_route
 from support import zoo
 from support.covering import every
 from support.families import tiny_config
@@ -325,10 +325,10 @@ def test_what_changes_between_two_steps_is_asked_about(where: str, monkeypatch: 
 @pytest.mark.usefixtures("one_process")
 def test_tokens_find_their_experts_with_one_wait() -> None:
     """0.5.0: to count them took two more."""
-    directions = Directions.of(init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)))
+    group = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)).get_group()
     chosen = torch.tensor([[0, 2], [3, 4], [2, 0]])  # expert 4 of 4: skipped
     with watched() as reads:
-        route = plan_route(reads.put(chosen), 4, directions)
+        route = plan_route(reads.put(chosen), 4, group)
         assert [where.split()[0] for _, where in reads.found] == ["tolist"]
     assert (route.sent, route.received) == ([5], [5])
     assert route.order.tolist() == [0, 5, 1, 4, 2]

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.runtime.plan import (
     Action,
-    Begin,
     Compute,
     Deliver,
-    End,
     Exchange,
     Free,
     Message,
@@ -28,7 +26,7 @@ from penstock.runtime.plan import (
 from penstock.schedule import Placement, Proof, build, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.choose import chosen_schedule
-from penstock.schedule.offload import STEPS, HostCopy, host_copies, offloaded
+from penstock.schedule.offload import HostCopy, host_copies
 from penstock.schedule.order import AHEAD, exchanges
 from support.programs import valid, written
 from support.schedules import FORMS
@@ -43,8 +41,6 @@ def text(plan: Plan) -> list[str]:
             case Compute(op):
                 lines[-1].append(str(op))
                 lines.append([])
-            case Begin(compute) | End(compute):
-                lines[-1].append(f"{name} {compute.op}")
             case Post(message) | Wait(message) | Send(message) | Free(message) | Deliver(message):
                 lines[-1].append(f"{name} {message.op}")
             case Exchange():
@@ -98,20 +94,6 @@ def test_golden_in_exchanges() -> None:
     ]
 
 
-def test_golden_overlapped() -> None:
-    proof = verify(build("1f1b", ranks=2, microbatches=4, paired=True))
-    first, second = (text(lower(proof, rank, overlap=True)) for rank in range(2))
-    assert first[3:] == [
-        "send 0F2 post 1B1 wait 1B0 free 0F0 free 0F1 begin 0B0 0F3",
-        "send 0F3 end 0B0 post 1B2 wait 1B1 free 0F2 0B1",
-        "post 1B3 wait 1B2 free 0F3 0B2",
-        "wait 1B3 0B3",
-        "",
-    ]
-    assert "begin 1B0 1F1" in second[1]
-    assert second[2].startswith("end 1B0 send 1B0")
-
-
 def test_golden_with_activations_in_host_memory() -> None:
     schedule = build("1f1b", ranks=3, microbatches=4)
     assert text(lower(verify(schedule), 0, copies=host_copies(schedule))) == [
@@ -125,26 +107,6 @@ def test_golden_with_activations_in_host_memory() -> None:
         "wait 1B3 0B3",
         "",
     ]
-
-
-def test_an_overlapped_forward_is_offloaded_behind_it() -> None:
-    schedule = build("dualpipe_v", ranks=2, microbatches=6)
-    copies = host_copies(schedule)
-    for rank in range(2):
-        ran: list[str] = []
-        for action in lower(verify(schedule), rank, overlap=True, copies=copies).actions:
-            match action:
-                case HostCopy():
-                    ran.append(str(action))
-                case Compute(op):
-                    ran.append(f"run {op}")
-                case Begin(compute):
-                    ran.append(f"run {compute.op}")
-        for stage, microbatch in offloaded([copies[rank]]):
-            of = f"{stage}F{microbatch}"
-            backward = f"run {schedule.gradient(stage, microbatch)}"
-            steps = [f"run {of}", *(f"{step} {of}" for step in STEPS), backward]
-            assert sorted(steps, key=ran.index) == steps
 
 
 def test_copies_of_another_schedule_are_refused() -> None:
@@ -285,26 +247,3 @@ def test_all_that_is_posted_or_sent_goes_into_the_next_exchange(name: str) -> No
                 case _:
                     assert not moved
         assert not moved
-
-
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (2, 12), (4, 6), (4, 12)])
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe_v", "1f1b"])
-def test_nothing_is_waited_for_within_a_pair(name: str, ranks: int, microbatches: int) -> None:
-    options = {"paired": True} if name == "1f1b" else {}
-    schedule = build(name, ranks=ranks, microbatches=microbatches, **options)
-    for rank in range(ranks):
-        actions, open_ = lower(verify(schedule), rank, overlap=True).actions, None
-        for action in actions:
-            match action:
-                case Begin(compute):
-                    assert open_ is None
-                    open_ = compute
-                case End(compute):
-                    assert compute == open_
-                    open_ = None
-                case Wait() | Post() | Free():
-                    assert open_ is None
-        begun = [action.backward for action in actions if isinstance(action, Begin)]
-        kept = [action for action in actions if not isinstance(action, Begin | End)]
-        assert Counter([*kept, *begun]) == Counter(lower(verify(schedule), rank).actions)
-        assert len(begun) == sum(pair.forward in schedule.programs[rank] for pair in schedule.overlaps)

@@ -48,20 +48,6 @@ def test_every_op_is_shown_once_a_step(form: str) -> None:
     assert profiled(pipe, 2) == ops_of(pipe, 2)
 
 
-def test_a_backward_in_the_second_thread_is_shown_where_all_threads_are() -> None:
-    pipe = Pipeline.from_provider(
-        Chunk, schedule="dualpipe_v", ranks=2, microbatches=8, loss_fn=squares, overlap=True
-    )
-    pipe.step(batch(16))
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    before = sum(executor.overlapped for executor in pipe._training.executors)
-    with cpu_profile(experimental_config=config) as found:
-        pipe.step(batch(16))
-    assert sum(executor.overlapped for executor in pipe._training.executors) > before
-    assert ops_in([event.name for event in found.events()]) == ops_of(pipe)
-    pipe.close()
-
-
 def test_an_op_is_an_nvtx_range_where_a_profiler_asks_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes an NVTX range of what `record_function` names inside `emit_nvtx`. It needs a GPU: here the
     names are looked at."""

@@ -174,20 +174,6 @@ def test_what_gpus_take_is_of_one_program(gpu: PaperGPU) -> None:
     assert recorder.device_times == {(0, "F"): 1.0}
 
 
-def test_ops_side_by_side_say_nothing_of_a_gpu(gpu: PaperGPU) -> None:
-    """Their kernels come between each other's."""
-    recorder = Recorder(torch.device("cuda"))
-    recorder.begin_step([FORWARD, BACKWARD])
-    gpu.run(1.0)
-    backward, forward = gpu.now(), gpu.now()
-    gpu.run(4.0)
-    recorder.add(FORWARD, None, forward, gpu.now())
-    gpu.run(1.0)
-    recorder.add(BACKWARD, None, backward, gpu.now())
-    recorder.times()
-    assert (recorder.device_times, recorder.host_bound) == ({}, 0.0)
-
-
 def test_a_layer_is_timed_by_its_own_stream(gpu: PaperGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: before and after a layer the host waited for all streams, and so for posted receives."""
 

@@ -80,7 +80,7 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     if schedule.ranks > 1:
         yield "NCCL", describe(schedule, exchange_of(planned.auto, plan))
     if schedule.overlaps:
-        yield "pairs", "their ops run one after the other on GPUs, side by side on CPUs with ep"
+        yield "pairs", "their ops run one after the other"
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
     yield (
         "bubble",

@@ -28,7 +28,6 @@ from penstock.parallel.context import check as context_check
 from penstock.parallel.context import sequence
 from penstock.parallel.context.attention import Method, parallelize_attention
 from penstock.parallel.expert import experts as expert
-from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.fsdp import Sharded, data_mesh, expert_meshes, refuse_scalars, shard_stage
 from penstock.parallel.tensor.plan import assigned, check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
@@ -134,22 +133,16 @@ class MeshPlan:
     Args:
         axes: resolved
         timeout: seconds that a collective over the mesh waits for another rank
-        overlap: whether a forward and a backward run at the same time, in two threads
     """
 
-    def __init__(
-        self, mesh: DeviceMesh, axes: Axes, options: ParallelOptions, timeout: float, *, overlap: bool = False
-    ) -> None:
+    def __init__(self, mesh: DeviceMesh, axes: Axes, options: ParallelOptions, timeout: float) -> None:
         self.axes = axes
         self._mesh, self._options = mesh, options
         self._data = data_mesh(mesh)
         self._experts = expert_meshes(mesh, axes.ep) if axes.ep > 1 else None
-        self._directions = self._experts and Directions.of(self._experts.ep, separate=overlap)
         self._split: list[tuple[Microbatch, dict[str, Any]]] = []  # whole microbatches, this rank's parts
         meshes = filter(None, (mesh, self._data, *(self._experts or ())))
         groups = {group for each in meshes for group in each.get_all_groups()}
-        if self._directions is not None:
-            groups |= {self._directions.forward, self._directions.backward}
         limit_waits(groups, timeout)
 
     @property
@@ -160,7 +153,7 @@ class MeshPlan:
     def parallelize(self, module: nn.Module) -> None:
         """Apply ep, cp and tp to a stage in place, on the meta device or with values. Collective."""
         if self._experts is not None:
-            expert.expert_parallel(module, self._experts.ep, self._directions)
+            expert.expert_parallel(module, self._experts.ep)
         if self.axes.cp > 1:  # before tp, whose forward is around the one that cp may change
             assert isinstance(module, PreTrainedModel)
             parallelize_attention(module, self._mesh.get_group("cp"), self._options.context)

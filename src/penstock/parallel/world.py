@@ -37,9 +37,7 @@ _MAKING = "the making of the process groups"
 class WorldOptions:
     """The options of a pipeline that say how its ranks communicate.
 
-    `penstock.pipeline.options.Options` describes them. Here `mesh` has an axis `pp`, and `overlap` is whether
-    pairs of ops that the schedule marks run side by side; on a GPU they do not, as the kernels of both ops go
-    to one stream.
+    `penstock.pipeline.options.Options` describes them. Here `mesh` has an axis `pp`.
     """
 
     mesh: DeviceMesh | None = None
@@ -50,7 +48,6 @@ class WorldOptions:
     exchange: str = "auto"
     network: Network | None = None
     axes: Axes | None = None
-    overlap: bool = False
 
     @property
     def takes_all(self) -> bool:
@@ -66,7 +63,7 @@ class WorldOptions:
     @property
     def facts(self) -> dict[str, str]:
         """The options that must be equal on all ranks, by name."""
-        names = ("transport", "exchange", "network", "axes", "overlap")
+        names = ("transport", "exchange", "network", "axes")
         return {name: str(getattr(self, name)) for name in names}
 
     def check(self) -> None:
@@ -169,7 +166,6 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     if options.network is not None and device.type != "cpu":
         rule = f"the end of an op is known at once on the CPU only, and the device is {device}"
         raise ConfigError(f"network={options.network}", rule, "Take device='cpu', or leave network out")
-    overlap = options.overlap and bool(schedule.overlaps) and device.type == "cpu"
     if device.type == "cuda":
         set_environment()
         torch.cuda.set_device(device)
@@ -177,7 +173,6 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     if options.one_process:
         _check_one_process(options)
         local = LocalTransport(options.wire)
-        local.overlap = overlap
         batched = goes_in_batches(options, "local", schedule)
         alone = OneProcess()
         return World(tuple(range(schedule.ranks)), device, local, alone, alone, batched=batched)
@@ -191,7 +186,6 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             groups = Groups(mesh, options.timeout, options.transport)
             transport = DistributedTransport(groups, device, options.timeout, watch)
     batched = goes_in_batches(options, groups.backend, schedule)
-    transport.overlap = overlap
     with close_on_error(transport), naming_peers(transport.watch, _MAKING):
         if not options.takes_all:
             shake_hands(transport, common)

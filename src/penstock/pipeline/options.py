@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -27,7 +28,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
-from penstock.parallel.world import World, WorldOptions, default_device, remaining_ranks
+from penstock.parallel.world import World, WorldOptions, remaining_ranks
 from penstock.pipeline.building.compiling import (
     CompileLike,
     as_compile,
@@ -105,13 +106,7 @@ class Options:
         context: attention over a sequence that is sharded over cp: "ulysses" (each rank computes some of
             the heads) or "ring" (keys and values travel around)
         sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
-        overlap: whether the forward and the backward of a pair that the schedule marks (dualpipe,
-            dualpipe_v, 1f1b with `paired`) run in two threads, so that one computes while the other waits
-            for other ranks. "auto": where ops contain such waits, with ep > 1. Never on a GPU
-            (docs/parallel.md says why), nor with cp or tp, which use one process group in forwards and
-            backwards. A pair runs in sequence where a stage draws random numbers, is compiled, or is
-            wrapped by the caller's own fully_shard, and where FSDP2 gathers weights again or casts them. A
-            user's own module must not use one process group in both forwards and backwards.
+        overlap: deprecated, without an effect: the ops of a pair run one after the other
         common: other values that must be equal on every rank, such as learning rates, by name, nested
             freely; compared as text when the ranks shake hands
     """
@@ -141,7 +136,7 @@ class Options:
     sharded: Sharded = field(default_factory=Sharded)
     context: Method = "ulysses"
     sequence_parallel: bool = False
-    overlap: bool | Literal["auto"] = "auto"
+    overlap: bool | Literal["auto"] | None = None
     common: Mapping[str, Any] | None = None
 
     @property
@@ -152,13 +147,16 @@ class Options:
     def chosen_schedule(self) -> Schedule:
         """The schedule to run.
 
-        Raises ConfigError for an unknown name, a size that the schedule does not take, an exchange or an
-        overlap that it cannot have, and options that do not fit the axes.
+        Raises ConfigError for an unknown name, a size that the schedule does not take, an exchange that it
+        cannot have, and options that do not fit the axes.
         """
         for name, kind in (("mesh", DeviceMesh), ("axes", Axes)):
             if not isinstance(value := getattr(self, name), kind | None):
                 rule = f"it is a {kind.__name__}, or left out"
                 raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
+        if self.overlap is not None:
+            rule = "AutoPipeline(overlap=) is deprecated: the ops of a pair run one after the other"
+            warnings.warn(rule, DeprecationWarning, stacklevel=4)
         options = self.world_options()
         options.check()
         self.padding()
@@ -176,12 +174,6 @@ class Options:
                     "Take exchange='channels', or shapes='inferred' where they do not depend on values",
                 )
             exchanges(schedule)
-        if self.overlap is True and not schedule.overlaps:
-            raise ConfigError(
-                f"overlap=True with schedule {schedule.name!r}",
-                "it marks no pairs of ops to overlap",
-                "Take dualpipe_v, dualpipe or 1f1b with paired=True, or overlap='auto'",
-            )
         if (offloading := self.offloading()) is not None:
             check_schedule(offloading, schedule, self.checkpointing())
             compile_options = as_compile(self.compile)
@@ -215,35 +207,7 @@ class Options:
             exchange="channels" if self.exchange == "auto" and self.shapes == "exchanged" else self.exchange,
             network=self.network,
             axes=self.axes,
-            overlap=self._overlaps(),
         )
-
-    def _overlaps(self) -> bool:
-        """Whether marked pairs run in two threads where they can. Raises ConfigError."""
-        if self.overlap not in (True, False, "auto"):
-            rule = "pairs of ops overlap, or not, or where it helps"
-            raise ConfigError(f"overlap={self.overlap!r}", rule, "Take True, False or 'auto'")
-        obstacle = self._obstacle_to_overlap()
-        if self.overlap == "auto":
-            return obstacle is None and self.axes is not None and self.axes.ep not in (0, 1)
-        if self.overlap is True and obstacle is not None:
-            raise ConfigError(f"overlap=True with {obstacle[0]}", obstacle[1], "Take overlap='auto'")
-        return self.overlap is True
-
-    def _obstacle_to_overlap(self) -> tuple[str, str] | None:
-        """An option that rules overlap out, and why."""
-        device = default_device() if self.device is None else torch.device(self.device)
-        if device.type == "cuda":
-            rule = "two threads would use two of its communicators in an order that ranks do not share"
-            return "a GPU", f"{rule} (docs/parallel.md)"
-        if self.exchange == "batched":
-            return "exchange='batched'", "the exchange between two ops is fixed for ops in sequence"
-        if self.axes is not None and (self.axes.cp != 1 or self.axes.tp != 1):
-            return str(self.axes), "cp and tp exchange over one process group in forwards and in backwards"
-        if self.sharded.reshard_after_forward:
-            rule = "weights are gathered over one process group in forwards and in backwards"
-            return "reshard_after_forward", rule
-        return None
 
     def padding(self) -> Padding | None:
         """The padding that `shapes` asks for. Raises ConfigError."""
@@ -280,8 +244,7 @@ class Options:
         self._check_axes(axes)
         if axes.ranks_per_stage == 1:
             return None
-        options, overlap = self.parallel_options(), world.transport.overlap
-        return MeshPlan(world.mesh, axes, options, self.timeout, overlap=overlap)
+        return MeshPlan(world.mesh, axes, self.parallel_options(), self.timeout)
 
     def _check_axes(self, axes: Axes) -> None:
         """Raise ConfigError for options that do not fit; an axis of -1 passes until it is known."""

@@ -9,14 +9,12 @@
 
 One step on one rank: each action of the plan has one effect (`Executor._effects`). `Wait` puts a payload
 into the inbox; `Compute` takes it, runs its op and puts the result into the outbox; `Send` and `Deliver`
-empty the outbox. Nothing can go wrong with the order: `verify` has proven it. One thing is decided while a
-step runs: whether the two ops of a pair may overlap (`Executor._begin`).
+empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch.autograd import profiler
@@ -27,13 +25,10 @@ from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
 from penstock.runtime.device.stream import Time
 from penstock.runtime.ops import Ops, Run
-from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import (
     Action,
-    Begin,
     Compute,
     Deliver,
-    End,
     Exchange,
     Free,
     Message,
@@ -59,7 +54,6 @@ class Executor:
     Args:
         stages: the stages of this rank, by index.
         edges: what crosses each edge; None where each message carries its own specs.
-        overlap_thread: this rank's, where the plan has pairs for it.
     """
 
     def __init__(
@@ -70,7 +64,6 @@ class Executor:
         loss: Loss,
         transport: Transport,
         recorder: Recorder,
-        overlap_thread: OverlapThread | None = None,
     ) -> None:
         self.plan, self.transport, self.recorder = plan, transport, recorder
         self._program = plan.schedule.programs[plan.rank]
@@ -81,8 +74,6 @@ class Executor:
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
-        self.overlapped = 0  # pairs that have run in two threads so far
-        self.overlap_thread = overlap_thread
         self._bound: list[tuple[Effect, Any]] = []
 
     def run(self, step: StepInput) -> Iterator[Message]:
@@ -92,9 +83,6 @@ class Executor:
         try:
             yield from self._run(self._bound, step)
         except BaseException as error:
-            other = None if self.overlap_thread is None else self.overlap_thread.join()
-            if other is not None:  # it may be the cause of this error
-                error.add_note(f"the overlapped backward failed too: {type(other).__name__}: {other}")
             if self.current is not None and isinstance(error, RuntimeError):
                 self._raise_typed(self.current, error)
             raise
@@ -120,7 +108,6 @@ class Executor:
         effects: Mapping[type[Action], Effect] = {
             Post: self._post, Wait: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
             Exchange: self._exchange, Free: self._free, Reduce: self._reduce, HostCopy: self._host_copy,
-            Begin: self._begin, End: self._end,
         }  # fmt: skip
         settled = False
         for action in self.plan.actions:
@@ -202,41 +189,6 @@ class Executor:
             raise error
         raise typed from error
 
-    def _begin(self, action: Begin, step: StepInput) -> None:
-        """Start the backward in the second thread, unless one of the two ops has to run alone."""
-        backward, forward, ops, thread = action.backward, action.forward, self.ops, self.overlap_thread
-        assert thread is not None
-        footprints = [ops.footprint(each, step) for each in (forward, backward)]
-        if any(found is None or found.draws for found in footprints):  # unknown, or draws random numbers
-            return
-        if not thread.may_begin(forward.op.stage, backward.op.stage):
-            return
-        received = None if backward.takes is None else self.inbox[backward.takes]
-        gradients = ops.before_backward(received, step)
-        ops.live_in_overlap = ops.held + 1  # the forward's own among them
-        self.overlapped += 1
-        work = partial(ops.gradients, backward, gradients)
-        if profiler._is_profiler_enabled:
-            work = partial(_in_profile(ops.gradients), backward, gradients)
-        thread.begin(forward.op.stage, backward.op.stage, work)
-
-    def _end(self, action: End, step: StepInput) -> None:
-        """Take the overlapped backward's result, or run the backward where it has not begun."""
-        backward, thread = action.backward, self.overlap_thread
-        assert thread is not None
-        if not thread.busy:
-            self.compute(backward, step)
-            return
-        self.current = backward.op
-        inputs, start, end = thread.result()
-        self.ops.live_in_overlap = None
-        received = None if backward.takes is None else self.inbox.pop(backward.takes)
-        result = self.ops.after_backward(backward, received, inputs, step)
-        self.recorder.add(backward.op, backward.takes, start, end)
-        self.current = None
-        if backward.gives:
-            self.outbox[backward.op] = result
-
     # ---- state
 
     @property
@@ -252,8 +204,6 @@ class Executor:
 
     def reset(self) -> None:
         """Forget a failed step."""
-        if self.overlap_thread is not None:
-            self.overlap_thread.close()
         self.current = None
         self.inbox.clear()
         self.outbox.clear()

@@ -53,8 +53,6 @@ class Ops:
         self._device, self._messages = device, messages
         self._repeated = _repeated(plan)
         self._held = [held for stage in stages.values() for held in (stage.live, stage.deferred)]
-        # set while a second thread runs a backward, which may have freed its activation or not
-        self.live_in_overlap: int | None = None
         self.begin_step()
 
     @property
@@ -97,7 +95,7 @@ class Ops:
         if received is not None:
             ledger.take(received)
         ledger.forward(compute.op, known, 0 if result is None else result.specs.nbytes)
-        live = self.held if self.live_in_overlap is None else self.live_in_overlap
+        live = self.held
         if live > self.peak_live:
             assert live <= self._plan.peak_live, f"{live} live activations, {self._plan.peak_live} proven"
             self.peak_live = live
@@ -150,11 +148,9 @@ class Ops:
             result = self._forward(compute, received, expected, step)
             found = self._footprint(compute, result)
         else:
-            generator = torch.get_rng_state()
             with measuring(self._device, lambda: self._stages[stage].shared_storages) as measured:
                 result = self._forward(compute, received, expected, step)
             found = self._footprint(compute, result, measured.own_bytes)
-            found = found._replace(draws=not torch.equal(generator, torch.get_rng_state()))
         if before is not None:
             self.ledger.correct(before.footprint, found)
         footprints.add(key, found, provisional)
@@ -185,27 +181,10 @@ class Ops:
 
     def backward(self, compute: Compute, received: Payload | None, step: StepInput) -> Payload:
         """The gradients of the stage's inputs; none on the first stage."""
-        inputs = self.gradients(compute, self.before_backward(received, step))
-        return self.after_backward(compute, received, inputs, step)
-
-    def before_backward(self, received: Payload | None, step: StepInput) -> tuple[Tensor, ...]:
-        """The gradients of the stage's outputs: those received, or on the last stage that of its loss."""
-        self.ledger.sample(self._messages.buffer_bytes)  # the gradients are here, and the activation still is
-        if received is not None:
-            return received.tensors
-        if self._seed is None:
-            self._seed = torch.full_like(self.totals[0], 1 / step.weight)
-        return (self._seed,)
-
-    def gradients(self, compute: Compute, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Backward of the stage. May run in another thread: it touches the stage only."""
         stage, kind, number = compute.op
-        found = self._stages[stage]
-        return (found.input_backward if kind == "I" else found.backward)(number, outputs)
-
-    def after_backward(
-        self, compute: Compute, received: Payload | None, inputs: tuple[Tensor, ...], step: StepInput
-    ) -> Payload:
+        of_stage = self._stages[stage]
+        run = of_stage.input_backward if kind == "I" else of_stage.backward
+        inputs = run(number, self._output_gradients(received, step))
         ledger = self.ledger
         if received is not None:
             ledger.take(received)
@@ -213,6 +192,15 @@ class Ops:
         result = self._checked(compute, inputs, SINGLE, step)
         ledger.sample(self._messages.buffer_bytes + result.specs.nbytes)
         return result
+
+    def _output_gradients(self, received: Payload | None, step: StepInput) -> tuple[Tensor, ...]:
+        """The gradients of the stage's outputs: those received, or on the last stage that of its loss."""
+        self.ledger.sample(self._messages.buffer_bytes)  # the gradients are here, and the activation still is
+        if received is not None:
+            return received.tensors
+        if self._seed is None:
+            self._seed = torch.full_like(self.totals[0], 1 / step.weight)
+        return (self._seed,)
 
     def _deferred_bytes(self, op: Op, step: StepInput) -> int:
         """The bytes that the I `op` has left for W: as many as that of the step's first I of its shape."""
@@ -275,7 +263,7 @@ class Ops:
 
     def reset(self) -> None:
         """Forget a failed step."""
-        self.totals, self.results, self.live_in_overlap = [], {}, None
+        self.totals, self.results = [], {}
         for stage in self._stages.values():
             stage.reset()
 

@@ -17,14 +17,6 @@ posted and sent before it:
 
     post 0F0  exchange  wait 0F0  1F0   1B0  send 1B0  post 0F1  exchange  wait 0F1  1F1 ...
 
-With `overlap`, the backward of an overlapped pair runs in a second thread while the pair's forward runs here:
-
-    in sequence   wait 1F0   2F0   send 2F0   wait 3B1   2B1   send 2B1
-    overlapped    wait 1F0   wait 3B1   begin 2B1   2F0   send 2F0   end 2B1   send 2B1
-
-`verify` has proven that the inputs of both ops can be there before either op starts. Backwards still follow
-each other in program order, so every gradient is summed in the same order.
-
 With `copies`, activations wait in host memory meanwhile (penstock.schedule.offload):
 
     0F0   send 0F0   offload 0F0   0F1   send 0F1   release 0F0   0F2   send 0F2   reload 0F0   0F3   send 0F3
@@ -128,20 +120,7 @@ class Reduce(NamedTuple):
     stage: int
 
 
-class Begin(NamedTuple):
-    """Begin `backward` in the second thread, if `forward`, which follows, may overlap it."""
-
-    backward: Compute
-    forward: Compute
-
-
-class End(NamedTuple):
-    """Wait for the backward that `Begin` started, or run it now."""
-
-    backward: Compute
-
-
-Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | HostCopy | Begin | End
+Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | HostCopy
 
 
 @dataclass(frozen=True)
@@ -170,7 +149,6 @@ def lower(
     recomputed: frozenset[tuple[int, int]] = frozenset(),
     exchanges: Exchanges | None = None,
     reduced: frozenset[int] = frozenset(),
-    overlap: bool = False,
     copies: Sequence[HostCopies] | None = None,
 ) -> Plan:
     """The plan of `rank`. Takes the proof, not the schedule, so that nothing unproven ever runs.
@@ -181,7 +159,6 @@ def lower(
         recomputed: the (stage, microbatch) of any rank whose forward runs again in the backward.
         exchanges: of the same schedule, where messages go in batches; then `ahead` has no effect.
         reduced: the stages whose gradients are summed over the mesh.
-        overlap: whether the schedule's overlapped pairs run in two threads.
         copies: by rank, what waits in host memory; proven here. Raises ScheduleError.
     """
     schedule = proof.schedule
@@ -192,8 +169,6 @@ def lower(
     if exchanges is not None:
         assert exchanges.schedule == schedule
         actions = _with_exchanges(actions, exchanges.in_line)
-    if overlap and schedule.overlaps:
-        actions = _overlapped(actions, {pair.forward: pair.backward for pair in schedule.overlaps})
     return Plan(rank, schedule, tuple(actions), proof.peak_live[rank])
 
 
@@ -297,31 +272,3 @@ def _with_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action
         yield from run
         if moves:
             yield Exchange(in_line)
-
-
-def _overlapped(actions: Iterator[Action], pairs: dict[Op, Op]) -> Iterator[Action]:
-    """The same actions, with each pair's backward begun before its forward.
-
-    What precedes the backward moves in front of the forward: posts, a wait, and the frees that this wait
-    proves. What the forward sends or offloads stays behind it: the backward's input cannot depend on it, or
-    the pair could not overlap.
-    """
-    for action in actions:
-        if not (isinstance(action, Compute) and action.op in pairs):
-            yield action
-            continue
-        after: list[Action] = []
-        for between in actions:
-            if isinstance(between, Compute):
-                break
-            sent = isinstance(between, Send | Deliver) and between.message.op == action.op
-            if sent or between == HostCopy("offload", action.op.stage, action.op.microbatch):
-                after.append(between)
-            else:
-                yield between
-        assert isinstance(between, Compute)
-        assert between.op == pairs[action.op], f"{between.op} is between the two ops of a pair"
-        yield Begin(between, action)
-        yield action
-        yield from after
-        yield End(between)

@@ -120,17 +120,13 @@ class Recorder:
         self._stream.hold(min(_LONGEST_HOLD, _HOLD * self._launching.get((op.stage, op.kind), 0.0)))
 
     def _find_gaps(self, times: Sequence[float]) -> None:
-        """Learn what the GPU takes for an op, and from it `host_bound`. Ops side by side are left out."""
+        """Learn what the GPU takes for an op, and from it `host_bound`."""
         starts, ends, marks = times[::4], times[1::4], cast(list[stream.Moment], self._times)
-        later = enumerate(zip(starts[1:], ends, strict=False))
-        beside = {at + one for at, (start, end) in later if start < end - _ROUNDING for one in (0, 1)}
         whole: defaultdict[_StageKind, list[float]] = defaultdict(list)
         gapped: list[tuple[_StageKind, float]] = []
         for at, (op, start, end) in enumerate(zip(self._done, starts, ends, strict=True)):
             place, launched = (op.stage, op.kind), marks[4 * at + 1].queued
             self._launching[place] = launched - marks[4 * at].queued
-            if at in beside:
-                continue
             if start >= launched + self._offset:
                 whole[place].append(end - start)
             else:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,10 +59,6 @@ class Sharding:
         self._groups = [group for part in self._modules for group in param_groups(part)]
 
     @property
-    def any(self) -> bool:
-        return bool(self._modules)
-
-    @property
     def reduces_in_backward(self) -> bool:
         """Whether it reduces gradients within each backward, and so before W has added its own.
 
@@ -97,33 +91,6 @@ class Sharding:
             and not group.reduce_grads
             for group in self._groups
         )
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its hooks only gather weights, and cast no inputs, outputs or gradients."""
-        policies = [state._mp_policy for state in self._states]
-        return not any(each.param_dtype or each.reduce_dtype or each.output_dtype for each in policies)
-
-    @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """A forward that skips FSDP2's hooks, which a whole and plain module does not need.
-
-        The hooks keep the state of one forward or backward in the module. With a backward of the same
-        module in another thread, each would see the other's state.
-        """
-        before = [(part, part._forward_pre_hooks, part._forward_hooks) for part in self._modules]
-        for state, (part, pre, post) in zip(self._states, before, strict=True):
-            part._forward_pre_hooks = _without(pre, state._pre_forward_hook_handle)
-            part._forward_hooks = _without(post, state._post_forward_hook_handle)
-        try:
-            yield
-        finally:
-            for part, pre, post in before:
-                part._forward_pre_hooks, part._forward_hooks = pre, post
-
-
-def _without(hooks: OrderedDict[int, Any], handle: Any) -> OrderedDict[int, Any]:
-    return OrderedDict((key, hook) for key, hook in hooks.items() if key != handle.id)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

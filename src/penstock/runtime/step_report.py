@@ -26,7 +26,6 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.recorder import OpTimes, timeline
 from penstock.schedule import DeviceTime, Op, Reduction, Schedule, Timeline
 from penstock.schedule.ops import Kind
-from penstock.schedule.simulation.timeline import covered
 
 _TIMES = len(OpTimes._fields)
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -154,10 +153,7 @@ def shares(schedule: Schedule, reports: Reports) -> tuple[float, float | None]:
     ran = [each.times for each in reports if each.times]  # a rank of an unused copy of the model has no ops
     ends = [times[-_TIMES + 1] for times in ran] + [of.end for of in _reductions(schedule, reports)]
     makespan = max(ends) - min(times[0] for times in ran)
-    if schedule.overlaps:  # overlapping ops count once
-        busy = sum(covered(zip(times[::_TIMES], times[1::_TIMES], strict=True)) for times in ran)
-    else:
-        busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
+    busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
     all_time = makespan * schedule.ranks or inf
     gaps = _host_bound(reports)
     return 1 - busy / all_time if makespan else 0.0, sum(gaps) / all_time if gaps else None

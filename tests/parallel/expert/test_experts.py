@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route
+from penstock.parallel.expert.dispatch import combine, dispatch, plan_route
 from penstock.parallel.expert.experts import expert_parallel, mixtures, takes_grouped
 from support import zoo
 from support.families import ragged_batch
@@ -95,47 +94,6 @@ def starved(checkpointed: bool) -> list[str]:
     return wrong
 
 
-def in_two_threads(rounds: int) -> list[str]:
-    """A forward and a backward at the same time, in another order on each rank."""
-    mesh, rank = ep_mesh(), dist.get_rank()
-    directions = Directions.of(mesh, separate=True)
-    assert directions.forward is not directions.backward
-    torch.manual_seed(rank)
-    chosen = torch.randint(0, 4, (6 + rank, 2))
-    weights = torch.rand(6 + rank, 2)
-    sums = weights.sum(1, keepdim=True).expand(-1, 3)
-    failed: list[str] = []
-
-    def forward() -> tuple[Tensor, Tensor]:
-        hidden = torch.arange(6.0 + rank).unsqueeze(1).expand(-1, 3).clone().requires_grad_()
-        route = plan_route(chosen, 4, directions)
-        rows, row_weights = dispatch(route, hidden, weights)
-        result = combine(route, rows * row_weights, *chosen.shape)
-        if not torch.allclose(result, hidden * sums):
-            failed.append("forward")
-        return hidden, result
-
-    waiting = [forward() for _ in range(rounds)]
-
-    def backwards() -> None:
-        for hidden, result in waiting:
-            result.sum().backward()  # type: ignore[no-untyped-call]
-            if hidden.grad is None or not torch.allclose(hidden.grad, sums):
-                failed.append("backward")
-
-    def forwards() -> None:
-        for _ in range(rounds):
-            forward()
-
-    order = (forwards, backwards) if rank else (backwards, forwards)
-    threads = [threading.Thread(target=run) for run in order]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return failed
-
-
 def refused(model_type: str) -> tuple[str, bool]:
     """What the error says, and whether the model is as it was."""
     model = mixture(model_type, torch.float32)
@@ -171,10 +129,6 @@ def test_gradients_of_the_ranks_tokens_are_those_of_one_process(pool: Pool, rank
 def test_experts_without_a_token_have_gradients_of_zero(pool: Pool, checkpointed: bool) -> None:
     """Checkpointed: the rank without tokens saves less, and must run again as far as the other."""
     none_wrong(pool.run(2, starved, checkpointed))
-
-
-def test_a_forward_and_a_backward_at_the_same_time(pool: Pool) -> None:
-    none_wrong(pool.run(2, in_two_threads, 20))
 
 
 def test_experts_that_ranks_do_not_divide_are_refused(pool: Pool) -> None:
@@ -236,7 +190,7 @@ def test_choices_of_no_expert_are_not_sent(one_process: None) -> None:
     group = ep_mesh().get_group()
     hidden = torch.ones(3, 2, requires_grad=True)
     chosen, weights = torch.tensor([[0, 4], [4, 4], [3, 1]]), torch.ones(3, 2)
-    route = plan_route(chosen, 4, Directions(group, group))
+    route = plan_route(chosen, 4, group)
     assert route.experts.tolist() == [0, 1, 3]
     rows, row_weights = dispatch(route, hidden, weights)
     result = combine(route, rows * row_weights, 3, 2)
@@ -248,7 +202,7 @@ def test_choices_of_no_expert_are_not_sent(one_process: None) -> None:
 
 def test_a_rank_may_have_no_token(one_process: None) -> None:
     group = ep_mesh().get_group()
-    route = plan_route(torch.zeros(0, 2, dtype=torch.int64), 4, Directions(group, group))
+    route = plan_route(torch.zeros(0, 2, dtype=torch.int64), 4, group)
     rows, _ = dispatch(route, torch.ones(0, 3), torch.ones(0, 2))
     assert combine(route, rows, 0, 2).shape == (0, 3)
 

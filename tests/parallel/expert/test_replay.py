@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.provenance import Provenance
-from penstock.parallel.expert.dispatch import Directions
 from penstock.parallel.expert.experts import expert_parallel, mixtures
 from penstock.parallel.expert.replay import ModelRouting, StageRouting
 from support import zoo
@@ -258,8 +257,7 @@ def replayed() -> list[str]:
     model = mixture("qwen3_moe", torch.float32)
     batch = ragged_batch()
     loss, expected = plain_step(model, batch)
-    directions = Directions.of(mesh, separate=True)
-    routing = routing_of(model, lambda: expert_parallel(model, mesh, directions))
+    routing = routing_of(model, lambda: expert_parallel(model, mesh))
     checkpointed(model)
     mine = own_rows(batch, rank, ranks)
     with routing.forward(0, mine):

@@ -189,8 +189,6 @@ def replayed(case: Case, length: int) -> None:
         found = pipe.routed_experts()
         assert isinstance(found, Tensor)
         assert experts is None or torch.equal(found.long(), recorded)
-    if case[3] == "dualpipe_v" and case[2] is not None:  # the last step's pairs overlapped
-        assert min(executor.overlapped for executor in pipe._training.executors) > 0
     pipe.close()
 
 

@@ -187,12 +187,6 @@ def test_the_default_split_keeps_the_memory_limit() -> None:
         replace(auto, activation_checkpointing=how).build_plan(config)
 
 
-def test_an_overlap_of_zero_is_off() -> None:
-    axes = Axes(dp_shard=2, ep=2)
-    assert AutoPipeline(axes=axes).world_options().overlap
-    assert not AutoPipeline(axes=axes, overlap=0).world_options().overlap  # type: ignore[arg-type]
-
-
 def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
     """Estimates count a packing mask that steps do not make: the same one on each stage."""
     model = tiny_model("llama", layers=4)

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.parallel.mesh import refuse_second_derivative
-from penstock.private import FakeTensor, current_graph_task_id
-from penstock.runtime.transport.groups import AllProcesses
+from penstock.private import FakeTensor
 
 
 def without_values(tensor: Tensor) -> bool:
@@ -30,66 +28,22 @@ def without_values(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Directions:
-    """The process groups that tokens travel over, of the same ranks in the same order.
-
-    forward: in a forward
-    backward: in a backward, and in what activation checkpointing runs again there
-
-    They must differ where a forward and a backward run side by side in two threads: collectives of one group
-    pair up in the order of the calls, and the threads' order is not the same on every rank.
-    """
-
-    forward: dist.ProcessGroup
-    backward: dist.ProcessGroup
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh, *, separate: bool = False) -> Directions:
-        """The group of the 1-D `mesh` for both, or a second group for the backward if `separate`.
-
-        `separate` is collective over the whole world: every process calls it once, not once per stage.
-        """
-        group = mesh.get_group()
-        return cls(group, _twin(group, torch.device(mesh.device_type)) if separate else group)
-
-    def current(self) -> dist.ProcessGroup:
-        """The group for what runs now in this thread."""
-        # autograd's engine knows, also in its own threads that run backwards on GPUs
-        return self.forward if current_graph_task_id() == -1 else self.backward
-
-
-def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group of the same ranks."""
-    own = dist.get_process_group_ranks(group)
-    backend: Any = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
-    limit = backend.options._timeout
-    everyone = AllProcesses(limit.total_seconds(), device).gather(own)
-    twin: dist.ProcessGroup | None = None
-    # all processes make all groups in one order, as torch names groups by how many there are
-    for members in sorted({tuple(ranks) for ranks in everyone}):
-        made: Any = dist.new_group(list(members), backend=dist.get_backend(group), timeout=limit)
-        twin = made if list(members) == own else twin
-    assert twin is not None
-    return twin
-
-
-@dataclass(frozen=True)
 class Route:
     """Where the rows of one mixture go in one forward.
 
     order: number of the choice (of tokens * top_k) that each sent row is, sorted by expert: (rows sent,)
     experts: this rank's expert that each received row is for, from 0: (rows received,)
-    sent, received: number of rows for and from each rank of the group
+    sent, received: number of rows for and from each rank of `group`
     """
 
     order: Tensor
     experts: Tensor
     sent: list[int]
     received: list[int]
-    directions: Directions
+    group: dist.ProcessGroup
 
 
-def plan_route(chosen: Tensor, experts: int, directions: Directions) -> Route:
+def plan_route(chosen: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
     """The route of tokens to the experts that they chose. Collective.
 
     Args:
@@ -97,18 +51,18 @@ def plan_route(chosen: Tensor, experts: int, directions: Directions) -> Route:
             token skips an expert: such a row is not sent
         experts: number of experts over all ranks
     """
-    ranks = directions.forward.size()
+    ranks = group.size()
     flat = chosen.reshape(-1).long()
     # not bincount, which waits for the device twice
     counts = torch.zeros(experts + 1, dtype=torch.int64, device=flat.device)
     counts.scatter_add_(0, flat.clamp(max=experts), torch.ones_like(flat))
     counts = counts[:experts].view(ranks, experts // ranks)
-    incoming = exchange(counts, [1] * ranks, [1] * ranks, directions.current())
+    incoming = exchange(counts, [1] * ranks, [1] * ranks, group)
     sent, received = torch.stack((counts.sum(1), incoming.sum(1))).tolist()  # the one wait for the device
     order = torch.argsort(flat, stable=True)[: sum(sent)]
     numbers = torch.arange(experts // ranks, device=chosen.device).repeat(ranks)
     kinds = numbers.repeat_interleave(incoming.flatten(), output_size=sum(received))
-    return Route(order, kinds, sent, received, directions)
+    return Route(order, kinds, sent, received, group)
 
 
 def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
@@ -130,23 +84,21 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, route: Route, back: bool, *rows: Tensor) -> tuple[Tensor, ...]:
-        ctx.directions = route.directions
+        ctx.group = route.group
         there, here = (route.received, route.sent) if back else (route.sent, route.received)
         ctx.sent, ctx.received = here, there
         # Something saved after the collectives. Where a forward is run again in the backward, torch breaks
         # it off once it has all that was saved, and experts without tokens save less than others do: without
         # this such a rank would leave out collectives in which the others wait for it.
         ctx.save_for_backward(route.order)
-        group = route.directions.current()
-        return tuple(exchange(part, there, here, group) for part in rows)
+        return tuple(exchange(part, there, here, route.group) for part in rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("ep")
         _ = ctx.saved_tensors  # which makes every rank begin to run its forward again here
-        group = ctx.directions.current()
         # of all parts, in one order: which of them autograd needs may differ by rank
-        return None, None, *(exchange(part, ctx.sent, ctx.received, group) for part in gradients)
+        return None, None, *(exchange(part, ctx.sent, ctx.received, ctx.group) for part in gradients)
 
 
 def dispatch(route: Route, hidden: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.expert.dispatch import Directions, combine, dispatch, plan_route, without_values
+from penstock.parallel.expert.dispatch import combine, dispatch, plan_route, without_values
 from penstock.runtime.sharded_weights import local_shard as local
 
 # the attributes that transformers' registry sets on every module of experts (integrations/moe.py)
@@ -97,7 +98,7 @@ def check(model: nn.Module, ranks: int, copies: int = 1) -> None:
                 )
 
 
-def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions | None = None) -> list[str]:
+def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> list[str]:
     """Keep on each rank of `mesh` its part of the experts of every mixture in `module`. Collective.
 
     The parameters of modules of experts become DTensors, Shard(0) on `mesh`, under the same names;
@@ -108,7 +109,6 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
     Args:
         module: a model, or a stage of one, with the same values on every rank; it may hold no mixture
         mesh: of one axis; rank r keeps experts r * n .. (r + 1) * n - 1 of each mixture
-        directions: the groups that tokens travel over; None takes the mesh's group
 
     Returns the names of the modules of experts.
     Raises ConfigError for experts that cannot be distributed evenly, ModelError for a mixture of another
@@ -126,9 +126,8 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh, directions: Directions 
         if type(experts) not in tried:  # one of a kind is enough
             _check_by_trial(name, experts, mesh)
         tried.add(type(experts))
-    directions = directions or Directions.of(mesh)
     for experts in found.values():
-        _distribute(experts, mesh, directions)
+        _distribute(experts, mesh)
     return list(found)
 
 
@@ -139,28 +138,26 @@ class _Share:
     experts, local: number of experts over all ranks, and on this rank
     plain: the class of the module before
     config: the config that the plain forward takes its implementation from
+    group: the ranks that tokens travel to; None for a trial without values
     """
 
     experts: int
     local: int
     plain: type[nn.Module]
     config: Any
-    directions: Directions | None
+    group: ProcessGroup | None
 
     @classmethod
-    def of(cls, experts: nn.Module, ranks: int, device: str, directions: Directions | None = None) -> _Share:
+    def of(cls, experts: nn.Module, ranks: int, device: str, group: ProcessGroup | None = None) -> _Share:
         config: Any = copy.copy(experts.config)
         dtype = next(experts.parameters(recurse=False)).dtype
         if config._experts_implementation == "grouped_mm" and not takes_grouped(dtype, device):
             config._experts_implementation_internal = "eager"  # a loop over the experts
         count = count_of(experts)
-        return cls(count, count // ranks, type(experts), config, directions)
+        return cls(count, count // ranks, type(experts), config, group)
 
     def view(self, experts: nn.Module, start: int, stop: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The plain forward of `experts` as if it held only `start` to `stop` of its local parameters.
-
-        On a new object for each call, so that two threads may use the module at once.
-        """
+        """The plain forward of `experts` as if it held only `start` to `stop` of its local parameters."""
         view: Any = object.__new__(self.plain)
         view.__dict__.update(experts.__dict__)
         parameters = experts.named_parameters(recurse=False)
@@ -257,8 +254,8 @@ def _with_values(experts: nn.Module, count: int, device: str) -> nn.Module:
     return made
 
 
-def _distribute(experts: nn.Module, mesh: DeviceMesh, directions: Directions) -> None:
-    share = _Share.of(experts, mesh.size(), mesh.device_type, directions)
+def _distribute(experts: nn.Module, mesh: DeviceMesh) -> None:
+    share = _Share.of(experts, mesh.size(), mesh.device_type, mesh.get_group())
     start = mesh.get_local_rank() * share.local
     for name, whole in list(experts.named_parameters(recurse=False)):
         # a copy, so that the whole one can be freed
@@ -280,7 +277,7 @@ def _parallel_class(plain: type[nn.Module]) -> type[nn.Module]:
         if without_values(hidden):
             return hidden.clone()
         share: Any = self._expert_share
-        route = plan_route(chosen, share.experts, share.directions)
+        route = plan_route(chosen, share.experts, share.group)
         rows, row_weights = dispatch(route, hidden, weights)
         if len(rows):
             rows = share.view(self, 0, share.local)(rows, route.experts.unsqueeze(1), row_weights)

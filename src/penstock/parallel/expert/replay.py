@@ -189,9 +189,8 @@ class _Held(NamedTuple):
 class StageRouting:
     """Records and replays the choices in one stage, for its ops (penstock.runtime.stage.Routing).
 
-    A forward and a backward may run side by side in two threads. Forwards outside of any op, in evaluation
-    mode or of shapes only are left alone. A router whose choice is not one top-k raises ModelError in its
-    first forward.
+    Forwards outside of any op, in evaluation mode or of shapes only are left alone. A router whose choice is
+    not one top-k raises ModelError in its first forward.
 
     Args:
         module: a stage, before activation checkpointing is put into its layers; changed in place

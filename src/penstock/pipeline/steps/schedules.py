@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from penstock.pipeline.building.stages import BuiltStages
 from penstock.runtime.executor import Executor
-from penstock.runtime.overlap_thread import OverlapThread
 from penstock.runtime.plan import lower
 from penstock.runtime.recorder import Recorder
 from penstock.schedule import Proof, Schedule, verify
@@ -49,12 +48,6 @@ class Schedules:
         # the executors of a rank share these
         self._stages = {rank: {s: stages[s] for s in placement.stages_of(rank)} for rank in world.ranks}
         self.recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
-        self._threads: dict[int, OverlapThread] = {}
-        if world.transport.overlap:
-            self._threads = {
-                rank: OverlapThread(held, self.recorders[rank].now) for rank, held in self._stages.items()
-            }
-            world.transport.closers += [thread.close for thread in self._threads.values()]
         self._training: dict[int, LoweredSchedule] = {}
         self._forwards: dict[int, LoweredSchedule] = {}
 
@@ -102,11 +95,10 @@ class Schedules:
                 recomputed=recomputed,
                 exchanges=together,
                 reduced=reduced,
-                overlap=world.transport.overlap,
                 copies=copies,
             )
-            recorder, thread = self.recorders[rank], self._threads.get(rank)
-            executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder, thread))
+            recorder = self.recorders[rank]
+            executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder))
         return LoweredSchedule(proof, executors, zlib.crc32(str(schedule).encode()))
 
 

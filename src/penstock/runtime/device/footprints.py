@@ -30,12 +30,10 @@ class Footprint(NamedTuple):
 
     activation: held until its backward: its input, and all that autograd saved
     output: bytes for the next stage that are held only to be sent
-    draws: whether it drew random numbers
     """
 
     activation: int
     output: int
-    draws: bool = False
 
 
 class KnownFootprint(NamedTuple):
@@ -109,13 +107,11 @@ def between(measured: Mapping[int, Footprint], length: int) -> Footprint | None:
     if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):
         return None
     found = [measured[each] for each in near]
-    if len({each.draws for each in found}) > 1:
-        return None
     activation = _on_quadratic(near, [each.activation for each in found], length)
     output = _on_quadratic(near, [each.output for each in found], length)
     if activation is None or output is None:
         return None
-    return Footprint(activation, output, found[0].draws)
+    return Footprint(activation, output)
 
 
 def _on_quadratic(lengths: Sequence[int], values: Sequence[int], length: int) -> int | None:

@@ -114,13 +114,11 @@ class Transport:
 
     Attributes:
         messages: of the schedule that is run.
-        overlap: whether the schedule's overlapped pairs run in two threads.
         closers: called by `close`.
         same_call: called before each call of a collective method; raises where ranks of a mesh call others.
     """
 
     messages: Messages
-    overlap = False
     call = ""  # the pipeline's method that the caller is in, and that every rank has to be in
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ class StepProfiler:
             self._write()
 
     def _start(self) -> profile:
-        # else the profiler sees this thread only: neither an overlapped backward, nor the next batch's thread
+        # else the profiler sees this thread only, and not that of the next batch
         every_thread = ExperimentalConfig(profile_all_threads=True)
         # acc_events: without it torch 2.11 warns of a second cycle at the start of the first
         started = profile(activities=self._activities, experimental_config=every_thread, acc_events=True)
