@@ -19,9 +19,7 @@ from penstock.models.split.multiply_adds import Work
 from penstock.models.weights.tensor_file import TensorFile
 from penstock.parallel.axes import MESH
 from penstock.pipeline.building.memory import RankMemory
-from penstock.train.config.load import load_config
 from penstock.train.data import loading
-from penstock.train.run import dry_run
 from support.command import Command
 from support.tiny import QWEN3, config_file, save_model
 
@@ -176,30 +174,6 @@ def test_what_waits_in_host_memory_is_counted(tmp_path: Path, penstock: Command)
     code, out, _ = penstock("train", config_file(tmp_path), *keys, away, "--dry-run")
     assert code == 0
     assert "activations of 8 of 8 forwards wait in host memory" in " ".join(out.split())
-
-
-@pytest.mark.parametrize(
-    ("keys", "tied", "steps_early"),
-    [
-        (("pipeline.ranks=2",), False, True),
-        (("pipeline.ranks=2",), True, False),  # one weight on both ranks, whose gradients they sum at the end
-        (("pipeline.ranks=2", "pipeline.schedule=dualpipe", "pipeline.microbatches=4"), False, False),
-        (("pipeline.ranks=1",), False, False),  # a process has all ranks, and no drain to step in
-        (("pipeline.ranks=1", "parallel.dp_replicate=2"), True, True),  # on one rank it is one weight
-    ],
-)
-def test_copies_of_an_early_step_count_where_there_is_one(
-    tmp_path: Path, keys: tuple[str, ...], tied: bool, steps_early: bool
-) -> None:
-    model = {"config": {**QWEN3, "tie_word_embeddings": tied}}
-    file = config_file(tmp_path, model=model)
-
-    def needs(in_drain: str) -> list[RankMemory]:
-        return plan.memory(dry_run(load_config(file, [*keys, f"train.step_in_drain={in_drain}"])))
-
-    for without, early in zip(needs("false"), needs("true"), strict=True):
-        copies = without.optimizer + without.weights if steps_early else 0  # all of them train, in float32
-        assert early == without._replace(optimizer=without.optimizer + copies)
 
 
 def test_a_folder_of_another_model_is_refused_from_its_headers(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import random
 import re
 import weakref
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
@@ -328,27 +326,6 @@ def test_a_total_that_nothing_can_be_divided_by_is_refused(total: Any) -> None:
     assert pipe.count_tokens() == 0
 
 
-def test_the_last_of_several_calls_steps_the_optimizer_in_the_drain() -> None:
-    found = []
-    for inside in (False, True):
-        pipe = made(tiny_model("llama", torch.float64), "zb_h1")
-        optimizer = AdamW(pipe.parameters(), lr=1e-2)
-        for turn in range(4):
-            calls = [ragged(2 + turn, turn), ragged(1 + turn % 2, turn + 9)]
-            total = pipe.count_tokens(*calls)
-            pipe.step(calls[0], total_tokens=total)
-            if inside:
-                norm = pipe.step(calls[1], total_tokens=total, optimizer=optimizer, max_norm=0.5).norm
-            else:
-                pipe.step(calls[1], total_tokens=total)
-                norm = pipe.clip_grad_norm_(0.5)
-                optimizer.step()
-            optimizer.zero_grad()
-        found.append((norm, [parameter.detach().clone() for parameter in pipe.parameters()]))
-    assert found[0][0] == found[1][0]
-    assert all(map(torch.equal, found[0][1], found[1][1]))
-
-
 # ---- Over processes
 
 
@@ -420,34 +397,6 @@ def test_any_count_over_processes(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_count_over_processes_in_every_schedule(pool: Pool, ranks: int) -> None:
     pool.run(ranks, over_processes, MOST, 8)
-
-
-def stepped_in_the_drain() -> list[Any]:
-    """Norms and weights of steps of changing counts, with the optimizer in `step` and after it."""
-    found = []
-    for inside in (False, True):
-        pipe = made(tiny_model("llama", torch.float64), "zb_v")
-        optimizer = AdamW(pipe.parameters(), lr=1e-2)
-        norms = []
-        for turn, count in enumerate((4, 2, 7, 4)):
-            given, limit = ragged(count, seed=turn), math.inf if turn % 2 else 0.5
-            if inside:
-                norms.append(pipe.step(given, optimizer=optimizer, max_norm=limit).norm)
-            else:
-                pipe.step(given)
-                norms.append(pipe.clip_grad_norm_(limit))
-                optimizer.step()
-            optimizer.zero_grad()
-        found.append((norms, [parameter.detach().clone() for parameter in pipe.parameters()]))
-        pipe.close()
-    assert found[0][0] == found[1][0]
-    assert all(map(torch.equal, found[0][1], found[1][1]))
-    return found[0][0]
-
-
-@pytest.mark.sweep
-def test_an_optimizer_in_the_drain_of_changing_counts(pool: Pool) -> None:
-    same_on_all(pool.run(2, stepped_in_the_drain))
 
 
 def on_a_mesh(family: str, ranks: int, axes: Axes, schedule: Any) -> list[str]:

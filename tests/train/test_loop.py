@@ -24,9 +24,8 @@ from penstock.train.data.loading import Batch, Data
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
 from penstock.train.records.metrics import Metrics
 from penstock.train.run import preflight, run
-from support.jobs_train import poison, trained
-from support.pool import Pool
-from support.tiny import assert_same_tensors, checkpoint, config, metrics
+from support.jobs_train import poison
+from support.tiny import checkpoint, config, metrics
 
 NAN, INF = float("nan"), float("inf")
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -115,32 +114,6 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(
     assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
 
 
-@pytest.mark.sweep
-def test_optimizers_that_step_in_the_drain_train_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pool: Pool
-) -> None:
-    """In one process, and over two; one step is skipped, and the others are clipped or not."""
-    found = {}
-    for name, ranks in (("plain", 1), ("drain", 1), ("plain of two", 2), ("drain of two", 2)):
-        folder = tmp_path / name
-        folder.mkdir()
-        options: dict[str, Any] = {"steps": 6, "nonfinite": "skip", "clip_norm": 1.1, "checkpoint_every": 6}
-        options["step_in_drain"] = name.startswith("drain")
-        made = config(folder, **options)
-        if ranks == 1:
-            with monkeypatch.context() as patch:
-                poison(patch, [3])
-                run(preflight(made))
-        else:
-            pool.run(ranks, trained, made.model_dump(mode="json"), [3])
-        found[name] = [[row.get(key) for key in EXACT] for row in steps(folder)]
-        assert [row[1] is None for row in found[name]] == [step == 3 for step in range(1, 7)]
-    assert_same_tensors(checkpoint(tmp_path / "plain", 6), checkpoint(tmp_path / "drain", 6))
-    assert_same_tensors(checkpoint(tmp_path / "plain of two", 6), checkpoint(tmp_path / "drain of two", 6))
-    assert found["plain"] == found["drain"]
-    assert found["plain of two"] == found["drain of two"]
-
-
 def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(2, 100))
     with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
@@ -148,9 +121,9 @@ def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 12))
 
 
-@pytest.mark.parametrize(("stage", "drain"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("stage", [0, 1])
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, drain: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int
 ) -> None:
     """0.5.0: of ranks in one process the first was named, wherever it was: norms were those of processes."""
     original = SplitModel._squared_norm
@@ -165,7 +138,7 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
     names: list[str] = []
     monkeypatch.setattr(SplitModel, "_squared_norm", spoiled)
     with pytest.raises(RunError) as found:
-        run(preflight(config(tmp_path, step_in_drain=drain)))
+        run(preflight(config(tmp_path)))
     assert f"not those of rank {stage} on {socket.gethostname()} ({names[0]}). Lower" in str(found.value)
     assert found.value.names_rank
 

@@ -89,12 +89,6 @@ def shards(memory: Path) -> list[Path]:
             id="adafactor",
             marks=pytest.mark.sweep,
         ),
-        pytest.param(
-            QWEN3,
-            {"train.step_in_drain": True, "pipeline.schedule": "zb_h2"},
-            id="in drain",
-            marks=pytest.mark.sweep,
-        ),
         pytest.param(QWEN3, {"train.precision": "bfloat16"}, id="bfloat16", marks=pytest.mark.sweep),
     ],
 )
@@ -136,14 +130,12 @@ def test_an_adapter_goes_on_from_memory(
     assert_same_tensors(checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path, STEPS))
 
 
-@pytest.mark.parametrize("in_drain", [False, True])
 def test_no_weight_changes_before_it_is_copied(
-    memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], in_drain: bool
+    memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The thread begins late here, when all forwards and backwards of the next step are done."""
-    keys = {"train.step_in_drain": in_drain}
-    whole = undisturbed(tmp_path, QWEN3, keys)
-    made = config(tmp_path, QWEN3, keys, steps=STEPS, memory_checkpoint_every=1)
+    whole = undisturbed(tmp_path, QWEN3, {})
+    made = config(tmp_path, QWEN3, {}, steps=STEPS, memory_checkpoint_every=1)
     with pytest.MonkeyPatch.context() as patch:
         keep = in_memory.MemoryCheckpoints._keep
 

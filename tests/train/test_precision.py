@@ -161,10 +161,6 @@ REFUSED = [
         "optimizer.name=muon; optimizer.adamw.states=4bit; parallel.cp=2",
         "optimizer.adamw.states=4bit on cp=2",
     ),
-    (
-        "optimizer.states=8bit; train.step_in_drain=true",
-        "such a step cannot be undone. Leave one of them out",
-    ),
     ("optimizer.states=fp8; model.dtype=float64", "torchao computes in float32. Leave it out"),
     ("optimizer.name=adafactor; optimizer.betas=[0.9, 0.9]", "with name=adafactor betas are AdamW's"),
 ]

@@ -24,7 +24,7 @@ from penstock.train.spikes import NOTHING_SEEN, REWINDS, Seen, Spikes
 from support.folders import relist
 from support.jobs_train import trained
 from support.pool import Pool
-from support.tiny import GPT2_WITH_DROPOUT, assert_same_tensors, checkpoint, config, metrics, tensors, tree
+from support.tiny import GPT2_WITH_DROPOUT, checkpoint, config, metrics, tensors, tree
 
 STEPS, EVERY, ROWS, WINDOW, FACTOR = 16, 4, 4, 3, 1.4
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "rows_left_out", "held_out_loss")
@@ -159,22 +159,6 @@ def alter_state(path: Path, **keys: Any) -> None:
 
 
 @pytest.mark.sweep
-def test_optimizers_that_step_in_the_drain_leave_the_same_spikes_out(tmp_path: Path, pool: Pool) -> None:
-    """Over two processes, of which the second one has stepped when the loss is known: that is undone."""
-    for then in ("skip", "rewind"):
-        for drain in (False, True):
-            folder = folder_of(tmp_path, f"{then} {drain}")
-            made = spiky(folder, then, step_in_drain=drain, clip_norm=None)
-            said = pool.run(2, trained, made.model_dump(mode="json"))
-            assert [each["error"] for each in said] == ["", ""]
-        one, other = (tmp_path / f"{then} {drain}" for drain in (False, True))
-        assert exact(one) == exact(other)
-        assert_same_tensors(checkpoint(one, STEPS), checkpoint(other, STEPS))
-        counted = "skipped_steps" if then == "skip" else "rows_left_out"
-        assert steps(one)[-1][counted] >= 2
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("parallel", [{"dp_replicate": 2}, {"dp_shard": 2}, {"tp": 2}])
 @pytest.mark.parametrize("then", ["skip", "rewind"])
 def test_all_ranks_of_a_mesh_do_the_same(
@@ -200,15 +184,8 @@ def test_all_ranks_of_a_mesh_do_the_same(
 
 
 def test_accumulated_calls_are_judged_by_the_loss_of_all(tmp_path: Path) -> None:
-    found = []
-    for drain in (False, True):
-        folder = folder_of(tmp_path, str(drain))
-        made = spiky(folder, "skip", accumulate=2, step_in_drain=drain, keys={"pipeline.microbatches": 1})
-        run(preflight(made))
-        found.append(exact(folder))
-    assert found[0] == found[1]
-    assert steps(folder)[-1]["skipped_steps"] >= 2
-    assert_same_tensors(checkpoint(tmp_path / "False", STEPS), checkpoint(tmp_path / "True", STEPS))
+    run(preflight(spiky(tmp_path, "skip", accumulate=2, keys={"pipeline.microbatches": 1})))
+    assert steps(tmp_path)[-1]["skipped_steps"] >= 2
 
 
 @pytest.mark.parametrize("packing", ["stream", pytest.param("sequential", marks=pytest.mark.sweep)])

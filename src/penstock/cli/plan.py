@@ -322,13 +322,9 @@ def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
     account = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
     shares = shares_of(planned.config.optimizer)
-    processes = planned.plan.schedule.ranks * planned.axes.ranks_per_stage
-    # where gradients are whole only once all ranks have ended, nothing steps early
-    copied = planned.config.train.step_in_drain and processes > 1 and not planned.plan.shares_weights
 
     def kept(name: str, parameter: Tensor, entries: int) -> float:
-        states = shares[planned.kinds[name]].kept(parameter, entries)
-        return 2 * states + parameter.itemsize * entries if copied else states  # weights and states
+        return shares[planned.kinds[name]].kept(parameter, entries)
 
     return account.ranks(largest_microbatch(planned.config), kept)
 

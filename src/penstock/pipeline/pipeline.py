@@ -22,7 +22,7 @@ from penstock.pipeline.compare import TOLERANCE, Report, compare
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.steps.evaluate import Evaluation, Evaluations, chosen_experts
-from penstock.pipeline.steps.optimizer_step import Drain, OptimizerStep, optimizer_error
+from penstock.pipeline.steps.optimizer_step import OptimizerStep, optimizer_error
 from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
 from penstock.pipeline.steps.put_off import warn_of_whole_backwards
 from penstock.pipeline.steps.schedules import LoweredSchedule
@@ -62,9 +62,6 @@ class Pipeline(SplitModel):
         self._last: StepRecord | None = None
         self._lengths: list[int] = []  # of the rows of the last step's batch, where they were padded
         self._optimizers = OptimizerWatch(self.parameters())
-        # the gradients of weights that stages share are whole only when all ranks have ended
-        in_drain = self.processes.count > 1 and not built.shared
-        self._drain = Drain() if in_drain else None
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(local))
 
@@ -112,8 +109,6 @@ class Pipeline(SplitModel):
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
         bit for bit, and its result has the norm. If loss or norm is not finite, or the loss is above
         `max_loss`, the optimizer does not step.
-        A rank with complete gradients may step while others still compute. This takes memory for a copy of
-        its parameters and of the optimizer's state. It does not where stages share weights.
 
         After an error gradients may be partial: clear them before the next step. Parameters are as before.
 
@@ -125,10 +120,7 @@ class Pipeline(SplitModel):
             total_tokens: what the sum of the loss is divided by, in place of the batch's own valid tokens.
                 Calls whose gradients add up take the tokens of all of them, from `count_tokens`: then
                 gradients, and the sum of their losses, are those of one batch
-            optimizer: one or several, over this process's `parameters()`, which keep in `state` and
-                `param_groups` alone what their steps change, and draw no random numbers. One with hooks on
-                its step, or with other objects than tensors and numbers in its state, never steps early.
-                Every rank gives one, or none does
+            optimizer: one or several, over this process's `parameters()`. Every rank gives one, or none does
             max_norm: the largest norm of all gradients, the same on every rank
             max_loss: the largest loss with which the optimizer steps, the same on every rank
             entries: more of the batch, by name; a value that is no tensor goes to every microbatch.
@@ -150,7 +142,7 @@ class Pipeline(SplitModel):
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
         optimizers, update = _listed(optimizer, max_norm, max_loss), None
         if optimizers is not None:
-            update = OptimizerStep(self, optimizers, max_norm, max_loss, self._drain)
+            update = OptimizerStep(self, optimizers, max_norm, max_loss)
         # raised in `run`, once the ranks have met: another rank may not find it
         refusal: InputError | None = self._shared.replaced()
         refusal = refusal or optimizer_error(optimizers or (), self.parameters())
@@ -174,12 +166,10 @@ class Pipeline(SplitModel):
                 self._shared.compare()
             self._shared.end_step()
             if update is not None:
-                result = result._replace(norm=update.finish(result.loss, self._last[1]))
+                result = result._replace(norm=update.finish(result.loss))
         except BaseException as failure:
             if isinstance(failure, PeerError):  # perhaps in the sum over shared weights, or of the norms
                 self._steps.fail(failure, lowered)
-            if update is not None:
-                update.undo()
             self._shared.restore()
             raise
         self._optimizers.after_step()

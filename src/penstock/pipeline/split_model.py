@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -143,7 +143,7 @@ class SplitModel:
         number on every rank.
         """
         with record_function("clip"):
-            norm = self._norm_of(self._gather_squares(self._squared_norm()))
+            norm = self._norm()
             self._clip(norm, max_norm)
         return norm
 
@@ -192,14 +192,13 @@ class SplitModel:
                     names.setdefault(self.schedule.placement.rank_of[index], []).append(name)
         return [(rank, first, len(more)) for rank, (first, *more) in names.items()]
 
-    def _gather_squares(self, squares: Tensor) -> list[Tensor]:
-        """The squared norm of each rank, which the first rank of a process gives for all of its ranks."""
-        places = range(len(self._world.ranks))
-        return self._world.transport.all_gather([squares if p == 0 else squares.new_zeros(1) for p in places])
-
-    def _norm_of(self, squares: Iterable[Tensor]) -> float:
-        """The norm over all ranks, from the squared norm of each in their order."""
-        by_rank = torch.stack(list(squares)).cpu()  # a GPU may add in another order
+    @torch.no_grad()
+    def _norm(self) -> float:
+        """The norm over all gradients. Collective."""
+        squares, places = self._squared_norm(), range(len(self._world.ranks))
+        # the first rank of a process gives the square for all of its ranks
+        ours = [squares if place == 0 else squares.new_zeros(1) for place in places]
+        by_rank = torch.stack(self._world.transport.all_gather(ours)).cpu()  # a GPU may add in another order
         odd = [rank for rank, finite in enumerate(by_rank.isfinite().flatten().tolist()) if not finite]
         self.not_finite, self._spoiled = " and ".join(map(self._world.transport.name_of, odd)), None
         return float(by_rank.sum().sqrt())

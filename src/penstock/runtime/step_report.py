@@ -55,7 +55,6 @@ class StepReport(NamedTuple):
     loss: its share of the step's loss, 0 without a last stage
     peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
-    squares: squared norm of the gradients of its stages, or 0
     memory: of its process; asks: a number that all ranks learn, such as that of a signal
     seconds: that it computed; host_bound: what of them a GPU waited for its host, or NaN (Recorder)
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
@@ -67,7 +66,6 @@ class StepReport(NamedTuple):
     peak_deferred: int
     held: Held
     changed: bool
-    squares: float
     memory: PeakMemory
     asks: int
     seconds: OpSeconds
@@ -78,17 +76,16 @@ class StepReport(NamedTuple):
 
 
 Reports = Sequence[StepReport]  # by rank
-# how many numbers are in front of the reductions: those of three tuples, and seven that stand alone
-_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 7
+# how many numbers are in front of the reductions: those of three tuples, and six that stand alone
+_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 6
 
 
-def read(executors: Sequence[Executor], squares: Tensor | None = None) -> tuple[list[float], float]:
-    """The loss shares of these ranks, and `squares`, a vector of one entry. Waits for a GPU once."""
+def losses(executors: Sequence[Executor]) -> list[float]:
+    """The loss shares of these ranks. Waits for a GPU once."""
     shares = [executor.ops.loss_shares for executor in executors]
     found = [torch.stack(each).double().sum() for each in shares if each]
-    found += [] if squares is None else [squares.double().sum()]
     values = iter(torch.stack(found).tolist() if found else ())
-    return [next(values) if each else 0.0 for each in shares], next(values, 0.0)
+    return [next(values) if each else 0.0 for each in shares]
 
 
 def pack(
@@ -96,10 +93,9 @@ def pack(
     memory: PeakMemory,
     loss: float = 0.0,
     changed: bool = False,
-    squares: float = 0.0,
     asks: int = 0,
 ) -> Tensor:
-    """One rank's report as a float64 vector, of the same length on all ranks. loss: from `read`"""
+    """One rank's report as a float64 vector, of the same length on all ranks. loss: from `losses`"""
     ops, schedule = executor.ops, executor.plan.schedule
     recorder = executor.recorder
     times, found = recorder.times(), recorder.reductions()
@@ -108,7 +104,7 @@ def pack(
     device = [known.get((stage, kind), 0.0) for stage in stages for kind in _KINDS]
     peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
     seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)
-    head = [loss, *peaks, float(changed), squares, *memory, float(asks), *seconds, recorder.host_bound]
+    head = [loss, *peaks, float(changed), *memory, float(asks), *seconds, recorder.host_bound]
     body = [*reductions, *device, *times]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(body))
@@ -129,7 +125,6 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
                 peak_deferred=int(next(head)),
                 held=Held(*map(int, islice(head, len(Held._fields)))),
                 changed=bool(next(head)),
-                squares=next(head),
                 memory=PeakMemory(*map(int, islice(head, len(PeakMemory._fields)))),
                 asks=int(next(head)),
                 seconds=OpSeconds(*islice(head, len(OpSeconds._fields))),

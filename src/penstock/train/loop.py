@@ -2,8 +2,8 @@
 
 evaluate                                         before the first step, every evaluate_every, at the end; with
                 early_stop it may be the end
-for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; all of this in
-                pipe.step with step_in_drain; several calls of pipe.step with accumulate
+for each step:  batch -> pipe.step -> clip -> optimizers, unless loss or norm is not finite; several calls of
+                pipe.step with accumulate
                 meanwhile one thread makes the next batch, and one writes the row of the step before
                 after a spike of the loss the run may go back to its last checkpoint, and on with new rows
 save                                             every checkpoint_every, at the end; in the background
@@ -230,7 +230,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
     if reason:
         ranks = "" if spiked else run.pipe.find_not_finite() or run.pipe.not_finite
         run.pipe.zero_grad()
-    elif not section.step_in_drain:
+    else:
         for optimizer in run.optimizers:
             optimizer.step()
         stopwatch.lap("optimizer")
@@ -251,36 +251,25 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
 def _gradients(
     run: Run, step: int, batch: Batch, size: Size, stopwatch: Stopwatch, largest: float
 ) -> tuple[StepResult, float, bool]:
-    """Run the pipeline's calls, and clip; the last one also steps where step_in_drain.
+    """Run the pipeline's calls, and clip.
 
-    Returns the result, the norm, and whether the loss is above `largest`: then nothing has stepped.
+    Returns the result, the norm, and whether the loss is above `largest`.
     """
-    section, pipe = run.config.train, run.pipe
-    limit = section.clip_norm or math.inf
+    pipe = run.pipe
     *calls, last = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
     run_call = partial(pipe.step, total_tokens=pipe.count_tokens(*calls, last)) if calls else pipe.step
-    results = [run_call(call) for call in calls]
-    before = sum(result.loss for result in results)
-    if section.step_in_drain and math.isfinite(before):
-        _settle(run, step)
-        most = largest - before
-        results.append(run_call(last, optimizer=run.optimizers, max_norm=limit, max_loss=most))
-        stopwatch.lap("step")
-        norm = results[-1].norm
-        assert norm is not None
-    else:
-        results.append(run_call(last))
-        stopwatch.lap("step")
-        _settle(run, step)
-        norm = pipe.clip_grad_norm_(limit)
-        stopwatch.lap("clip")
+    results = [run_call(call) for call in (*calls, last)]
+    stopwatch.lap("step")
+    _settle(run, step)
+    norm = pipe.clip_grad_norm_(run.config.train.clip_norm or math.inf)
+    stopwatch.lap("clip")
     result = StepResult(
-        before + results[-1].loss,
+        sum(result.loss for result in results),
         sum(result.tokens for result in results),
         sum(result.bubble for result in results) / len(results),
         host_share=results[-1].host_share,
     )
-    return result, norm, results[-1].loss > largest - before  # the very comparison of pipe.step
+    return result, norm, result.loss > largest
 
 
 class Stopwatch:

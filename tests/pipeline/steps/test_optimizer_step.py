@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, SGD, Adam, AdamW, NAdam, Optimizer
+from torch.optim import LBFGS, SGD, AdamW, NAdam, Optimizer
 
 from penstock import AutoPipeline, Pipeline
-from penstock.errors import BatchError, ConfigError, PeerError
+from penstock.errors import BatchError, ConfigError
 from penstock.models.stage import StageInfo
 from penstock.parallel.axes import Axes
-from penstock.pipeline.steps.optimizer_step import Drain, UndoCopies
-from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.sharded_weights import local_shard
 from support.covering import every
 from support.families import ragged_batch, tiny_model
@@ -29,13 +25,6 @@ NAN, ACCUMULATED = 3, 4  # steps: before one a gradient is set to NaN, before th
 SPIKE = 6  # its loss is above max_loss
 # of max_norm to the norm: a step of many that fits, one that is clipped, though no rank alone would be
 FACTORS = (2.0, 0.999, 2.0, 2.0, 2.0, 0.999, 2.0)
-
-
-class Always(Drain):
-    """Every step that could be right is taken early, whatever it costs, on every rank."""
-
-    def is_worthwhile(self) -> bool:
-        return True
 
 
 class ByHand(Optimizer):
@@ -118,181 +107,72 @@ def together(pipe: Pipeline, poisoned: int, limits: Sequence[float]) -> list[Any
     return found
 
 
-def compare(ranks: int, schedule: Any, drain: Drain | None = None, **options: Any) -> tuple[int, int]:
-    """Both orders, from equal weights; how many early steps were kept and undone."""
+def compare(ranks: int, schedule: Any, **options: Any) -> None:
+    """Both orders, from equal weights."""
     model = tiny_model("llama", tied=options.pop("tied", False), layers=8)
     build = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30, **options).build
-    poisoned = ranks // 2
     pipe = build(model)
-    expected, limits = plain(pipe, poisoned if pipe.processes.count > 1 else 0)
+    poisoned = ranks // 2 if pipe.processes.count > 1 else 0
+    expected, limits = plain(pipe, poisoned)
     pipe.close()
     pipe = build(model)
-    if drain is not None and pipe._drain is not None:
-        pipe._drain = drain
-    found = together(pipe, poisoned if pipe.processes.count > 1 else 0, limits)
+    found = together(pipe, poisoned, limits)
     for step, ((loss, norm, state), (loss_, norm_, state_)) in enumerate(zip(found, expected, strict=True)):
         assert loss == loss_, step
         assert norm == norm_ or (math.isnan(norm) and math.isnan(norm_) and step == NAN), (step, norm, norm_)
         assert same(state, state_), step
-    drain = pipe._drain
     pipe.close()
-    return (0, 0) if drain is None else (drain.kept, drain.undone)
-
-
-SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "interleaved_1f1b")
-DEFAULT = (("zb_v", 2),)  # the others are in the sweep
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("schedule", "ranks"),
-    [
-        pytest.param(schedule, ranks, marks=() if (schedule, ranks) in DEFAULT else pytest.mark.sweep)
-        for schedule in SCHEDULES
-        for ranks in (2, 4)
-    ],
-)
-def test_early_steps_are_those_of_the_plain_order(pool: Pool, schedule: str, ranks: int) -> None:
-    """All ranks step early in each step. One that is clipped, with a NaN or too large a loss is undone."""
-    counts = pool.run(ranks, compare, ranks, schedule, Always())
-    healthy, poisoned = counts[0], counts[ranks // 2]
-    assert healthy[0] == 3
-    assert 2 <= healthy[1] <= 4  # on zb_v its own norm may be as large as that of all
-    assert poisoned == (3, 3)  # it knows of its own NaN
 
 
 @pytest.mark.parametrize("ranks", every(2, [2, 4]))
 def test_in_one_process(ranks: int) -> None:
-    assert compare(ranks, "1f1b") == (0, 0)
+    compare(ranks, "1f1b")
+
+
+def over_processes() -> None:
+    compare(2, "zb_v")
+    compare(2, "zb_v", tied=True)
+
+
+def test_over_processes(pool: Pool) -> None:
+    """One weight of both stages, whose gradients are summed at the end, among them."""
+    pool.run(2, over_processes)
+
+
+def sharded() -> None:
+    compare(2, "zb_h1", axes=Axes(dp_shard=2))
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
-def test_stages_that_share_a_weight_step_after_all_have_ended(pool: Pool, schedule: str) -> None:
-    assert pool.run(2, tied, schedule) == [(0, 0)] * 2
+def test_on_a_mesh(pool: Pool) -> None:
+    """Shards of weights: AdamW on plain and sharded tensors alike."""
+    pool.run(4, sharded)
 
 
-def tied(schedule: str) -> tuple[int, int]:
-    return compare(2, schedule, Always(), tied=True)
+# ---- errors
 
 
-@pytest.mark.sweep
-def test_early_steps_on_a_mesh(pool: Pool) -> None:
-    """Shards of weights, AdamW on plain and sharded tensors alike; ranks of a stage step early together."""
-    for kept, undone in pool.run(4, sharded):
-        assert (kept, undone) in ((3, 4), (3, 3))
-
-
-def sharded() -> tuple[int, int]:
-    return compare(2, "zb_h1", Always(), axes=Axes(dp_shard=2))
-
-
-# ---- when a rank steps early
-
-
-def test_an_early_step_is_worth_a_copy_that_takes_less_than_the_wait() -> None:
-    drain = Drain()
-    assert not drain.is_worthwhile()  # nothing is known
-    drain.waited = 0.5
-    assert drain.is_worthwhile()
-    drain.copies.seconds = 0.6
-    assert not drain.is_worthwhile()
-    drain.waited = 0.7
-    assert drain.is_worthwhile()
-    drain.clipped = True
-    assert not drain.is_worthwhile()
-
-
-class Slow(nn.Module):
-    """Its backward takes long on the first stage."""
-
+class Part(nn.Module):
     def __init__(self, info: StageInfo) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        if info.stage == 0:
-            self.register_full_backward_hook(lambda *_: time.sleep(0.05))
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = self.linear(x)
         return made
 
 
-def slow_pipe() -> Pipeline:
+def small_pipe() -> Pipeline:
     return Pipeline.from_provider(
-        Slow, ranks=2, microbatches=2, timeout=10, loss_fn=lambda output, _: output.square().mean()
+        Part, ranks=2, microbatches=2, timeout=10, loss_fn=lambda output, _: output.square().mean()
     )
 
 
 BATCH = {"x": torch.ones(4, 4)}
 
 
-def counts_of_early_steps() -> list[tuple[int, int]]:
-    pipe, found = slow_pipe(), []
-    optimizer = AdamW(pipe.parameters())
-    for step in range(4):
-        pipe.zero_grad()
-        if step == 3:
-            optimizer.register_step_post_hook(lambda *_: None)
-        pipe.step(BATCH, optimizer=optimizer)
-        assert pipe._drain is not None
-        found.append((pipe._drain.kept, pipe._drain.undone))
-    return found
-
-
-def test_the_rank_that_ends_early_steps_early(pool: Pool) -> None:
-    """From the second step on, when it knows that it waits; not with a hook, which may change anything."""
-    last, early = pool.run(2, counts_of_early_steps)
-    assert last == [(0, 0)] * 4
-    assert early == [(0, 0), (1, 0), (2, 0), (2, 0)]
-
-
-# ---- errors
-
-
-class Broken(nn.Module):
-    """Fails in the second backward of the first stage, when the last stage has stepped already."""
-
-    def __init__(self, info: StageInfo) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.backwards = 0
-        if info.stage == 0:
-            self.register_full_backward_hook(self.fail)
-
-    def fail(self, *_: Any) -> None:
-        time.sleep(0.1)
-        self.backwards += 1
-        if self.backwards == 4:
-            raise ValueError("no more")
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = self.linear(x)
-        return made
-
-
-def after_an_error() -> tuple[str, bool, int]:
-    pipe = Pipeline.from_provider(
-        Broken, ranks=2, microbatches=2, timeout=10, loss_fn=lambda output, _: output.square().mean()
-    )
-    pipe._drain = Always()
-    optimizer = AdamW(pipe.parameters())
-    pipe.step(BATCH, optimizer=optimizer)
-    before = held(pipe, [optimizer])
-    try:
-        pipe.step(BATCH, optimizer=optimizer)
-    except (PeerError, ValueError) as error:
-        return type(error).__name__, same(held(pipe, [optimizer]), before), pipe._drain.undone
-    return "", False, 0
-
-
-def test_an_error_of_another_rank_undoes_an_early_step(pool: Pool) -> None:
-    first, last = pool.run(2, after_an_error)
-    assert first == ("ValueError", True, 0)
-    assert last == ("PeerLostError", True, 1)
-
-
 def refused(action: str) -> str:
-    pipe = slow_pipe()
+    pipe = small_pipe()
     optimizer: Optimizer | None = AdamW(pipe.parameters())
     first = pipe.processes.index == 0
     limit, largest = 1.0, math.inf
@@ -333,48 +213,3 @@ def test_a_norm_without_an_optimizer_is_refused() -> None:
     pipe = AutoPipeline(ranks=2, microbatches=4).build(tiny_model("llama"))
     with pytest.raises(ConfigError, match=r"max_norm=1.0 without an optimizer"):
         pipe.step(ragged_batch(), max_norm=1.0)
-
-
-# ---- copies
-
-
-def test_copies_put_back_what_a_step_changed() -> None:
-    """Also of the first step, before which there is no state; the memory is used again."""
-    parameters = [nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2), requires_grad=False)]
-    optimizers: list[Optimizer] = [Adam(parameters[:1]), ByHand(iter(parameters[1:]))]
-    copies = UndoCopies()
-    memory = None
-    for step in range(4):
-        parameters[0].grad = torch.randn(3)
-        values = parameters[0].detach().clone()
-        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
-        assert copies.prepare(optimizers)
-        copies.take()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert not torch.equal(parameters[0], values)
-        copies.put_back()
-        assert torch.equal(parameters[0], values)
-        for optimizer, before in zip(optimizers, states, strict=True):
-            assert str(optimizer.state_dict()) == str(before)
-        if step > 1:
-            assert [each.data_ptr() for each in copies._copies] == memory
-        for optimizer in optimizers:
-            optimizer.step()
-        memory = [each.data_ptr() for each in copies._copies]
-
-
-def test_a_state_that_cannot_be_copied_is_not_prepared() -> None:
-    parameter = nn.Parameter(torch.randn(3))
-    optimizer = Adam([parameter])
-    optimizer.state[parameter]["history"] = {1, 2}
-    assert not UndoCopies().prepare([optimizer])
-
-
-def test_the_wait_of_a_checkpoint_lets_a_step_be_undone_and_a_users_hook_does_not() -> None:
-    """A writer's hook stays until the next save: no step after the first checkpoint would have been early."""
-    optimizer = Adam([nn.Parameter(torch.randn(3))])
-    optimizer.register_step_pre_hook(BackgroundCopies(None).before_step)
-    assert UndoCopies().prepare([optimizer])
-    optimizer.register_step_post_hook(lambda *_: None)
-    assert not UndoCopies().prepare([optimizer])

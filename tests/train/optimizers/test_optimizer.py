@@ -265,7 +265,7 @@ def test_an_optimizer_works_by_its_line_in_the_table(monkeypatch: pytest.MonkeyP
 
     section: Any = SGDSection(warmup_steps=2)
     monkeypatch.setitem(OPTIMIZERS, "sgd", Choice("SGD", type(section), shares, ()))
-    check_optimizer(section, Run("float32", Axes(dp_shard=2), in_drain=True))
+    check_optimizer(section, Run("float32", Axes(dp_shard=2)))
     check_installed(section)
     kinds = trained_by(section, tiny_model("llama", layers=2), "model.layers")
     assert set(kinds.values()) == {"SGD"}

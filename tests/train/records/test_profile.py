@@ -46,11 +46,8 @@ def made(folder: Path, **train: Any) -> TrainConfig:
     return config(folder, keys=keys, evaluate_every=4, profile={"steps": [2, 3]}, **train)
 
 
-@pytest.mark.parametrize("in_drain", [False, True])
-def test_ranks_of_one_process_share_a_trace(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_drain: bool
-) -> None:
-    run(preflight(made(tmp_path, step_in_drain=in_drain)))
+def test_ranks_of_one_process_share_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(preflight(made(tmp_path)))
     folder = tmp_path / "out" / "profile"
     assert [path.name for path in folder.iterdir()] == ["rank-0.json.gz"]
     names = names_of(folder / "rank-0.json.gz")

@@ -92,7 +92,7 @@ class StepRunner:
 
         collect: called with the last stage's outputs in place of the loss; with `scored`, in addition to it
         changed: see step_report.StepReport
-        optimizer_step: takes its early part here; the caller has to finish it, or to undo it
+        optimizer_step: that the caller takes afterwards; compared between the ranks here
         total_tokens: what the loss is divided by; None takes the valid tokens of `batch`
         """
         schedule, executors = lowered.schedule, lowered.executors
@@ -117,19 +117,11 @@ class StepRunner:
             if collect and scored:
                 for executor in executors:
                     _take_loss_out(executor, step.weight)
-            drain = optimizer_step if optimizer_step is not None and optimizer_step.in_drain else None
-            losses, squares = report.read(executors, None if drain is None else drain.squares())
-            if drain is not None:
-                drain.decide(squares)
-            packed = zip(executors, losses, strict=True)
+            packed = zip(executors, report.losses(executors), strict=True)
             memory = PeakMemory.now(self._world.device)
             asks = self._world.reductions.asks()
-            own = [report.pack(each, memory, loss, changed(), squares, asks) for each, loss in packed]
-            if drain is None:
-                vectors = transport.all_gather(own)
-            else:
-                vectors = transport.all_gather(own, meanwhile=drain.step_early)
-            reports = report.unpack(schedule, vectors)
+            own = [report.pack(each, memory, loss, changed(), asks) for each, loss in packed]
+            reports = report.unpack(schedule, transport.all_gather(own))
             self._world.reductions.learn([each.asks for each in self._by_process(reports)])
             loss = self._gather_measurements(reports)
             transport.messages.end_step()

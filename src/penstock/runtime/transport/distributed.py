@@ -138,9 +138,7 @@ class DistributedTransport(Transport):
             "Give every rank the same batch, e.g. by drawing it from the same seed and step",
         )
 
-    def all_gather(
-        self, vectors: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[Tensor]:
+    def all_gather(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         self.settle()
         (mine,) = vectors
         numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
@@ -148,8 +146,6 @@ class DistributedTransport(Transport):
             mine = torch.cat([mine.new_full((1,), call_number(self.call)), mine])
         with self.watch.waiting("the end of the step", None):
             work, everyone = self._everyone.start_all_gather(mine)
-        meanwhile()
-        with self.watch.waiting("the end of the step", None):
             self._everyone.finish(work)
         if numbered:
             self._check_calls(everyone)

@@ -131,14 +131,8 @@ class Transport:
     def settle(self) -> None:
         """Wait for the result of `agree`. To be called before a step's first message."""
 
-    def all_gather(
-        self, vectors: Sequence[Tensor], meanwhile: Callable[[], None] = lambda: None
-    ) -> list[Tensor]:
-        """Give one float64 vector for each rank of this process; get every rank's, in order. Collective.
-
-        meanwhile: called when the vectors have been sent, before those of others are waited for
-        """
-        meanwhile()
+    def all_gather(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Give one float64 vector for each rank of this process; get every rank's, in order. Collective."""
         return list(vectors)
 
     def share(self, ranks: tuple[int, ...]) -> None:

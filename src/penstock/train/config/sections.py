@@ -479,9 +479,6 @@ class TrainSection(Section):
     ramp: Annotated[tuple[PhaseSection, ...], Field(strict=False)] = ()
     seed: Natural = 0  # of the order of the rows, and of dropout
     clip_norm: Positive | None = 1.0  # the largest norm of the gradients; null: any
-    # A rank whose gradients are whole steps its optimizer while others still compute, and undoes it where the
-    # norm of all says so: the weights stay the same. It takes memory for a copy of weights and moments
-    step_in_drain: bool = False
     # Share of each token's target that the whole vocabulary has in equal parts; evaluations have it too
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
@@ -631,7 +628,7 @@ class TrainConfig(Section):
         self._check_precision()
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
-            run = Run(self.model.dtype, self.parallel.axes, self.train.step_in_drain)
+            run = Run(self.model.dtype, self.parallel.axes)
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_ramp("train", "batch_size")

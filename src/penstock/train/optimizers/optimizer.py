@@ -204,12 +204,10 @@ class Run(NamedTuple):
 
     dtype: of the weights
     axes: the mesh's axes other than the pipeline's
-    in_drain: train.step_in_drain
     """
 
     dtype: str
     axes: Axes
-    in_drain: bool
 
 
 def _check_adamw(keys: AdamWKeys, place: str, run: Run) -> None:
@@ -225,9 +223,6 @@ def _check_adamw(keys: AdamWKeys, place: str, run: Run) -> None:
     if run.axes != Axes():
         rule = "other shards have other blocks and other random bits, so that the mesh would change the run"
         raise ConfigError(f"{value} on {run.axes}", rule, "Leave the axes out, or this key")
-    if run.in_drain:
-        rule = "such a step cannot be undone"
-        raise ConfigError(f"{value} with train.step_in_drain=true", rule, "Leave one of them out")
 
 
 def _check_adafactor(keys: AdafactorSection, place: str, run: Run) -> None:
