@@ -161,10 +161,6 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.autograd.forward_ad": {"_current_level": "whether forward-mode autograd looks at a product"},
     "torch.autograd.profiler": {"_is_profiler_enabled": "whether somebody reads an op's name"},
     "torch._ops:OpOverload": {"_schema": "which arguments an op writes, and what it returns"},
-    "torch.optim:Optimizer": {
-        "_optimizer_step_pre_hooks": "run once a step, as the optimizers of all stages are one to users",
-        "_optimizer_step_post_hooks": "likewise",
-    },
     "torch.distributed:ProcessGroup": {
         "_device_types": "which devices a group serves",
         "_get_backend": "its gloo or NCCL: options, abort",

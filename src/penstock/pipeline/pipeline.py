@@ -269,7 +269,8 @@ class Pipeline(SplitModel):
         return chosen_experts(self._built, self._training.schedule.microbatches, self._lengths)
 
     def close(self) -> None:
-        """Release the pipeline's thread and process groups; the modules stay usable."""
+        """Release the pipeline's process groups; the modules stay usable."""
+        self._optimizers.stop()
         self._world.transport.close()
 
     def _count(self, batch: BatchLike, count: int | None) -> int:

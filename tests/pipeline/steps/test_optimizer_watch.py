@@ -6,6 +6,7 @@ from torch.optim import SGD
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import ConfigError
+from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
 from support.families import ragged_batch, tiny_model
 
 
@@ -47,6 +48,24 @@ def test_weights_that_are_changed_by_hand_are_trained() -> None:
             for parameter in pipe.parameters():
                 parameter.sub_(0.1)
         other.step()
+
+
+@pytest.mark.parametrize("end", ["close", "trained"])
+def test_no_optimizer_is_looked_at_any_more(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.0: a hook of torch on all optimizers stayed for ever."""
+    seen: list[object] = []
+    monkeypatch.setattr(OptimizerWatch, "stepped", lambda watch, optimizer: seen.append(watch))
+    pipe, given = pipeline()
+    pipe.step(ragged_batch())
+    SGD(given, lr=0.1).step()
+    assert seen.count(pipe._optimizers) == 1
+    if end == "close":
+        pipe.close()
+    else:
+        pipe._optimizers._done = True  # as its own optimizer leaves it
+        pipe.step(ragged_batch())
+    SGD(given, lr=0.1).step()
+    assert seen.count(pipe._optimizers) == 1
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -61,15 +61,19 @@ def _mask_of_one_document(*args: Any, **options: Any) -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **{**options, "allow_is_causal_skip": True})
 
 
-ALL_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, ALL_ATTENTION_FUNCTIONS["sdpa"])
-ALL_MASK_ATTENTION_FUNCTIONS.register(_ONE_DOCUMENT, _mask_of_one_document)
-
-
-def _as_one_document(model: nn.Module) -> None:
+@contextmanager
+def _one_document(model: nn.Module) -> Iterator[None]:
+    """Inside, transformers makes the masks of `model` as if each row held one document."""
+    ALL_ATTENTION_FUNCTIONS[_ONE_DOCUMENT] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    ALL_MASK_ATTENTION_FUNCTIONS[_ONE_DOCUMENT] = _mask_of_one_document
     for part in model.modules():
         config = getattr(part, "config", None)
         if isinstance(config, PretrainedConfig) and config._attn_implementation == "sdpa":
             config._attn_implementation_internal = _ONE_DOCUMENT
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[_ONE_DOCUMENT], ALL_MASK_ATTENTION_FUNCTIONS[_ONE_DOCUMENT]
 
 
 class _Under(NamedTuple):
@@ -113,7 +117,7 @@ def stage_sizes(
     if not edges.known:
         return None
     taken = (*shared, offload)
-    with shadow(part, {id(each): each for each in taken}) as model:
+    with shadow(part, {id(each): each for each in taken}) as model, _one_document(model):
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
@@ -123,7 +127,6 @@ def stage_sizes(
         call = HFCall(model, info, entries, defers_head=defers_head)
         lowering = call if lowered is None else _Under(lowered, call)
         stage = Stage(info.stage, model.train(), lowering, offload=offload)
-        _as_one_document(model)
         casts = tuple if lowered is None else lambda: lowered.casts.storages
         try:
             saving = nullcontext() if offload is None else offload.forward(0)

@@ -9,7 +9,6 @@ without an error.
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -21,11 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.runtime.sharded_weights import local_shard
 
-_watches: weakref.WeakSet[OptimizerWatch] = weakref.WeakSet()
-
 
 class OptimizerWatch:
-    """Warns once where optimizers step and none of them trains the pipeline."""
+    """Warns once where optimizers step and none of them trains the pipeline.
+
+    Until one does, or `stop`, a hook of torch shows it the steps of all optimizers.
+    """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -33,23 +33,33 @@ class OptimizerWatch:
         self._versions: list[int] = []  # after the last step
         self._others = False  # whether an optimizer without our parameters has stepped since
         self._done = False
-        _register()
-        _watches.add(self)
+        watch = weakref.ref(self)
+
+        def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if (alive := watch()) is not None:
+                alive.stepped(optimizer)
+
+        self._handle = register_optimizer_step_post_hook(on_step)
+
+    def stop(self) -> None:
+        """Not within a hook: torch goes through them then."""
+        self._done = True
+        self._parameters.clear()
+        self._handle.remove()
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Any optimizer of this process has stepped."""
         held = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(id(parameter) in self._ids for parameter in held):
             self._done = True
-            self._parameters.clear()
         else:
             self._others = bool(self._versions)
 
     def before_step(self) -> None:
-        if self._done or not self._others or self._versions != self._now():
-            return
-        if any(p.grad is not None and bool(local_shard(p.grad).any()) for p in self._parameters):
-            self._done = True
+        if self._done:
+            self.stop()
+        elif self._others and self._versions == self._now() and any(map(_is_trained, self._parameters)):
+            self.stop()
             warnings.warn(
                 "An optimizer has stepped, and the pipeline's parameters did not change although their "
                 "gradients are not zero. An optimizer over model.parameters() trains the model that was "
@@ -65,12 +75,5 @@ class OptimizerWatch:
         return [local_shard(parameter)._version for parameter in self._parameters]
 
 
-@functools.cache
-def _register() -> None:
-    """Once in a process."""
-
-    def on_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for watch in list(_watches):
-            watch.stepped(optimizer)
-
-    register_optimizer_step_post_hook(on_step)
+def _is_trained(parameter: nn.Parameter) -> bool:
+    return parameter.grad is not None and bool(local_shard(parameter.grad).any())
