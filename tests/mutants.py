@@ -158,7 +158,7 @@ MUTANTS = [
     ),
     Mutant(
         MASKS,
-        "            return to_device(found",
+        "            return to_device(answer",
         "            return ask(tensor) or to_device(found",
         OF_READS,
     ),
@@ -378,7 +378,7 @@ MUTANTS = [
     Mutant("train/optimizers/low_bit.py", "{name} {done}", "{done}", "train/optimizers/test_low_bit.py"),
     Mutant(
         "checkpoint/optimizer_state.py",
-        "            getattr(found[name], piece).copy_(value)\n",
+        "            getattr(whole_parts[name], piece).copy_(value)\n",
         "            pass\n",
         "train/optimizers/test_low_bit.py",
     ),
@@ -387,7 +387,7 @@ MUTANTS = [
     ),
     Mutant(
         OPS,
-        "            self.ledger.correct(before.footprint, found)\n",
+        "            self.ledger.correct(before.footprint, new_footprint)\n",
         "            pass\n",
         "runtime/device/test_memory.py",
     ),

@@ -56,12 +56,12 @@ def path_fault(text: str) -> str:
 
 def check_regular(path: str | Path) -> int:
     """Bytes of a regular file, or of one that a link leads to. Raises OSError for anything else."""
-    found = os.stat(path)
-    kind = stat.S_IFMT(found.st_mode)
+    status = os.stat(path)
+    kind = stat.S_IFMT(status.st_mode)
     if kind != stat.S_IFREG:
         number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
         raise OSError(number, f"it is {_KINDS.get(kind, 'something else')}, and no regular file", str(path))
-    return found.st_size
+    return status.st_size
 
 
 def open_regular(path: str | Path) -> BufferedReader:

@@ -154,8 +154,8 @@ def are_large(tokens: int, vocabulary: int) -> bool:
 
 def _chooses_tokens(index: Any, dimensions: int) -> bool:
     """Whether `index` leaves the vocabulary, the last dimension, as it is."""
-    found = index if isinstance(index, tuple) else (index,)
-    return len(found) < dimensions and all(isinstance(each, slice) for each in found)
+    entries = index if isinstance(index, tuple) else (index,)
+    return len(entries) < dimensions and all(isinstance(entry, slice) for entry in entries)
 
 
 def _stepped(steps: Sequence[Step], logits: Tensor) -> Tensor:
@@ -195,10 +195,10 @@ def cross_entropy(logits: HeadLogits, labels: Tensor, ignored: int, penalties: P
         return liger_cross_entropy(
             hidden, logits.weight, logits.bias, labels.reshape(-1), ignored, *penalties
         )
-    found: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden, logits.weight, logits.bias, labels.reshape(-1), logits.steps, ignored, penalties
     )
-    return found
+    return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -272,8 +272,8 @@ def _gradient(
     gradient = gradient.to(logits.dtype)
     if not ctx.steps:
         return gradient
-    (found,) = torch.autograd.grad(logits, raw, gradient)
-    return found
+    (raw_gradient,) = torch.autograd.grad(logits, raw, gradient)
+    return raw_gradient
 
 
 def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, block: slice) -> Tensor:

@@ -60,10 +60,10 @@ def liger_cross_entropy(
         return without_values
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    found: tuple[Tensor, ...] = LigerFusedLinearCrossEntropyFunction.apply(
+    outputs: tuple[Tensor, ...] = LigerFusedLinearCrossEntropyFunction.apply(
         hidden, weight, labels, bias, None, ignored, z, smoothing, "sum", None, False, torch.float32
     )
-    return found[0]
+    return outputs[0]
 
 
 class _WithoutValues(torch.autograd.Function):

@@ -89,9 +89,9 @@ def joined(microbatch: Microbatch) -> Microbatch:
     per_row = {name: value for name, value in microbatch.items() if isinstance(value, PerRow)}
     if not per_row:
         return microbatch
-    found = {name: _end_to_end(name, value) for name, value in per_row.items()}
+    tensors = {name: _end_to_end(name, value) for name, value in per_row.items()}
     rest = {name: value for name, value in microbatch.items() if name not in per_row}
-    return rest | {name: value for name, value in found.items() if value is not None}
+    return rest | {name: value for name, value in tensors.items() if value is not None}
 
 
 def split_batch(
@@ -227,11 +227,11 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
 
 
 def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
-    found = [tensor for tensor in of_rows if tensor is not None]
+    tensors = [tensor for tensor in of_rows if tensor is not None]
     try:
-        return torch.cat(found) if found else None
+        return torch.cat(tensors) if tensors else None
     except (RuntimeError, TypeError) as error:
-        shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in found}))
+        shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in tensors}))
         raise BatchError(
             f"{name} of shapes {shapes} in one microbatch",
             f"those of its rows are laid end to end ({str(error).splitlines()[0]})",
@@ -311,9 +311,9 @@ def fingerprint(batches: Sequence[Batch], count: int, schedule: int) -> tuple[in
     """
     named = [entry for batch in batches for entry in named_tensors(batch)]
     sums: dict[str, int] = {}
-    found = checksums([tensor for _, tensor in named])
-    for (name, _), number in zip(named, found, strict=True):  # the order counts
-        sums[name] = (31 * sums.get(name, 0) + number) % (1 << 61)
+    crcs = checksums([tensor for _, tensor in named])
+    for (name, _), crc in zip(named, crcs, strict=True):  # the order counts
+        sums[name] = (31 * sums.get(name, 0) + crc) % (1 << 61)
     first = ", ".join(
         f"{name} {TensorSpec.of(value)}" if isinstance(value, Tensor) else name
         for name, value in batches[0].items()

@@ -160,9 +160,10 @@ def declared(value: Any) -> EdgeSpecs:
     ShapeError for what cannot cross an edge.
     """
     kinds = (Tensor, TensorSpec)
-    found, form = ((value,), SINGLE) if isinstance(value, kinds) else _flatten(value, kinds)
+    tensors, form = ((value,), SINGLE) if isinstance(value, kinds) else _flatten(value, kinds)
     return EdgeSpecs(
-        tuple([v if isinstance(v, TensorSpec) else TensorSpec(tuple(v.shape), v.dtype) for v in found]), form
+        tuple([v if isinstance(v, TensorSpec) else TensorSpec(tuple(v.shape), v.dtype) for v in tensors]),
+        form,
     )
 
 

@@ -20,11 +20,11 @@ _LENGTH = "length"
 
 def model_input(microbatch: Microbatch) -> Tensor:
     """input_ids (rows, tokens) or inputs_embeds (rows, tokens, width). Raises BatchError without either."""
-    found = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
-    if not isinstance(found, Tensor):
+    inputs = microbatch.get("input_ids", microbatch.get("inputs_embeds"))
+    if not isinstance(inputs, Tensor):
         rule = "a model reads input_ids or inputs_embeds"
         raise BatchError(f"a batch of {sorted(microbatch)}", rule, "Give one of them")
-    return found
+    return inputs
 
 
 class EdgeShapes(Protocol):
@@ -67,8 +67,8 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
             "Make the stage's output follow from its input's shape and the model's dtype, or use "
             "shapes='exchanged'"
         )
-    found = EdgeSpecs.of(tensors, form)
-    raise ShapeError(f"{op} gave {found}", f"the next rank expects {expected}", remedy)
+    specs = EdgeSpecs.of(tensors, form)
+    raise ShapeError(f"{op} gave {specs}", f"the next rank expects {expected}", remedy)
 
 
 def microbatch_key(microbatch: Microbatch) -> MicrobatchKey:
@@ -82,10 +82,10 @@ def without_length(key: MicrobatchKey) -> tuple[MicrobatchKey, int] | None:
     None where `model_input` finds no rows.
     """
     entries = dict(key)
-    found = entries.get("input_ids", entries.get("inputs_embeds"))
-    if not _is_of_tensor(found) or len(found[0]) < 2:
+    tensor_key = entries.get("input_ids", entries.get("inputs_embeds"))
+    if not _is_of_tensor(tensor_key) or len(tensor_key[0]) < 2:
         return None
-    length = found[0][1]
+    length = tensor_key[0][1]
     return tuple((name, _without(value, length)) for name, value in key), length
 
 
@@ -126,8 +126,8 @@ class CachedEdges:
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         key = microbatch_key(microbatch)
-        if (found := self._known.get(key)) is None:
+        if (specs := self._known.get(key)) is None:
             if len(self._known) >= self.MOST:
                 self._known.pop(next(iter(self._known)))
-            found = self._known[key] = self._infer(microbatch)
-        return found[stage]
+            specs = self._known[key] = self._infer(microbatch)
+        return specs[stage]

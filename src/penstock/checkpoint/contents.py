@@ -161,9 +161,9 @@ def _check_json(value: object, name: str) -> None:
         raise _no_json(f"{name} is a {type(value).__name__}")
 
 
-def _no_json(found: str) -> CheckpointError:
+def _no_json(subject: str) -> CheckpointError:
     rule = "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text"
-    return CheckpointError(found, rule, "Make it that, e.g. by str(key), int(value) or tensor.tolist()")
+    return CheckpointError(subject, rule, "Make it that, e.g. by str(key), int(value) or tensor.tolist()")
 
 
 def read_state(path: Path) -> dict[str, Any]:

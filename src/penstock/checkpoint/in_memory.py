@@ -248,8 +248,8 @@ class MemoryCheckpoints:
             self._neighbours.finish(under_way)
         if sources[self._rank] == self._rank:
             return shards[mark, self._rank]
-        found = (each for each in shards_in(self.folder) if (each.mark, each.rank) == (mark, self._rank))
-        return next(found, None)
+        own = (shard for shard in shards_in(self.folder) if (shard.mark, shard.rank) == (mark, self._rank))
+        return next(own, None)
 
     def _problem(self, shard: Shard | None) -> str | None:
         """Why this rank cannot go on from `shard`, in words."""
@@ -287,21 +287,21 @@ class MemoryCheckpoints:
                 "identity": self._identity, "table": job.table, "passing": list(job.live.passing),
                 "numbers": job.live.numbers, "state": job.state(),
             }  # fmt: skip
-            found = checksum(job.data)
-            self._slots[self._rank].commit(job.name, job.mark, content, found)
+            word_sum = checksum(job.data)
+            self._slots[self._rank].commit(job.name, job.mark, content, word_sum)
             job.copied.set_result(None)
-            self._exchange(job, content, found)
+            self._exchange(job, content, word_sum)
             job.exchanged.set_result(None)
         except BaseException as error:  # raised by `settle`
             for future in (job.copied, job.exchanged):
                 if not future.done():
                     future.set_exception(error)
 
-    def _exchange(self, job: _Job, content: Mapping[str, Any], found: int) -> None:
+    def _exchange(self, job: _Job, content: Mapping[str, Any], word_sum: int) -> None:
         """Send this rank's shard to its keeper, and keep those of its wards."""
         if (keeper := self._neighbours.keeper) is None:
             return
-        about = {"mark": job.mark, "content": content, "checksum": found}
+        about = {"mark": job.mark, "content": content, "checksum": word_sum}
         under_way = self._neighbours.send(keeper, about, job.data)
         for ward in self._neighbours.wards:
             self._receive(ward, ward)

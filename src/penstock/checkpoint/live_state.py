@@ -131,9 +131,9 @@ class Holdings:
         }
 
 
-def check_identity(found: Mapping[str, str], own: Identity) -> None:
+def check_identity(saved: Mapping[str, str], own: Identity) -> None:
     """Raise UnfitError unless a shard is of what this process holds."""
-    if odd := [name for name in own.keys() | found.keys() if found.get(name) != own.get(name)]:
+    if odd := [name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name)]:
         rule = "is another than it was then"
         raise UnfitError("a checkpoint in memory", f"{min(odd)} {rule}", "An older checkpoint is taken")
 

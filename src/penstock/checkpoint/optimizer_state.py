@@ -257,10 +257,10 @@ class StoredState:
 
     def shape(self, name: str, part: str) -> list[int] | None:
         """The shape of a stored tensor, if it is there. Reads no tensor."""
-        found = self.find(name)
-        if found is None or part not in found.parts:
+        entry = self.find(name)
+        if entry is None or part not in entry.parts:
             return None
-        return list(self._opened[found.parts[part]].like(f"{part}.{found.name}").shape)
+        return list(self._opened[entry.parts[part]].like(f"{part}.{entry.name}").shape)
 
     def restorer(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
         """Check the state of `named` for `optimizers`; the result restores it. Reads no tensor.
@@ -270,14 +270,14 @@ class StoredState:
         Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
         lacks a part that an option needs, or where parameters of one group had several learning rates.
         """
-        found = []
+        groups = []
         for optimizer, group, members in _groups(optimizers, named):
             entries = [(p, self._fitting(optimizer, group, name, p)) for name, p in members]
             lr = self._learning_rate([entry for _, entry in entries]) if learning_rates else None
-            found.append((optimizer, group, entries, lr))
+            groups.append((optimizer, group, entries, lr))
 
         def restore() -> None:
-            for optimizer, group, entries, lr in found:
+            for optimizer, group, entries, lr in groups:
                 for parameter, entry in entries:
                     tensors = self._tensors(group, parameter, entry)
                     state = {**entry.numbers, **with_blocks(tensors, optimizer, parameter)}
@@ -292,18 +292,18 @@ class StoredState:
         return restore
 
     def _fitting(self, optimizer: Optimizer, group: Group, name: str, parameter: nn.Parameter) -> Entry:
-        kind, found = type(optimizer).__name__, self.find(name)
-        if found is None:
+        kind, entry = type(optimizer).__name__, self.find(name)
+        if entry is None:
             if parameter.requires_grad:
                 raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
             return Entry(name, kind)
-        if found.optimizer not in (None, kind):
-            raise unfit(self._path, f"{name} was trained by {found.optimizer}", f"here it is by {kind}")
+        if entry.optimizer not in (None, kind):
+            raise unfit(self._path, f"{name} was trained by {entry.optimizer}", f"here it is by {kind}")
         for option, part in OPTIONAL_PARTS.items():
-            if group.get(option) and found.lacks(option, part):
+            if group.get(option) and entry.lacks(option, part):
                 rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
                 raise unfit(self._path, f"{name} was trained without {option}", rule)
-        return found
+        return entry
 
     def _learning_rate(self, entries: Sequence[Entry]) -> float | None:
         rates = sorted({entry.lr for entry in entries if entry.lr is not None})
@@ -352,18 +352,18 @@ class StoredState:
 
 def with_blocks(tensors: dict[str, Tensor], optimizer: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
     """`tensors` with each part in blocks put together, in a buffer as `optimizer` makes it."""
-    found = {}
+    whole_parts = {}
     for part, value in tensors.items():
         name, _, piece = part.partition(":")
-        if piece and name not in found:
-            found[name] = optimizer._new_buffer(parameter.detach(), name == "exp_avg")
+        if piece and name not in whole_parts:
+            whole_parts[name] = optimizer._new_buffer(parameter.detach(), name == "exp_avg")
         if piece:
-            getattr(found[name], piece).copy_(value)
+            getattr(whole_parts[name], piece).copy_(value)
         else:
-            found[part] = value
-    return found
+            whole_parts[part] = value
+    return whole_parts
 
 
-def unfit(path: Path, found: str, rule: str) -> UnfitError:
+def unfit(path: Path, mismatch: str, rule: str) -> UnfitError:
     remedy = "Go on with the model and the optimizer that wrote it, or load its weights alone"
-    return UnfitError(f"checkpoint {path}: {found}", rule, remedy)
+    return UnfitError(f"checkpoint {path}: {mismatch}", rule, remedy)

@@ -68,11 +68,11 @@ class Shard:
 
     def read(self) -> Tensor:
         """The bytes. Raises CheckpointError where they are not what was written."""
-        found = self.mapped()
-        if found.numel() != self.size or checksum(found) != self.checksum:
+        shard_bytes = self.mapped()
+        if shard_bytes.numel() != self.size or checksum(shard_bytes) != self.checksum:
             rule = "its contents differ from what was written (checksum)"
             raise CheckpointError(f"{self.file}, of step {self.mark.step}", rule, "An older one is taken")
-        return found
+        return shard_bytes
 
     def mapped(self) -> Tensor:
         """The bytes, mapped into memory; another number of them where they cannot be read."""
@@ -150,11 +150,11 @@ def remove_superseded(last_run: Any) -> None:
 
 def shards_in(folder: Path) -> list[Shard]:
     """The whole shards of a folder, as their descriptions say. What is damaged is not whole."""
-    found = []
+    shards = []
     for path in sorted(folder.glob(f"rank-*{_WHOLE}")):
         with suppress(*UNREADABLE):
-            found.append(_described(path))
-    return found
+            shards.append(_described(path))
+    return shards
 
 
 def newest_in(run: str) -> tuple[int, float] | None:
@@ -269,14 +269,14 @@ class Slots:
             "train.memory_checkpoint_every out",
         )
 
-    def commit(self, name: str, mark: Mark, content: Mapping[str, Any], found: int | None = None) -> None:
+    def commit(self, name: str, mark: Mark, content: Mapping[str, Any], known_sum: int | None = None) -> None:
         """The bytes of `name` are complete: from now on they are a shard.
 
-        found: their checksum, where it is known
+        known_sum: their checksum, where it is known
         """
         data = self._mapped[name]
         known = {"rank": self._rank, "world": self._world, "step": mark.step, "attempt": mark.attempt}
-        sums = {"size": data.numel(), "checksum": checksum(data) if found is None else found}
+        sums = {"size": data.numel(), "checksum": checksum(data) if known_sum is None else known_sum}
         text = json.dumps({**known, **sums, "content": content}).encode()
         fresh = self._folder / f".{name}{_WHOLE}"
         fresh.write_bytes(f"{zlib.crc32(text):08x} ".encode() + text)

@@ -108,8 +108,8 @@ def _adapter_folder(folder: Path) -> Path:
     for reason in passed:
         print(f"penstock: warning: passed over {reason}", file=sys.stderr)
     if newest is None or not (newest / ADAPTER_CONFIG).is_file():
-        found = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
-        raise CheckpointError(str(folder), f"it holds {found}", "Give a run's folder, or an adapter's")
+        contents = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
+        raise CheckpointError(str(folder), f"it holds {contents}", "Give a run's folder, or an adapter's")
     return newest
 
 

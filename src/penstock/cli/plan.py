@@ -300,13 +300,13 @@ def optimizers(planned: Planned) -> dict[str, Trained]:
     """What each optimizer trains of the whole model, by the optimizer's name."""
     model, layers = planned.plan.source.model, re.escape(planned.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
-    found = {}
+    by_kind = {}
     for kind in shares_of(planned.config.optimizer):
         mine = [name for name in trained if planned.kinds[name] == kind]
         short = dict.fromkeys(re.sub(rf"^{layers}\.\d+\.", "", name) for name in mine)
         if mine:
-            found[kind] = Trained(len(mine), sum(trained[name] for name in mine), tuple(short))
-    return found
+            by_kind[kind] = Trained(len(mine), sum(trained[name] for name in mine), tuple(short))
+    return by_kind
 
 
 def _optimizers(planned: Planned) -> Iterator[Line]:

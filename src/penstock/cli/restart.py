@@ -78,8 +78,8 @@ class _GoesOn:
 
     def _in_memory(self) -> Saved | None:
         run = last_run(self._output)
-        found = None if run is None else newest_in(run)
-        return None if found is None else Saved(*found)
+        newest = None if run is None else newest_in(run)
+        return None if newest is None else Saved(*newest)
 
     def _newest(self) -> tuple[Path, int] | None:
         path = newest_checkpoint(self._output).path

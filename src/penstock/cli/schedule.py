@@ -163,13 +163,13 @@ def compare(
 
     Example: penstock schedule compare -r 4 -m 8 --memory-limit 4 --communication 0.1
     """
-    found = [] if search is None else _searched(ranks, microbatches, costs, memory_limit, search)
+    searched = [] if search is None else _searched(ranks, microbatches, costs, memory_limit, search)
     entries = all_schedules(
         ranks=ranks,
         microbatches=microbatches,
         costs=replace(costs, buffer=buffer),
         memory_limit=memory_limit,
-        extra=found,
+        extra=searched,
     )
     if as_json:
         view.out(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))
@@ -181,7 +181,7 @@ def _searched(
     ranks: int, microbatches: int, costs: Costs, memory_limit: float | None, seconds: float
 ) -> list[tuple[str, Schedule]]:
     """The results of a search with one stage per rank and one on a V with two, in half the time each."""
-    found: list[tuple[str, Schedule]] = []
+    schedules: list[tuple[str, Schedule]] = []
     for name, placement in (("loop", loop(ranks)), ("v", wave(ranks))):
         try:
             best = best_schedule(
@@ -195,8 +195,8 @@ def _searched(
         except InputError as error:  # compare the others all the same
             typer.echo(f"penstock: no schedule found with placement={name}: {error}", err=True)
         else:
-            found.append((f"searched placement={name}", best.schedule))
-    return found
+            schedules.append((f"searched placement={name}", best.schedule))
+    return schedules
 
 
 @app.command()
@@ -222,7 +222,7 @@ def search(
     """
     if out is not None:
         check_path(out)  # before a search that may take long
-    found = best_schedule(
+    best = best_schedule(
         ranks=ranks,
         microbatches=microbatches,
         costs=costs,
@@ -233,7 +233,9 @@ def search(
         seconds=seconds,
         seed=seed,
     )
-    view.out(view.title(found.schedule), *view.timeline(found.timeline, memory_limit), *view.found(found))
+    view.out(
+        view.title(best.schedule), *view.timeline(best.timeline, memory_limit), *view.outcome_lines(best)
+    )
     if out is not None:
-        dump(found.schedule, out)
+        dump(best.schedule, out)
         view.out(f"wrote {out}")

@@ -64,12 +64,12 @@ def _stages(stages: Sequence[int]) -> str:
     return shown if len(stages) <= _STAGES_SHOWN else f"{shown} and {len(stages) - _STAGES_SHOWN} more"
 
 
-def timeline(found: Timeline, memory_limit: float | None) -> Iterator[RenderableType]:
+def timeline(simulated: Timeline, memory_limit: float | None) -> Iterator[RenderableType]:
     rows = (
-        (rank, number(found.busy[rank]), percent(found.rank_bubble[rank]),
-         percent(found.rank_inner_bubble[rank]), *_waited(found, rank), found.peak_live[rank],
-         _memory(found.peak_memory[rank], memory_limit))
-        for rank in range(found.ranks)
+        (rank, number(simulated.busy[rank]), percent(simulated.rank_bubble[rank]),
+         percent(simulated.rank_inner_bubble[rank]), *_waited(simulated, rank), simulated.peak_live[rank],
+         _memory(simulated.peak_memory[rank], memory_limit))
+        for rank in range(simulated.ranks)
     )  # fmt: skip
     heads = (
         "rank",
@@ -82,15 +82,15 @@ def timeline(found: Timeline, memory_limit: float | None) -> Iterator[Renderable
         "peak memory",
     )
     yield table(heads, rows, **_PLAIN)
-    yield f"makespan {number(found.makespan)}, most memory {number(max(found.peak_memory))}"
-    inner = percent(found.inner_bubble)
-    yield f"bubble {percent(found.bubble)}, or {inner} between each rank's first and last op"
-    yield f"critical path: {_path(found.critical_path)}"
+    yield f"makespan {number(simulated.makespan)}, most memory {number(max(simulated.peak_memory))}"
+    inner = percent(simulated.inner_bubble)
+    yield f"bubble {percent(simulated.bubble)}, or {inner} between each rank's first and last op"
+    yield f"critical path: {_path(simulated.critical_path)}"
 
 
-def _waited(found: Timeline, rank: int) -> tuple[str, str]:
+def _waited(simulated: Timeline, rank: int) -> tuple[str, str]:
     """The shares of the step that the rank waited for another rank's compute, and for the wire."""
-    idle, makespan = found.idle[rank], found.makespan or 1.0
+    idle, makespan = simulated.idle[rank], simulated.makespan or 1.0
     return percent(idle.peer / makespan), percent(idle.wire / makespan)
 
 
@@ -107,23 +107,23 @@ def _path(ops: Sequence[Op]) -> str:
     return f" ... {len(ops) - 2 * _PATH_SHOWN} more ... ".join(ends)
 
 
-def timeline_data(schedule: Schedule, found: Timeline, memory_limit: float | None) -> dict[str, Any]:
+def timeline_data(schedule: Schedule, simulated: Timeline, memory_limit: float | None) -> dict[str, Any]:
     """The data of `timeline`, with all of the critical path."""
     by_rank = {
-        "rank": range(found.ranks),
-        "busy": found.busy,
-        "bubble": found.rank_bubble,
-        "inner_bubble": found.rank_inner_bubble,
-        "idle": [idle._asdict() for idle in found.idle],
-        "peak_live": found.peak_live,
-        "peak_memory": found.peak_memory,
+        "rank": range(simulated.ranks),
+        "busy": simulated.busy,
+        "bubble": simulated.rank_bubble,
+        "inner_bubble": simulated.rank_inner_bubble,
+        "idle": [idle._asdict() for idle in simulated.idle],
+        "peak_live": simulated.peak_live,
+        "peak_memory": simulated.peak_memory,
     }
     return {
         **{name: getattr(schedule, name) for name in ("name", "ranks", "stages", "microbatches")},
-        **{name: getattr(found, name) for name in _FIGURES},
+        **{name: getattr(simulated, name) for name in _FIGURES},
         "memory_limit": memory_limit,
         "per_rank": [dict(zip(by_rank, row, strict=True)) for row in zip(*by_rank.values(), strict=True)],
-        "critical_path": [str(op) for op in found.critical_path],
+        "critical_path": [str(op) for op in simulated.critical_path],
     }
 
 
@@ -152,13 +152,13 @@ def comparison(
 
 def _row(entry: Entry) -> tuple[object, ...]:
     verdict = Text("yes") if entry.fits else Text("no", style="red")
-    found = entry.timeline
-    if found is None:
+    simulated = entry.timeline
+    if simulated is None:
         return (entry.label, *("-",) * 6, verdict)
     stages = entry.schedule.stages if entry.schedule else 0
     return (
-        entry.label, number(found.makespan), percent(found.bubble), percent(found.inner_bubble), stages,
-        max(found.peak_live), number(entry.peak_memory), verdict,
+        entry.label, number(simulated.makespan), percent(simulated.bubble), percent(simulated.inner_bubble),
+        stages, max(simulated.peak_live), number(entry.peak_memory), verdict,
     )  # fmt: skip
 
 
@@ -174,34 +174,34 @@ def comparison_data(
 
 
 def _entry_data(entry: Entry) -> dict[str, Any]:
-    found, schedule = entry.timeline, entry.schedule
+    simulated, schedule = entry.timeline, entry.schedule
     return {
         "name": entry.name,
         "options": dict(entry.options),
         "also": list(entry.also),
         "stages": schedule.stages if schedule else None,
-        **{name: getattr(found, name, None) for name in _FIGURES},
-        "peak_live": max(found.peak_live) if found else None,
-        "peak_memory": entry.peak_memory if found else None,
+        **{name: getattr(simulated, name, None) for name in _FIGURES},
+        "peak_live": max(simulated.peak_live) if simulated else None,
+        "peak_memory": entry.peak_memory if simulated else None,
         **{name: getattr(entry, name) for name in ("fits", "refusal", "advice")},
     }
 
 
-def found(found: Found) -> Iterator[str]:
+def outcome_lines(outcome: Found) -> Iterator[str]:
     """How the search ended, and how good its result is."""
-    yield f"found by {found.method}"
-    if found.optimal:
+    yield f"found by {outcome.method}"
+    if outcome.optimal:
         yield "proven optimal: none with this placement is faster within the limit"
-    elif found.lower_bound > 0:
-        gap = found.value / found.lower_bound - 1
-        yield f"none can take less than {number(found.lower_bound)}: at most {percent(gap)} could be gained"
-    if found.best_builder is None:
+    elif outcome.lower_bound > 0:
+        gap = outcome.value / outcome.lower_bound - 1
+        yield f"none can take less than {number(outcome.lower_bound)}: at most {percent(gap)} could be gained"
+    if outcome.best_builder is None:
         yield "no schedule that is built by name keeps the limit on this placement"
     else:
-        assert found.builder_value is not None
-        value = number(found.builder_value)
-        yield f"the best built by name that keeps the limit: {found.best_builder}, {value}"
-    if found.cut_short:
+        assert outcome.builder_value is not None
+        value = number(outcome.builder_value)
+        yield f"the best built by name that keeps the limit: {outcome.best_builder}, {value}"
+    if outcome.cut_short:
         yield "stopped early because this machine is slow or busy: another run may find another one"
 
 

@@ -68,9 +68,9 @@ def keep_running(
         causes = [*(causes if saved.step == before.step else ()), ended.cause]
         again = 0.0 if ended.code == STOPPED else time.time() - max(saved.at, started + start_up)
         given_up, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
-        found = [start_up, max(0.0, again), 0.0 if over or given_up or saved.last else wait]
+        newly_lost = [start_up, max(0.0, again), 0.0 if over or given_up or saved.last else wait]
         if not over or (ended.cause and ended.asked):
-            _note(folder, number, ended, saved, found)
+            _note(folder, number, ended, saved, newly_lost)
         if over:
             if number:
                 lost[0] += start_up
@@ -82,7 +82,7 @@ def keep_running(
         if given_up:
             print(_hopeless(causes, saved), file=sys.stderr)
             return ended.code
-        lost = [total + each for total, each in zip(lost, found, strict=True)]
+        lost = [total + seconds for total, seconds in zip(lost, newly_lost, strict=True)]
         number += 1
         place = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
         print(f"penstock: restart {number} in {wait:.0f} s, {place}", file=sys.stderr, flush=True)

@@ -138,10 +138,10 @@ class Server:
 
     def look(self, seconds: float) -> list[tuple[int, str, int]]:
         """What ranks have begun or ended, after a wait. Raises EOFError where the server is gone."""
-        found: list[tuple[int, str, int]] = []
-        while self._connection.poll(0 if found else seconds):
-            found.append(self._connection.recv())
-        return found
+        events: list[tuple[int, str, int]] = []
+        while self._connection.poll(0 if events else seconds):
+            events.append(self._connection.recv())
+        return events
 
     def __enter__(self) -> Self:
         return self
@@ -194,14 +194,14 @@ class _Attempt:
         return any(failure.code != failures.STOPPED for failure in self.failures.values())
 
     def look(self, seconds: float) -> None:
-        for number, what, value in self._server.look(seconds):
+        for rank, what, value in self._server.look(seconds):
             if what == "pid":
-                self._pids[number] = value
+                self._pids[rank] = value
                 continue
-            self._left.discard(number)
+            self._left.discard(rank)
             if value:
-                found = failures.Failure(value, time.time(), self._file(number), number in self._killed)
-                self.failures[number] = found
+                failure = failures.Failure(value, time.time(), self._file(rank), rank in self._killed)
+                self.failures[rank] = failure
 
     def send(self, number: int) -> None:
         """Send a signal to each rank alone: what it has started may be what it saves with."""
@@ -305,18 +305,18 @@ class Launcher:
             print(said(number), file=sys.stderr, flush=True)
         attempt.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _ended(self, found: dict[int, failures.Failure]) -> Ended:
+    def _ended(self, failed_ranks: dict[int, failures.Failure]) -> Ended:
         asked = bool(self._signals)
-        if not found:
+        if not failed_ranks:
             return Ended(0, asked=asked)
-        if (words := failures.stopped(found)) is not None:
+        if (words := failures.stopped(failed_ranks)) is not None:
             return Ended(failures.STOPPED, words, asked)
-        if asked and failures.only_ended(found):
+        if asked and failures.only_ended(failed_ranks):
             name = signal.Signals(self._signals[0])
             interrupted = name == signal.SIGINT
             print(f"penstock: {'interrupted' if interrupted else 'ended by ' + name.name}", file=sys.stderr)
             return Ended(128 + name, asked=True)
-        return Ended(*failures.report(found), asked)
+        return Ended(*failures.report(failed_ranks), asked)
 
 
 def _environment(ranks: int, port: int, attempt: int) -> dict[str, str]:

@@ -351,8 +351,8 @@ def _overloads(name: str) -> list[OpOverload]:
     """The overloads of an op whose results are new tensors, and so can be saved."""
     namespace, _, op = name.partition(".")
     packet = getattr(getattr(torch.ops, namespace), op)
-    found = [getattr(packet, overload) for overload in packet.overloads()]
-    return [overload for overload in found if not (overload._schema.is_mutable or overload.is_view)]
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return [overload for overload in overloads if not (overload._schema.is_mutable or overload.is_view)]
 
 
 def _check_op(name: str, known: Collection[str]) -> None:

@@ -99,8 +99,8 @@ def adapter_of(model: nn.Module) -> Adapter | None:
     if not configs:
         return None
     _check_final_norm(model)
-    found = [module for _, module in wrappers(model)]
-    active = list(dict.fromkeys(name for module in found for name in module.active_adapters))
+    modules = [module for _, module in wrappers(model)]
+    active = list(dict.fromkeys(name for module in modules for name in module.active_adapters))
     if len(active) > 1:
         raise _refused(f"active adapters {', '.join(active)}", "one is trained and saved at a time",
                        "Activate one: model.set_adapter(name)")  # fmt: skip
@@ -117,7 +117,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
             "ensure_weight_tying of LoRA on tied embeddings", "both ends of the model would train one memory",
             "Train rows of the embedding (trainable_token_indices), or leave ensure_weight_tying out",
         )  # fmt: skip
-    for module in found:
+    for module in modules:
         if getattr(module, "merged_adapters", None):
             raise _refused("a merged adapter", "its weights are frozen inside of the base model's",
                            "Call model.unmerge_adapter()")  # fmt: skip

@@ -94,9 +94,9 @@ def fetch(name: str, revision: str | None = None, part: Part = "weights", *, tru
     key = hashlib.sha256(repr((constants.ENDPOINT, name, revision, part, trusted)).encode()).hexdigest()
     began = time.time()
     with _lock(key[:16], name) as file:
-        found = _outcome_of_another(file, name, began)
-        if found is not None:
-            return found
+        others_folder = _outcome_of_another(file, name, began)
+        if others_folder is not None:
+            return others_folder
         outcome: dict[str, Any] = {"launch": _launch()}
         try:
             folder = _fetched(name, revision, part, trusted=trusted)

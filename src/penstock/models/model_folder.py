@@ -57,8 +57,8 @@ def other_files(
 
 
 def _below(folder: Path) -> dict[str, Path]:
-    found = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
-    return {file.relative_to(folder).as_posix(): file for file in found}
+    files = (*sorted(folder.glob("*")), *sorted(folder.glob("*/*.jinja")))
+    return {file.relative_to(folder).as_posix(): file for file in files}
 
 
 def check_folder(folder: Path, kind: type[InputError] = ModelError) -> None:
@@ -72,10 +72,10 @@ def check_folder(folder: Path, kind: type[InputError] = ModelError) -> None:
             continue
         most = LARGEST_JSON if name == _CONFIG else _LARGEST
         try:
-            found = check_regular(file)
-            if found > most:
-                raise OSError(errno.EFBIG, f"it has {found:,} bytes, and {size(most)} are read at most")
-            parsed = name == _CONFIG or (file.suffix == ".json" and found < _UNPARSED)
+            byte_count = check_regular(file)
+            if byte_count > most:
+                raise OSError(errno.EFBIG, f"it has {byte_count:,} bytes, and {size(most)} are read at most")
+            parsed = name == _CONFIG or (file.suffix == ".json" and byte_count < _UNPARSED)
             if parsed and not isinstance(read_json(file), dict) and "vocab" not in name:
                 raise ValueError("it holds no keys")
         except OSError as error:
@@ -92,8 +92,8 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
         remedy = "Give the path of a local Hugging Face model folder"
         if (folder / _ADAPTER).is_file():
             remedy = "It holds an adapter: merge it (penstock merge), or give its base model's folder"
-        elif found := sorted((folder / "checkpoints").glob("step-*")):
-            remedy = f"It is a run's folder: give a checkpoint of it, such as {found[-1]}"
+        elif checkpoints := sorted((folder / "checkpoints").glob("step-*")):
+            remedy = f"It is a run's folder: give a checkpoint of it, such as {checkpoints[-1]}"
         raise ModelError(
             f"model folder {folder}",
             "it holds no config.json" if folder.is_dir() else "there is no such folder",

@@ -200,8 +200,8 @@ def _only_list(model: nn.Module) -> str:
         return {name for name, module in model.named_modules() if isinstance(module, kinds)}
 
     # a dict may hold layers, and as well the modules around a list of layers
-    found = named(nn.ModuleList | nn.Sequential) or named(nn.ModuleDict)
-    outermost = [name for name in found if found.isdisjoint({"", *prefixes(name)} - {name})]
+    candidates = named(nn.ModuleList | nn.Sequential) or named(nn.ModuleDict)
+    outermost = [name for name in candidates if candidates.isdisjoint({"", *prefixes(name)} - {name})]
     if len(outermost) != 1:
         listed = ", ".join(map(repr, sorted(outermost)[:5])) or "none"
         raise ModelError(

@@ -170,10 +170,10 @@ def _loss(model: PredictionModel, output: MTPOutput, shifted: Tensor, inputs: di
     count = (shifted != IGNORED).sum() if count is None else count
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        found: Tensor = model.loss_function(
+        loss: Tensor = model.loss_function(
             logits, None, logits.shape[-1], num_items_in_batch=count, shift_labels=labels
         )
-        return found
+        return loss
 
     assert output.logits is not None
     assert output.mtp_logits is not None

@@ -147,12 +147,12 @@ class Source:
         """
         if self.files:
             return functools.cache(functools.partial(fingerprint_of_files, self.files))
-        found = f"random weights of seed {seed}"
+        fingerprint = f"random weights of seed {seed}"
         if not is_empty(self.model):
             with without_adapters(self.model):
                 copies = {name for names in weights.tied_names(self.model) for name in names[1:]}
-                found = fingerprint_of_tensors(FileLayout.of(self.model, copies).tensors())
-        return lambda: found
+                fingerprint = fingerprint_of_tensors(FileLayout.of(self.model, copies).tensors())
+        return lambda: fingerprint
 
     @contextmanager
     def with_room(self) -> Iterator[None]:

@@ -115,7 +115,7 @@ class SharesWeights(Protocol):
 
 def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that a stage's module names in `on_every_stage`. Raises ModelError for unknown names."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     for name in getattr(module, "on_every_stage", ()):
         path, _, last = name.rpartition(".")
         try:
@@ -126,9 +126,9 @@ def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
             value, rule = f"on_every_stage with {name!r}", f"{type(module).__name__} has nothing of that name"
             raise ModelError(value, rule, "Name parameters and modules of the stage's module") from cause
         named = {name: parameter} if parameter is not None else dict(inner.named_parameters(name))
-        known = set(map(id, found.values()))
-        found |= {name: each for name, each in named.items() if id(each) not in known}
-    return found
+        known = set(map(id, parameters.values()))
+        parameters |= {name: tensor for name, tensor in named.items() if id(tensor) not in known}
+    return parameters
 
 
 class ProvidedCall:
@@ -313,8 +313,8 @@ class DeclaredEdges(CachedEdges):
 
     def unseen(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         """One microbatch of each shape that the ranks have not agreed upon."""
-        found = {microbatch_key(microbatch): microbatch for microbatch in microbatches}
-        return [microbatch for key, microbatch in found.items() if key not in self._agreed]
+        by_key = {microbatch_key(microbatch): microbatch for microbatch in microbatches}
+        return [microbatch for key, microbatch in by_key.items() if key not in self._agreed]
 
     def agree(self, microbatches: Sequence[Microbatch], processes: Processes) -> None:
         """Raise on all ranks where the ends of an edge do not fit. Collective, with the same microbatches.

@@ -155,8 +155,8 @@ class Axes:
 
     def _remedies(self, ranks: int, world: int) -> Iterator[str]:
         """Single changes after which all sizes fit; some only together with ep=1."""
-        found = list(self._changes(ranks, world))
-        yield from found or (f"{text} with ep=1" for text in replace(self, ep=1)._changes(ranks, world))
+        changes = list(self._changes(ranks, world))
+        yield from changes or (f"{text} with ep=1" for text in replace(self, ep=1)._changes(ranks, world))
 
     def _changes(self, ranks: int, world: int) -> Iterator[str]:
         least = ranks * abs(self.ranks_per_stage)

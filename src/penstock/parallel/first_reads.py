@@ -77,6 +77,6 @@ class FirstReads:
             rule = f"it cannot be read ({type(own).__name__}: {own})"
             own = CheckpointError(name, rule, "Copy the folder again")
         words = self.processes.gather(in_words(own))
-        found = first_error({0: words[0]}, "")
-        assert found is not None
-        raise found from failure
+        error = first_error({0: words[0]}, "")
+        assert error is not None
+        raise error from failure

@@ -137,10 +137,10 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
     """The job's store, this process's rank, and the number of processes, from torchrun's environment."""
     limit, silence = datetime.timedelta(seconds=seconds), "the store does not answer"
     try:
-        found: tuple[Store, int, int] = within(
+        membership: tuple[Store, int, int] = within(
             seconds + _SPARE, silence, lambda: next(rendezvous("env://", timeout=limit))
         )
-        return found
+        return membership
     except RuntimeError as cause:
         port, first_line = os.environ.get("MASTER_PORT"), str(cause).splitlines()[0]
         at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
@@ -289,11 +289,11 @@ def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
         rule = "such a mesh has all processes"
         raise ConfigError(f"axes and a mesh of {mesh.size()} of {world} processes", rule, remedy)
     wanted = {"pp": ranks, **axes.sizes}
-    found = dict(zip(names, mesh.shape, strict=True))
-    if wrong := [name for name in names if wanted[name] not in (found[name], -1)]:
-        changes = [f"{'ranks' if name == 'pp' else name} to {found[name]}" for name in wrong]
+    sizes = dict(zip(names, mesh.shape, strict=True))
+    if wrong := [name for name in names if wanted[name] not in (sizes[name], -1)]:
+        changes = [f"{'ranks' if name == 'pp' else name} to {sizes[name]}" for name in wrong]
         raise WorldSizeError(
-            f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} and a mesh of {found}",
+            f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} and a mesh of {sizes}",
             "the mesh's axes are as long as ranks and axes say",
             f"Set {' and '.join(changes)}, or leave mesh out, and one is made",
         )

@@ -109,7 +109,7 @@ def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
     inside = tuple(f"{name}." for name in expert.mixtures(model)) if axes.ep > 1 else ()
     sharded = max(axes.dp_replicate, axes.dp_shard, axes.cp) > 1
     copies = axes.shards // axes.ep
-    found = {}
+    sizes = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shape, dimension, shards = list(parameter.shape), 0, axes.shards if sharded else 0
         if inside and name.startswith(inside):
@@ -123,8 +123,8 @@ def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
         if shards:
             shape[dimension] = -(-shape[dimension] // shards)
         held = math.prod(shape)
-        found[name] = Local(held, whole if shards else 0, held * shards)
-    return found
+        sizes[name] = Local(held, whole if shards else 0, held * shards)
+    return sizes
 
 
 class MeshPlan:

@@ -58,14 +58,14 @@ def check_connections(schedule: Schedule, batched: bool) -> None:
     Each communicator has a stream, and the compute one more. With as many hardware queues nothing is held up
     by something else; with fewer it must be proven for a single one, the strictest case.
     """
-    streams, found = communicators(schedule, batched) + 1, os.environ.get(CONNECTIONS, "")
-    connections = int(found) if found.isdecimal() else _UNSET
+    streams, setting = communicators(schedule, batched) + 1, os.environ.get(CONNECTIONS, "")
+    connections = int(setting) if setting.isdecimal() else _UNSET
     if connections >= streams:
         return
     if exchanges(schedule).in_line if batched else not blocked_in_line(schedule):
         return
     raise ConfigError(
-        f"{CONNECTIONS}={found or f'{_UNSET}, as it is unset'} with schedule {schedule.name!r} on NCCL",
+        f"{CONNECTIONS}={setting or f'{_UNSET}, as it is unset'} with schedule {schedule.name!r} on NCCL",
         f"a rank's work goes over {streams} streams, and with fewer hardware queues one message holds up "
         "others that it waits for",
         f"Set {CONNECTIONS}=32, or take exchange='batched'",

@@ -137,9 +137,9 @@ class Reductions:
             if agreed and len(data) == len(tokens) and error is None:
                 return sum(tokens.values())
             words = self._gather((part, *facts, mine.description, in_words(error)))
-        found = first_error({rank: text for rank, (*_, text) in words.items()}, "given to process")
-        if found is not None:
-            raise found from error
+        refusal = first_error({rank: text for rank, (*_, text) in words.items()}, "given to process")
+        if refusal is not None:
+            raise refusal from error
         counts = {rank: count for rank, (_, count, *_) in words.items()}
         if len(set(counts.values())) > 1:
             raise BatchError(
@@ -209,8 +209,8 @@ class Reductions:
         numbers = [loss, *[0.0] * (pipelines * count)]
         numbers[1 + place * count : 1 + (place + 1) * count] = facts
         vector = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
-        total, *found = self._sum(vector, self._loss, "the loss of the other parts of the batch").tolist()
-        return total, [found[at * count : (at + 1) * count] for at in range(pipelines)]
+        total, *all_facts = self._sum(vector, self._loss, "the loss of the other parts of the batch").tolist()
+        return total, [all_facts[at * count : (at + 1) * count] for at in range(pipelines)]
 
     @property
     def loss_place(self) -> int:

@@ -156,8 +156,8 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     options.check()
     device = torch.device(options.device) if options.device is not None else default_device()
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        rule = f"this process sees {found} GPU{'' if found == 1 else 's'}"
+        gpus = torch.cuda.device_count()
+        rule = f"this process sees {gpus} GPU{'' if gpus == 1 else 's'}"
         raise ConfigError(f"device={str(options.device)!r}", rule, "Take another, or device='cpu'")
     if device == torch.device("cuda"):
         device = default_device()  # the one of this process

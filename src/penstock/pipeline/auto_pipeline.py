@@ -230,17 +230,17 @@ class AutoPipeline(Options):
         if type(loss) is not NextToken:
             return loss
         try:
-            found = own_loss(model, chain or find_chain(model))
+            model_loss = own_loss(model, chain or find_chain(model))
         except ModelError:
             if self.loss_fn is None:
                 raise
             return loss
-        if isinstance(found, NextToken):
-            return loss.as_own() if found.of_model and loss.penalties == found.penalties else loss
+        if isinstance(model_loss, NextToken):
+            return loss.as_own() if model_loss.of_model and loss.penalties == model_loss.penalties else loss
         if self.loss_fn is not None:
             return loss
-        self._check_own(model, found)
-        return compiled_loss(found, as_compile(self.compile))
+        self._check_own(model, model_loss)
+        return compiled_loss(model_loss, as_compile(self.compile))
 
     def _check_own(self, model: PreTrainedModel, loss: OwnLoss) -> None:
         """Raise ConfigError for options that only the loss of next tokens takes."""

@@ -166,7 +166,7 @@ def compare(
         batch = RefusedBatch(BatchError(f"{ROUTED} in a comparison", rule, "Compare on a batch without them"))
     with without_gradients([*(p for _, p in placed), *whole.values()]):
         with evaluating(model, *pipe.modules.values()):
-            found = step(batch).loss
+            split_loss = step(batch).loss
             microbatches = split(batch)
             expected = whole_backward(model, microbatches, loss, pipe.reductions, autocast)
         largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
@@ -176,7 +176,7 @@ def compare(
             )
             for place, p in placed
         ]
-    report = Report.of((found, expected), _of_all_processes(pipe, gradients), tolerance)
+    report = Report.of((split_loss, expected), _of_all_processes(pipe, gradients), tolerance)
     return replace(report, note=not_own(loss, microbatches))
 
 
@@ -187,9 +187,9 @@ def placed_parameters(pipe: SplitModel) -> Iterator[tuple[Place, nn.Parameter]]:
             yield (name, stage.index, pipe.info[stage.index].rank), parameter
 
 
-def _of_all_processes(pipe: SplitModel, found: Sequence[Compared]) -> list[Compared]:
+def _of_all_processes(pipe: SplitModel, compared: Sequence[Compared]) -> list[Compared]:
     """Collective."""
-    everyone = pipe.processes.gather([asdict(each) for each in found])
+    everyone = pipe.processes.gather([asdict(each) for each in compared])
     return [Compared(**each) for part in everyone for each in part]
 
 
@@ -293,5 +293,5 @@ def _gradient(
         return only_one("gradient", place)
     whole = whole.to(split.device)
     size = float(whole.abs().max()) if whole.numel() else 0.0
-    found = float((split - whole).abs().max()) if whole.numel() else 0.0
-    return Compared("gradient", *place, found, size, allowed(tolerance, size, whole.dtype, largest))
+    difference = float((split - whole).abs().max()) if whole.numel() else 0.0
+    return Compared("gradient", *place, difference, size, allowed(tolerance, size, whole.dtype, largest))

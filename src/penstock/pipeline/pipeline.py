@@ -330,9 +330,9 @@ class Pipeline(SplitModel):
 
         The error's `report` is the whole comparison. Collective.
         """
-        found = self.compare(model, batch)
-        found.raise_if_wrong()
-        return found
+        comparison = self.compare(model, batch)
+        comparison.raise_if_wrong()
+        return comparison
 
     # ---- measurements and facts
 

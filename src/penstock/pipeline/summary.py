@@ -65,16 +65,16 @@ def layer_costs(
     forward: dict[int, dict[int, float]] = defaultdict(dict)
     for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
         forward[stage][number] = seconds
-    found: dict[int, float] = {}
+    layer_seconds: dict[int, float] = {}
     rests = []
     depth = info[0].info.stages
     for stage in range(depth):
         one = _median(costs, stage, "forward")
         both = one + _median(costs, stage, "input_grad") + _median(costs, stage, "weight_grad")
         scale = both / max(one, sum(forward[stage].values()))
-        found |= {number: seconds * scale for number, seconds in forward[stage].items()}
+        layer_seconds |= {layer: seconds * scale for layer, seconds in forward[stage].items()}
         rests.append(max(0.0, both - scale * sum(forward[stage].values())))  # rounding
-    ordered = [found[number] for number in sorted(found)]
+    ordered = [layer_seconds[layer] for layer in sorted(layer_seconds)]
     return LayerCosts(ordered, embedding=rests[0] if depth > 1 else 0.0, head=rests[-1])
 
 

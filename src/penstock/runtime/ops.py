@@ -120,9 +120,9 @@ class Ops:
         step_key = compute.op.stage, step.shapes[compute.op.microbatch], compute.split, compute.recompute
         known = self._known.get(step_key)
         if known is None:
-            found = self._stages[compute.op.stage].footprints.find(self._key(compute, step))
-            if found is not None and not found.provisional:
-                known = self._known[step_key] = found.footprint
+            entry = self._stages[compute.op.stage].footprints.find(self._key(compute, step))
+            if entry is not None and not entry.provisional:
+                known = self._known[step_key] = entry.footprint
         return known
 
     def _key(self, compute: Compute, step: StepInput) -> ForwardKey:
@@ -146,15 +146,15 @@ class Ops:
         provisional = before is None and not self.ledger.has_run(stage)
         if provisional and stage in self._repeated and len(set(step.shapes)) == 1:
             result = self._forward(compute, received, expected, step)
-            found = self._footprint(compute, result)
+            new_footprint = self._footprint(compute, result)
         else:
             with measuring(self._device, lambda: self._stages[stage].shared_storages) as measured:
                 result = self._forward(compute, received, expected, step)
-            found = self._footprint(compute, result, measured.own_bytes)
+            new_footprint = self._footprint(compute, result, measured.own_bytes)
         if before is not None:
-            self.ledger.correct(before.footprint, found)
-        footprints.add(key, found, provisional)
-        return found, result
+            self.ledger.correct(before.footprint, new_footprint)
+        footprints.add(key, new_footprint, provisional)
+        return new_footprint, result
 
     def _footprint(self, compute: Compute, result: Payload | None, nbytes: int | None = None) -> Footprint:
         """The footprint of the forward that has just run. nbytes: what it left in memory, as measured"""

@@ -83,8 +83,8 @@ _HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 6
 def losses(executors: Sequence[Executor]) -> list[float]:
     """The loss shares of these ranks. Waits for a GPU once."""
     shares = [executor.ops.loss_shares for executor in executors]
-    found = [torch.stack(each).double().sum() for each in shares if each]
-    values = iter(torch.stack(found).tolist() if found else ())
+    sums = [torch.stack(each).double().sum() for each in shares if each]
+    values = iter(torch.stack(sums).tolist() if sums else ())
     return [next(values) if each else 0.0 for each in shares]
 
 
@@ -98,9 +98,9 @@ def pack(
     """One rank's report as a float64 vector, of the same length on all ranks. loss: from `losses`"""
     ops, schedule = executor.ops, executor.plan.schedule
     recorder = executor.recorder
-    times, found = recorder.times(), recorder.reductions()
+    times, spans = recorder.times(), recorder.reductions()
     stages, known = schedule.placement.stages_of(executor.plan.rank), recorder.device_times
-    reductions = [time for stage in stages for time in found.get(stage, (0.0, 0.0))]
+    reductions = [time for stage in stages for time in spans.get(stage, (0.0, 0.0))]
     device = [known.get((stage, kind), 0.0) for stage in stages for kind in _KINDS]
     peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
     seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)

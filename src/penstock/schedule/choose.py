@@ -66,9 +66,9 @@ _V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
 def options_of(name: str) -> dict[str, Any]:
     """The options of the schedule called `name`, with their defaults; NEEDED where there is none."""
     parameters = inspect.signature(MAKERS[name]).parameters.values()
-    found = {each.name: each.default for each in parameters if each.name not in ("ranks", "microbatches")}
+    options = {each.name: each.default for each in parameters if each.name not in ("ranks", "microbatches")}
     # a V has two stages per rank; a config may say so
-    return {"stages_per_rank": 2, **found} if name in _V_SHAPED else found
+    return {"stages_per_rank": 2, **options} if name in _V_SHAPED else options
 
 
 # ---- What schedules are called: their names here, and the spellings of other libraries and the papers

@@ -177,12 +177,12 @@ def _symbol(name: object, wrong: Callable[[str, str], PartitionError]) -> str:
         rule = "a list within a stage: Megatron's layouts list the stages one after the other"
         raise wrong(rule, "Write stage 0 of every rank, then stage 1 of every rank, one list a stage")
     plain = name.strip() if isinstance(name, str) else ""
-    found = plain if plain in _MEANING and plain != "|" else _NAMES.get(plain.lower())
-    if found is None:
+    symbol = plain if plain in _MEANING and plain != "|" else _NAMES.get(plain.lower())
+    if symbol is None:
         near = get_close_matches(plain.lower(), _NAMES, n=1)
         remedy = f"Did you mean {near[0]}?" if near else "Take one of these"
         raise wrong(f"a stage holds {known}, or their letters E, t, m, L", remedy)
-    return found
+    return symbol
 
 
 def _layout(symbols: Sequence[_Symbol]) -> Layout:
@@ -204,23 +204,23 @@ class _Parser:
         self._at = 0
 
     def symbols(self) -> list[_Symbol]:
-        found = self._items(0)
+        symbols = self._items(0)
         if self._next() == ")":
             remedy = "Take the parenthesis away, or write the one that opens it"
             raise self._wrong("no group is open here", remedy)
-        return found
+        return symbols
 
     def _items(self, depth: int) -> list[_Symbol]:
         """All items up to the end, or to the parenthesis that closes the group."""
-        found: list[_Symbol] = []
+        symbols: list[_Symbol] = []
         while (character := self._next()) and character != ")":
             start = self._at
-            found += self._repeated(self._item(depth), start)
-            if len(found) > LIMIT:
+            symbols += self._repeated(self._item(depth), start)
+            if len(symbols) > LIMIT:
                 raise self._too_many(start)
-        if not found:
+        if not symbols:
             raise self._wrong(f"expected {_SYMBOLS}", "Write what the stages hold, such as Ett|ttL")
-        return found
+        return symbols
 
     def _item(self, depth: int) -> list[_Symbol]:
         character, at = self._next(), self._at
@@ -228,11 +228,11 @@ class _Parser:
         if character == "(":
             if depth == DEEPEST:
                 raise self._wrong(f"more than {DEEPEST} groups in one another", "Write it with fewer", at)
-            found = self._items(depth + 1)
+            symbols = self._items(depth + 1)
             if self._next() != ")":
                 raise self._wrong("this group is never closed", "Write the ) that closes it", at)
             self._at += 1
-            return found
+            return symbols
         if character in _MEANING:
             return [_Symbol(character, at)]
         if character == "*":
@@ -244,10 +244,10 @@ class _Parser:
         remedy = f"Did you mean {other}?" if other else "Take one of these"
         raise self._wrong(f"unknown symbol {character!r}, expected {_SYMBOLS}", remedy, at)
 
-    def _repeated(self, found: list[_Symbol], start: int) -> list[_Symbol]:
-        """`found`, repeated if ``*n`` follows."""
+    def _repeated(self, symbols: list[_Symbol], start: int) -> list[_Symbol]:
+        """`symbols`, repeated if ``*n`` follows."""
         if self._next() != "*":
-            return found
+            return symbols
         self._at += 1
         self._next()
         at = self._at
@@ -259,12 +259,12 @@ class _Parser:
         if not digits:
             rule = "repeated 0 times, and at least once is expected"
             raise self._wrong(rule, "Leave it out, or give 1 or more", at)
-        if len(digits) > len(str(LIMIT)) or int(digits) * len(found) > LIMIT:
+        if len(digits) > len(str(LIMIT)) or int(digits) * len(symbols) > LIMIT:
             raise self._too_many(at)
         if self._next() == "*":
             rule = "repeated already, and expected a symbol"
             raise self._wrong(rule, f"Put {self._text[start : self._at].strip()} in parentheses")
-        return found * int(digits)
+        return symbols * int(digits)
 
     def _next(self) -> str:
         """The next character that is not ignored; empty at the end."""

@@ -90,8 +90,8 @@ def verify_copies(proof: Proof, copies: Sequence[HostCopies]) -> None:
     if len(copies) != schedule.ranks:
         violations.append(Violation(f"host copies of {len(copies)} ranks, for {schedule.ranks}"))
     else:
-        for rank, found in enumerate(copies):
-            violations += _violations(schedule, rank, found)
+        for rank, rank_copies in enumerate(copies):
+            violations += _violations(schedule, rank, rank_copies)
     if violations:
         raise ScheduleError(schedule.name, violations)
 
@@ -113,8 +113,8 @@ def _violations(schedule: Schedule, rank: int, copies: HostCopies) -> Iterator[V
             continue
         after, before = spans[stage, microbatch]
         if tuple(step for _, step in steps) != STEPS:
-            found, wanted = ", ".join(step for _, step in steps), ", ".join(STEPS)
-            yield Violation(f"its steps are {found}, and not {wanted}", rank, None, forward)
+            step_names, wanted = ", ".join(step for _, step in steps), ", ".join(STEPS)
+            yield Violation(f"its steps are {step_names}, and not {wanted}", rank, None, forward)
         for position, step in steps:
             if not after < position <= before:
                 rule = f"{step}: not between its forward at {after} and its backward at {before}"

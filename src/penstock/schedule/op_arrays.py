@@ -132,9 +132,9 @@ class OpArrays:
         import numpy as np
 
         schedule = self.schedule
-        found = np.full((schedule.stages, schedule.microbatches, 3), NOTHING)
-        found[self.stage, self.microbatch, self.slot] = np.arange(len(self.stage))
-        return found
+        indices = np.full((schedule.stages, schedule.microbatches, 3), NOTHING)
+        indices[self.stage, self.microbatch, self.slot] = np.arange(len(self.stage))
+        return indices
 
     @cached_property
     def edge(self) -> Integers:
@@ -177,7 +177,7 @@ class OpArrays:
 
 def all_are(wanted: type, entries: Iterable[object]) -> bool:
     """Whether all are instances of the class."""
-    return all(issubclass(found, wanted) for found in {*map(type, entries)})
+    return all(issubclass(entry_type, wanted) for entry_type in {*map(type, entries)})
 
 
 def possible_order(arrays: OpArrays) -> list[int] | None:
@@ -235,7 +235,7 @@ def ends(
     for source, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
         there, free_at = ended[source] + delay, ended[before]
         append((there if there > free_at else free_at) + takes)
-    found = np.array(ended)[place[:-1]]
+    end_times = np.array(ended)[place[:-1]]
     for one in pairs:
-        found[one] = found[one + 1]
-    return found
+        end_times[one] = end_times[one + 1]
+    return end_times

@@ -37,14 +37,14 @@ class Op(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Op:
         """Read an op from its text. Raises ConfigError for text that is no op."""
-        found = _OP.fullmatch(text)
-        if found is None:
+        match = _OP.fullmatch(text)
+        if match is None:
             raise ConfigError(
                 f"op {text!r}",
                 "an op is a stage, one of the kinds F, B, I and W, and a microbatch",
                 "Write it like 2F0: stage 2, forward, microbatch 0",
             )
-        stage, kind, microbatch = found.groups()
+        stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
 
 
@@ -65,8 +65,8 @@ class Pair(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Pair | None:
         """Read a pair from its text; None if the text has another form. Raises ConfigError for a bad op."""
-        found = _PAIR.fullmatch(text)
-        return None if found is None else cls(Op.parse(found[1]), Op.parse(found[2]))
+        match = _PAIR.fullmatch(text)
+        return None if match is None else cls(Op.parse(match[1]), Op.parse(match[2]))
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,9 @@ def messages(schedule: Schedule, receiver: int) -> list[Message]:
     ]
 
 
-def _by_channel(found: Iterable[Message]) -> list[list[Message]]:
+def _by_channel(traffic: Iterable[Message]) -> list[list[Message]]:
     queues: dict[tuple[int, bool], list[Message]] = {}
-    for message in found:
+    for message in traffic:
         queues.setdefault(message.channel, []).append(message)
     return list(queues.values())
 
@@ -190,7 +190,7 @@ def posts(schedule: Schedule, rank: int, ahead: float = AHEAD) -> list[list[Op]]
     `schedule` has passed `verify`.
     """
     program = schedule.programs[rank]
-    found: list[list[Op]] = [[] for _ in program]
+    posted: list[list[Op]] = [[] for _ in program]
     units = list(accumulate((_UNITS[op.kind] for op in program), initial=0.0))  # before each position
     hears = {target: at for at, op in enumerate(program) if (target := taker(schedule, op)) is not None}
     heard: dict[int, list[int]] = {}  # by sender and its position: the last own op whose result it has taken
@@ -204,8 +204,8 @@ def posts(schedule: Schedule, rank: int, ahead: float = AHEAD) -> list[list[Op]]
             latest = min(latest, max(0, enough))
             places.append(latest)
         for message, place in zip(queue, reversed(places), strict=True):
-            found[max(place, heard[message.sender][message.sent] + 1)].append(message.op)
-    return found
+            posted[max(place, heard[message.sender][message.sent] + 1)].append(message.op)
+    return posted
 
 
 # ---- Sends that block
@@ -225,10 +225,12 @@ def buffered_sends(schedule: Schedule) -> int:
 def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[Step]]]:
     """The posts, receives and sends of each rank as steps: 2n is the result of op n, 2n + 1 its post."""
     numbers = OpNumbers(schedule)
-    found = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
-    taken = {(message.receiver, message.use): message for message in found}
-    sent = {(message.sender, message.sent): message for message in found}
-    queues = {queue[0].channel: [2 * numbers.of(each.op) for each in queue] for queue in _by_channel(found)}
+    traffic = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
+    taken = {(message.receiver, message.use): message for message in traffic}
+    sent = {(message.sender, message.sent): message for message in traffic}
+    queues = {
+        queue[0].channel: [2 * numbers.of(message.op) for message in queue] for queue in _by_channel(traffic)
+    }
     place = {number: at for queue in queues.values() for at, number in enumerate(queue)}
     programs = []
     for rank, program in enumerate(schedule.programs):
@@ -269,10 +271,10 @@ def blocked_in_line(schedule: Schedule, ahead: float = AHEAD) -> list[int]:
     Receives are posted as `posts` says; `schedule` has passed `verify`.
     """
     numbers = OpNumbers(schedule)
-    found = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
+    traffic = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
     # by message, a number for its beginning at the sender; one more is that at the receiver
-    begun = {message.op: 2 * numbers.of(message.op) for message in found}
-    before = {later.op: each.op for queue in _by_channel(found) for each, later in pairwise(queue)}
+    begun = {message.op: 2 * numbers.of(message.op) for message in traffic}
+    before = {later.op: earlier.op for queue in _by_channel(traffic) for earlier, later in pairwise(queue)}
 
     def complete(op: Op | None) -> list[Step]:
         return [] if op is None else [(NOTHING, begun[op]), (NOTHING, begun[op] + 1)]
@@ -394,7 +396,7 @@ class _Grouped:
     @cached_property
     def _exchanged(self) -> list[list[Step]]:
         """The steps of each rank's exchanges."""
-        found: list[list[Step]] = []
+        programs: list[list[Step]] = []
         for rank, row in enumerate(self.transfers):
             steps: list[Step] = []
             for number, here in zip(self._reached(rank), row, strict=True):
@@ -403,8 +405,8 @@ class _Grouped:
                 steps += [(mine, NOTHING) for mine in begun]
                 steps += [(NOTHING, mine ^ 1) for mine in begun]
                 steps.append((number + 1, NOTHING))
-            found.append(steps)
-        return found
+            programs.append(steps)
+        return programs
 
     def _reached(self, rank: int) -> range:
         """The numbers for reaching each place of `rank`."""

@@ -95,8 +95,8 @@ def ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
     if "ordered" not in known:
         with collector_paused():
             known["ordered"] = _ordered(schedule)
-    found: tuple[OpArrays, list[int]] | None = known["ordered"]
-    return found
+    op_order: tuple[OpArrays, list[int]] | None = known["ordered"]
+    return op_order
 
 
 def _ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
@@ -200,9 +200,9 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
     if len(schedule.programs) != schedule.ranks:
         yield Violation(f"{len(schedule.programs)} programs for {schedule.ranks} ranks; each rank has one")
         return
-    found, sound = 0, True
+    op_count, sound = 0, True
     for rank, program in enumerate(schedule.programs):
-        found += len(program)
+        op_count += len(program)
         for position, op in enumerate(program):
             if not isinstance(op, Op) or type(op.stage) is not int or type(op.microbatch) is not int:
                 sound = False
@@ -212,9 +212,9 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
             sound = False
             yield Violation(f"{pair!r} in overlaps is no Pair")
     least = schedule.microbatches * schedule.placement.depth * (2 if sound and schedule.trains else 1)
-    if sound and least > 10 * found + _COMPARED:
+    if sound and least > 10 * op_count + _COMPARED:
         step = f"{schedule.microbatches} microbatches on {schedule.placement.depth} stages"
-        yield Violation(f"{found} ops; {step} are {least} at least")
+        yield Violation(f"{op_count} ops; {step} are {least} at least")
 
 
 def _is_no_pair(entry: object) -> bool:
@@ -294,8 +294,8 @@ class OpIndex:
         """The copies of the model that have an op of this microbatch; the first copy if none has."""
         depth, row = self.schedule.placement.depth, self.numbers.row
         firsts = ((stage, stage * row + 3 * microbatch) for stage in range(self.schedule.stages))
-        found = {stage // depth for stage, first in firsts if {*self.rank_at[first : first + 3]} != {NOTHING}}
-        return sorted(found) or [0]
+        used = {stage // depth for stage, first in firsts if {*self.rank_at[first : first + 3]} != {NOTHING}}
+        return sorted(used) or [0]
 
 
 def _missing(index: OpIndex) -> Iterator[Violation]:

@@ -72,8 +72,8 @@ def _candidates(output: Path) -> list[tuple[int, Path]]:
     Where a replacement was killed between its two renames, the older folder is whole under its hidden name.
     """
     hidden = [(_step_of(path), path) for path in displaced(output / "checkpoints", "step-*") if path.is_dir()]
-    found = [*checkpoints_in(output), *((step, path) for step, path in hidden if step is not None)]
-    return sorted(found, reverse=True)
+    candidates = [*checkpoints_in(output), *((step, path) for step, path in hidden if step is not None)]
+    return sorted(candidates, reverse=True)
 
 
 def _step_of(path: Path) -> int | None:
@@ -88,9 +88,9 @@ def check_unchanged(output: Path, start: Start) -> None:
 
     The owner calls it: another run may have ended between that look and the taking of the folder.
     """
-    if start.found is None:
+    if start.checkpoints is None:
         return
-    come = sorted(path for _, path in checkpoints_in(output) if path not in start.found)
+    come = sorted(path for _, path in checkpoints_in(output) if path not in start.checkpoints)
     if come:
         rule = "another run wrote it while this one started, which would go on from an older one"
         raise RunError(f"checkpoint {come[-1]}", rule, "Start this run again with --resume")
@@ -141,7 +141,7 @@ def checked_state(state: dict[str, Any], name: str) -> dict[str, Any]:
     Raises CheckpointError for a value that no run has.
     """
     try:
-        found = {
+        full_state = {
             "step": state["step"],
             "run": state.get("run", UNNAMED),
             "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
@@ -152,13 +152,13 @@ def checked_state(state: dict[str, Any], name: str) -> dict[str, Any]:
             "config": state["config"],
             "versions": state["versions"],
         }
-        wrong = [name for name, fits in _fitting(**found).items() if not fits]
+        wrong = [name for name, fits in _fitting(**full_state).items() if not fits]
     except UNREADABLE as error:
         raise _unreadable(name) from error
     if wrong:
-        value = f"{name}: {wrong[0]}={found[wrong[0]]!r}"
+        value = f"{name}: {wrong[0]}={full_state[wrong[0]]!r}"
         raise CheckpointError(value, "no run has such a value", _REMEDY)
-    return found
+    return full_state
 
 
 def _unreadable(name: str) -> CheckpointError:
@@ -211,7 +211,7 @@ class Start:
         run: the identity of the run; None for a fresh start
         data: the place in the data, for `Data.at`
         remembered: the run whose newest checkpoint may be in memory; None where none is looked for
-        found: the checkpoints that were there; None where the newest was not asked for
+        checkpoints: those that were there; None where the newest was not asked for
     """
 
     checkpoint: Path | None = None
@@ -224,7 +224,7 @@ class Start:
     run: str | None = None
     seen: Seen = NOTHING_SEEN
     remembered: str | None = None
-    found: frozenset[Path] | None = None
+    checkpoints: frozenset[Path] | None = None
 
 
 def find_start(
@@ -248,9 +248,9 @@ def find_start(
     if resume is None:
         return Start()
     notes: list[str] = []
-    remembered, found = None, None
+    remembered, existing = None, None
     if resume == NEWEST:
-        found = frozenset(path for _, path in checkpoints_in(config.output.path))
+        existing = frozenset(path for _, path in checkpoints_in(config.output.path))
         if config.train.memory_checkpoint_every is not None:
             remembered = last_run(config.output.path)
         newest, torn, damaged = newest_checkpoint(
@@ -259,7 +259,7 @@ def find_start(
         notes = [f"penstock: warning: passed over {each}" for each in torn]
         if newest is None and not damaged and before is None:
             nothing = f"{config.output.path} holds no checkpoint of its last run: starting from the beginning"
-            return Start(notes=(*notes, nothing), remembered=remembered, found=found)
+            return Start(notes=(*notes, nothing), remembered=remembered, checkpoints=existing)
         if newest is None:
             passed = "".join(f"\n  passed over {each}" for each in torn)
             raise CheckpointError(
@@ -282,7 +282,7 @@ def find_start(
         is_newest=resume == NEWEST,
         notes=tuple(notes),
         remembered=remembered,
-        found=found,
+        checkpoints=existing,
     )
 
 
@@ -406,11 +406,11 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[st
     check_config(path, model.config)
     stored = StoredState(path, ties)
     for name, parameter in model.named_parameters():
-        kind, found = kinds[name], stored.find(name)
-        if parameter.requires_grad and found is None:
+        kind, entry = kinds[name], stored.find(name)
+        if parameter.requires_grad and entry is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
-        if found is not None and found.optimizer not in (None, kind):
-            raise unfit(path, f"{name} was trained by {found.optimizer}", f"here it is by {kind}")
+        if entry is not None and entry.optimizer not in (None, kind):
+            raise unfit(path, f"{name} was trained by {entry.optimizer}", f"here it is by {kind}")
         for shape in filter(None, (stored.shape(name, part) for part in SHAPED)):
             if shape != list(parameter.shape):
                 raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
@@ -428,7 +428,7 @@ def changes(before: object, now: object, name: str = "") -> list[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*now, *(key for key in before if key not in now)]
         nested = (changes(before.get(key), now.get(key), f"{name}.{key}".lstrip(".")) for key in keys)
-        return [change for found in nested for change in found]
+        return [change for of_key in nested for change in of_key]
     return [] if before == now else [f"{name}={now} (was {before})"]
 
 

@@ -384,12 +384,12 @@ class Skips:
 
         spike: why its loss, which is finite, is too large
         """
-        found = spike or not_finite(**values)
-        self.in_a_row = self.in_a_row + 1 if found else 0
-        self.count += bool(found)
-        return found
+        reason = spike or not_finite(**values)
+        self.in_a_row = self.in_a_row + 1 if reason else 0
+        self.count += bool(reason)
+        return reason
 
-    def check(self, step: int, found: str, ranks: str = "", *, spike: bool = False) -> None:
+    def check(self, step: int, reason: str, ranks: str = "", *, spike: bool = False) -> None:
         """Raise RunError if what `judge` found in `step` ends the run.
 
         Args:
@@ -398,13 +398,13 @@ class Skips:
 
         It does with mode "stop", but for a spike, and at the last of too many skipped steps in a row.
         """
-        if self.mode == "stop" and found and not spike:
-            raise _stopped(step, found, ranks)
+        if self.mode == "stop" and reason and not spike:
+            raise _stopped(step, reason, ranks)
         if self.in_a_row == IN_A_ROW:
             odd = f"; at the last the gradients of {ranks} were not finite" if ranks else ""
             raise _named(
                 RunError(
-                    f"steps {step - IN_A_ROW + 1} to {step}: {found} at the last",
+                    f"steps {step - IN_A_ROW + 1} to {step}: {reason} at the last",
                     f"{IN_A_ROW} steps in a row were skipped, which no batch explains{odd}",
                     f"Go on from the last checkpoint with --resume. {_REMEDY}",
                 ),
@@ -421,15 +421,15 @@ def not_finite(**values: float) -> str:
 
 def check_finite(step: int, **values: float) -> None:
     """Raise RunError where a value is not finite."""
-    if found := not_finite(**values):
-        raise _stopped(step, found)
+    if reason := not_finite(**values):
+        raise _stopped(step, reason)
 
 
-def _stopped(step: int, found: str, ranks: str = "") -> RunError:
+def _stopped(step: int, reason: str, ranks: str = "") -> RunError:
     rule = "these are finite numbers while a model trains"
     return _named(
         RunError(
-            f"step {step}: {found}",
+            f"step {step}: {reason}",
             f"{rule}, and so are gradients: not those of {ranks}" if ranks else rule,
             f"{_REMEDY}. Single steps may be skipped with train.nonfinite=skip",
         ),

@@ -132,31 +132,31 @@ class Owner:
                 self._touched = time.monotonic()
 
     def _is_mine(self) -> bool:
-        found = _content(self._file)
-        if found is None:  # somebody removed it
+        content = _content(self._file)
+        if content is None:  # somebody removed it
             return _create(self._file, self._mine)
-        if found != _text(self._mine):
-            self._other = _facts(found)
+        if content != _text(self._mine):
+            self._other = _facts(content)
         return self._other is None
 
 
 def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patience: float) -> Owner:
     file, mine = output / OWNER, {"run": run, **_here(), "token": secrets.token_hex(8), "ended": False}
-    found = _content(file)
-    if found is None:
+    content = _content(file)
+    if content is None:
         if _create(file, mine):
             return Owner(file, mine, beat)
-        found = _content(file) or b""
-    facts = _facts(found)
+        content = _content(file) or b""
+    facts = _facts(content)
     if not facts.get("ended"):
         if how := _alive(file, facts, beat, patience):
             raise _in_use(output, facts, how)
         say(f"{output}: taken over from {_words(facts)}, which did not end and is gone")
-    if _content(file) == found:
+    if _content(file) == content:
         _replace(file, mine)
         time.sleep(_SETTLED)
-    if (found := _content(file)) != _text(mine):
-        raise _in_use(output, _facts(found), "it came at the same moment")
+    if (content := _content(file)) != _text(mine):
+        raise _in_use(output, _facts(content), "it came at the same moment")
     return Owner(file, mine, beat)
 
 

@@ -405,13 +405,13 @@ def _recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints | No
     if pipe._everyone.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
         memory.forget()
         return None
-    found = memory.recall(start.done)
+    recalled = memory.recall(start.done)
     if is_first():  # the display comes later
-        for each in found.passed:
-            print(f"penstock: warning: passed over {each}", flush=True)
-    if found.state is None:
+        for line in recalled.passed:
+            print(f"penstock: warning: passed over {line}", flush=True)
+    if recalled.state is None:
         return None
-    state = checked_state({**found.state, "run": memory.run}, f"the checkpoint in {memory.folder}")
+    state = checked_state({**recalled.state, "run": memory.run}, f"the checkpoint in {memory.folder}")
     newer = replace(start_after(config, state, "the checkpoint in memory"), checkpoint=start.checkpoint)
     others = [note for note in prepared.notes if note not in start.notes]
     where = f"going on from step {newer.done}, which was in memory ({memory.folder})"
@@ -448,9 +448,9 @@ def _unreadable(error: PenstockError, processes: Processes) -> str | None:
 
     error: this process's; a RunError where it only heard of another's
     """
-    found = isinstance(error, CheckpointError) and not isinstance(error, UnfitError)
+    unreadable = isinstance(error, CheckpointError) and not isinstance(error, UnfitError)
     heard = isinstance(error, RunError)
-    gathered = processes.gather([found, heard, str(error)])
+    gathered = processes.gather([unreadable, heard, str(error)])
     words = [str(text) for own, _, text in gathered if own]
     return words[0] if words and all(own or only_heard for own, only_heard, _ in gathered) else None
 

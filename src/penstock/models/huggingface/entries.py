@@ -175,28 +175,28 @@ class ImageCheck:
         ids = microbatch.get("input_ids")
         if not self._tokens or not isinstance(ids, Tensor):
             return
-        found = {kind: int((ids == token).sum()) for kind, token in self._tokens.items()}
+        counts = {kind: int((ids == token).sum()) for kind, token in self._tokens.items()}
         given = [name for names in PIXELS.values() for name in names if microbatch.get(name) is not None]
-        kind = next((kind for kind, count in found.items() if count), "image")
-        words = f"a microbatch with {found.get(kind) or 'no'} tokens of {kind}s"
+        kind = next((kind for kind, count in counts.items() if count), "image")
+        words = f"a microbatch with {counts.get(kind) or 'no'} tokens of {kind}s"
         words += f" ({kind}_token_id={self._tokens.get(kind)})"
-        if any(found.values()) and not given:
+        if any(counts.values()) and not given:
             rule = f"each stands for a part of its {kind}, and it has no {' or '.join(PIXELS[kind])}"
             raise BatchError(words, rule, _REMEDY)
-        if given and not any(found.values()):
+        if given and not any(counts.values()):
             rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
             raise BatchError(words, rule, _REMEDY)
         grid = microbatch.get("image_grid_thw")
         if isinstance(grid, Tensor) and given == ["pixel_values"]:  # some count videos by the same tokens
-            self._check_grid(grid, "mm_token_type_ids" in microbatch, found.get("image", 0), words)
+            self._check_grid(grid, "mm_token_type_ids" in microbatch, counts.get("image", 0), words)
 
-    def _check_grid(self, grid: Tensor, has_types: bool, found: int, words: str) -> None:
+    def _check_grid(self, grid: Tensor, has_types: bool, token_count: int, words: str) -> None:
         if self._takes_types and not has_types:
             rule = "the model finds the positions of text and images by it"
             raise BatchError("image_grid_thw without mm_token_type_ids", rule, _REMEDY)
         if isinstance(self._merged, int) and grid.dim() == PER_TOKEN and grid.shape[1] == 3:
             wanted = int(grid.prod(dim=1).sum()) // self._merged**2
-            if wanted != found:
+            if wanted != token_count:
                 rule = f"those of {len(grid)} in image_grid_thw are {wanted}"
                 raise BatchError(words, rule, _REMEDY)
 

@@ -63,8 +63,8 @@ class Answers:
         """What `ask` returns for `tensor`: a tensor, a boolean or None."""
         self._asked += 1
         if (values := self._values(tensor)) is not None:
-            found = _settled(ask(values))
-            return to_device(found, tensor.device) if isinstance(found, Tensor) else found
+            answer = _settled(ask(values))
+            return to_device(answer, tensor.device) if isinstance(answer, Tensor) else answer
         if self._asked > self._constant:
             return ask(tensor)
         key = question, self._asked, tensor.shape
@@ -72,10 +72,10 @@ class Answers:
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = _settled(ask(tensor))
-        found = self._known[key]
-        if found is not _USUAL[question]:  # what is asked from here on is not what the probe was asked
+        answer = self._known[key]
+        if answer is not _USUAL[question]:  # what is asked from here on is not what the probe was asked
             self._constant = 0
-        return found
+        return answer
 
     def made(self, mask: Any, of_booleans: Any) -> None:
         """transformers has made a mask of booleans from the model's argument `mask`."""
@@ -99,9 +99,9 @@ class Answers:
         return None
 
 
-def _settled(found: Any) -> Any:
+def _settled(answer: Any) -> Any:
     """A boolean in the place of a tensor that holds one."""
-    return bool(found) if isinstance(found, Tensor) and found.dtype == torch.bool else found
+    return bool(answer) if isinstance(answer, Tensor) and answer.dtype == torch.bool else answer
 
 
 # ---- What a model makes by itself
@@ -204,14 +204,14 @@ class Edits:
 
     def _put_in(self) -> list[Callable[..., Any]]:
         """Hooks and forwards of modules, which come and go."""
-        found: list[Callable[..., Any]] = []
+        functions: list[Callable[..., Any]] = []
         for module in self._modules:
             held = module.__dict__
             if "forward" in held and getattr(held["forward"], "__func__", None) not in ASKING:
-                found.append(held["forward"])
+                functions.append(held["forward"])
             if held["_forward_pre_hooks"] or held["_forward_hooks"]:
-                found += [*held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()]
-        return found
+                functions += [*held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()]
+        return functions
 
 
 def _is_known(function: Any) -> bool:
@@ -253,10 +253,10 @@ def _install() -> None:
 
     @functools.wraps(preprocess)
     def followed(config: Any, inputs_embeds: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        found = preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
+        arguments = preprocess(config, inputs_embeds, attention_mask, *args, **kwargs)
         if (answers := _answers()) is not None:
-            answers.made(attention_mask, found[1])
-        return found
+            answers.made(attention_mask, arguments[1])
+        return arguments
 
     setattr(masking_utils, "_preprocess_mask_arguments", followed)  # noqa: B010
 

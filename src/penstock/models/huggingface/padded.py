@@ -83,9 +83,9 @@ def effect_of_padding(model: PreTrainedModel, padding: Padding) -> Effect:
             _seen[key] = _look(model, padding)
         except ModelError as error:
             _seen[key] = error
-    if isinstance(found := _seen[key], ModelError):
-        raise found
-    return found
+    if isinstance(effect := _seen[key], ModelError):
+        raise effect
+    return effect
 
 
 def _look(model: PreTrainedModel, padding: Padding) -> Effect:
@@ -133,8 +133,8 @@ def _difference(model: PreTrainedModel, padding: Padding, batch: Mapping[str, Te
     longer = replace(padding, unpads=True).pad(batch, Lengths(_PADDED, _PADDED))
     unpad = longer.pop(UNPAD)
     expected = outcome(model, model(**batch, use_cache=False))
-    found = outcome(model, model(**longer, use_cache=False))
-    plain, other = (value["logits"] if isinstance(value, Mapping) else value for value in (expected, found))
+    padded = outcome(model, model(**longer, use_cache=False))
+    plain, other = (value["logits"] if isinstance(value, Mapping) else value for value in (expected, padded))
     if other.dim() > 2 and other.shape[1] == _PADDED:
         other = unpad.output(other)
     if plain.shape != other.shape:

@@ -78,9 +78,7 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
         stage: the copy that is to be trained
         given: the caller's whole model
     """
-    reaching = [
-        (where, holder, found) for where, holder, value in _hung_on(stage) for found in reached(value)
-    ]
+    reaching = [(where, holder, part) for where, holder, value in _hung_on(stage) for part in reached(value)]
     if not reaching:
         return
     outside = {id(module): name or "the model" for name, module in given.named_modules()}
@@ -88,8 +86,8 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
     outside |= {id(b): name for name, b in given.named_buffers(remove_duplicate=False)}
     held = {id(module) for module in stage.modules()}
     held |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
-    for where, holder, found in reaching:
-        if words := _why_not(found, holder, held, outside):
+    for where, holder, part in reaching:
+        if words := _why_not(part, holder, held, outside):
             raise ModelError(
                 f"{where}, which uses {words}",
                 "a stage computes with a copy of its layers, and a function keeps what it was made with",
@@ -103,24 +101,24 @@ def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
     for where, holder, value in _hung_on(model):
-        for found in reached(value):
-            own = (holder.parameters if isinstance(found, Tensor) else holder.modules)()
-            if id(found) in names and all(found is not each for each in own):
-                yield where, names[id(found)]
+        for part in reached(value):
+            own = (holder.parameters if isinstance(part, Tensor) else holder.modules)()
+            if id(part) in names and all(part is not each for each in own):
+                yield where, names[id(part)]
 
 
-def _why_not(found: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
-    """What is wrong with reaching `found` from a function of `holder`; empty where nothing is."""
-    if id(found) in outside:
-        return f"{outside[id(found)]} of the model that was given"
-    if isinstance(found, nn.Module) and id(found) in held and _inside(found, holder):
+def _why_not(part: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
+    """What is wrong with reaching `part` from a function of `holder`; empty where nothing is."""
+    if id(part) in outside:
+        return f"{outside[id(part)]} of the model that was given"
+    if isinstance(part, nn.Module) and id(part) in held and _inside(part, holder):
         return ""
-    if isinstance(found, nn.Module) and any(isinstance(module, _STAND_INS) for module in found.modules()):
+    if isinstance(part, nn.Module) and any(isinstance(module, _STAND_INS) for module in part.modules()):
         return "modules of another stage"
-    if isinstance(found, nn.Module):
-        if id(found) not in held and any(parameter.requires_grad for parameter in found.parameters()):
-            return f"{type(found).__name__}, a module with weights that this stage does not train"
-    elif isinstance(found, nn.Parameter) and id(found) not in held and found.requires_grad:
+    if isinstance(part, nn.Module):
+        if id(part) not in held and any(parameter.requires_grad for parameter in part.parameters()):
+            return f"{type(part).__name__}, a module with weights that this stage does not train"
+    elif isinstance(part, nn.Parameter) and id(part) not in held and part.requires_grad:
         return "a weight that this stage does not train"
     return ""
 

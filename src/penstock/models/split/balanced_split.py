@@ -156,11 +156,11 @@ def _moved(
         cuts = [0, *(each.stop for each in split)]
         ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
         for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
-            found = cuts.copy()
-            found[first] += step
-            found[second] += other
-            if all(start <= end for start, end in pairwise(found)):
-                new = [range(start, end) for start, end in pairwise(found)]
+            shifted = cuts.copy()
+            shifted[first] += step
+            shifted[second] += other
+            if all(start <= end for start, end in pairwise(shifted)):
+                new = [range(start, end) for start, end in pairwise(shifted)]
                 if _fits(new, has_room):
                     yield new
         counts = [len(each) for each in split]
@@ -172,10 +172,10 @@ def _moved(
 
     best = judged(split)
     while True:
-        found = min(((judged(new), new) for new in moves(split)), default=(best, split), key=itemgetter(0))
-        if found[0] >= best:
+        cheapest = min(((judged(new), new) for new in moves(split)), default=(best, split), key=itemgetter(0))
+        if cheapest[0] >= best:
             return best, split
-        best, split = found
+        best, split = cheapest
 
 
 def _fits(split: Sequence[range], has_room: _StageTest) -> bool:
@@ -291,8 +291,8 @@ def _least_squares(
                 own = cost(stage, start, end)
                 if own > slowest or not allowed(stage, start, end):
                     break
-                found = (own * own + rest, end)
-                here[start] = min(found, here.get(start, found))
+                candidate = (own * own + rest, end)
+                here[start] = min(candidate, here.get(start, candidate))
     cuts = [0]
     for stage in range(stages):
         cuts.append(best[stage][cuts[-1]][1])

@@ -155,7 +155,7 @@ def _short_rows(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable])
 def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable]) -> list[int]:
     """Parameters that work on a token, of each layer, before the layers and after them."""
     config = model.config.get_text_config(decoder=True)
-    experts = next((found for name in _EXPERTS if (found := getattr(config, name, None))), 1)
+    experts = next((expert_count for name in _EXPERTS if (expert_count := getattr(config, name, None))), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or experts
 
     def count(modules: Sequence[nn.Module]) -> int:

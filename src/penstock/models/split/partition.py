@@ -74,10 +74,10 @@ def check_one_description(**descriptions: object) -> None:
 
     first_stage_layers and last_stage_layers together are one.
     """
-    found = [name for name, value in descriptions.items() if value is not None]
-    if len(found) > 1 and found != ["first_stage_layers", "last_stage_layers"]:
+    names = [name for name, value in descriptions.items() if value is not None]
+    if len(names) > 1 and names != ["first_stage_layers", "last_stage_layers"]:
         raise PartitionError(
-            " and ".join(found), "each says by itself which layers go to which stage", "Give one of them"
+            " and ".join(names), "each says by itself which layers go to which stage", "Give one of them"
         )
 
 
@@ -126,12 +126,12 @@ def _from_layout(
     text = given if isinstance(given, str) else str(layout)
     value = f"layout {text if len(text) <= 60 else f'{text[:57]}...'!r}"
     if layout.prediction_layers != prediction_layers:
-        found = _count(layout.prediction_layers, "multi-token-prediction layer")
+        layer_count = _count(layout.prediction_layers, "multi-token-prediction layer")
         built = f"the model is built with {prediction_layers or 'none'}"
         remedy = f"Write {prediction_layers} m behind the last t"
         without = "Set mtp_loss_scaling_factor to train those that it has, or take m away"
         raise PartitionError(
-            value, f"it has {found} (m), and {built}", remedy if prediction_layers else without
+            value, f"it has {layer_count} (m), and {built}", remedy if prediction_layers else without
         )
     remedies = (f"Write {stages - 1} |", f"Write {layers - prediction_layers} t")
     return _checked(value, layout.counts, layers, stages, remedies, prediction_layers)

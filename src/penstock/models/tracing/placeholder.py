@@ -66,8 +66,8 @@ class Placeholder(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Read a property of the layer's class."""
-        found = getattr(self.__dict__.get("_kind"), name, None)
-        return found.fget(self) if isinstance(found, property) and found.fget else super().__getattr__(name)
+        attr = getattr(self.__dict__.get("_kind"), name, None)
+        return attr.fget(self) if isinstance(attr, property) and attr.fget else super().__getattr__(name)
 
     def give(self, hidden: Tensor, more: tuple[Any, ...] = (None,)) -> Any:
         """A result in the form of the layer's. more: the entries after the hidden states, in a tuple"""

@@ -73,23 +73,23 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             name = _RULES[kind](model)
             if name in lists:
                 return name, lists[name]
-            found = [each for each, held in lists.items() if len(held)]
+            paths = [path for path, held in lists.items() if len(held)]
             raise ModelError(
                 f"{type(model).__name__}, whose rule returns {name!r}",
                 "a rule of register_chain names the nn.ModuleList of the model's layers",
-                f"Return {' or '.join(map(repr, found))}" if found else "Keep the layers in an nn.ModuleList",
+                f"Return {' or '.join(map(repr, paths))}" if paths else "Keep the layers in an nn.ModuleList",
             )
     if getattr(model.config, "is_encoder_decoder", False):
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has two")
     wanted = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     filled = [(name, module) for name, module in lists.items() if len(module)]
-    fitting = [found for found in filled if len(found[1]) == wanted] or filled
+    fitting = [pair for pair in filled if len(pair[1]) == wanted] or filled
     if not fitting:
         raise no_chain(model, "a pipeline cuts one list of layers, and this model has none")
     outermost = min(name.count(".") for name, _ in fitting)
-    fitting = [found for found in fitting if found[0].count(".") == outermost]
+    fitting = [pair for pair in fitting if pair[0].count(".") == outermost]
     if len(fitting) > 1:
-        return max(fitting, key=lambda found: sum(p.numel() for p in found[1].parameters()))
+        return max(fitting, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
     return fitting[0]
 
 

@@ -407,10 +407,10 @@ def _add_names_of_ties(
     for key, renamed, _ in _renamed(unread, stage, mapping, tied):
         stored[renamed] = stored[key] = key
     for names in ties:
-        found = [stored[name] for name in names if name in stored]
+        keys = [stored[name] for name in names if name in stored]
         for name in held.intersection(names):
-            if found and name not in stored:
-                unread[name] = unread[found[0]]
+            if keys and name not in stored:
+                unread[name] = unread[keys[0]]
 
 
 def _read_own_rows(
@@ -441,13 +441,13 @@ def _renamed(
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = dict.fromkeys((*stage.state_dict(), *others), True)
-    found = []
+    new_names = []
     for key in sorted(unread, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, stage.base_model_prefix, known)
         if name not in known and key in known:  # as the loader does
             name, pattern = rename_source_key(key, [], [], stage.base_model_prefix, known)
-        found.append((key, name, pattern is not None))
-    return found
+        new_names.append((key, name, pattern is not None))
+    return new_names
 
 
 def tie_within(stage: nn.Module, ties: Ties) -> None:

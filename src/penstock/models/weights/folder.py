@@ -137,10 +137,10 @@ def check_lengths(path: Path, *, added: bool = False) -> None:
 
 def not_finite(path: Path) -> str:
     """What of the folder `path` held NaN or infinity as it was written, in words; empty where nothing did."""
-    found = (
+    bad_tensors = (
         (name, entry["not_finite"]) for name, entry in read_manifest(path).items() if "not_finite" in entry
     )
-    return next((f"{tensor} in {name} holds NaN or infinity" for name, tensor in found), "")
+    return next((f"{tensor} in {name} holds NaN or infinity" for name, tensor in bad_tensors), "")
 
 
 def check_contents(path: Path, name: str) -> None:
@@ -154,8 +154,8 @@ def check_contents(path: Path, name: str) -> None:
 def check_digest(path: Path, name: str, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
     """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` says so."""
     with readable(path, name):
-        found = sha256_of(path / name, entry.get("piece"), stopped)
-    if not stopped() and found != entry["sha256"]:
+        digest = sha256_of(path / name, entry.get("piece"), stopped)
+    if not stopped() and digest != entry["sha256"]:
         raise broken(path, name, "its contents differ from what was written (sha256)", AlteredError)
 
 

@@ -147,14 +147,14 @@ def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterato
 
 def _all_empty(module: nn.Module) -> Places:
     """All tensors on the meta device."""
-    found: Places = {}
+    places: Places = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
                 if value is not None and value.is_meta:
                     place = Place(table, name, f"{prefix}.{name}" if prefix else name)
-                    found.setdefault(id(value), []).append(place)
-    return found
+                    places.setdefault(id(value), []).append(place)
+    return places
 
 
 def _materialise(empty: Collection[list[Place]]) -> list[tuple[Place, Tensor]]:

@@ -180,12 +180,12 @@ def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str,
 def parsed_size(size: int | str) -> int:
     """Bytes of a number, or of text such as "5GB". Raises ConfigError."""
     parsed = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).upper())
-    found = int(parsed[1]) * 1000 ** " KMGT".index(parsed[2] or " ") if parsed else 0
-    if found < 1:
+    byte_count = int(parsed[1]) * 1000 ** " KMGT".index(parsed[2] or " ") if parsed else 0
+    if byte_count < 1:
         raise ConfigError(
             f"max_shard_size={size!r}", "it is a number of bytes", 'Give e.g. 5_000_000_000 or "5GB"'
         )
-    return found
+    return byte_count
 
 
 @dataclass(frozen=True)

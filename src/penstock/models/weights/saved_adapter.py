@@ -199,12 +199,12 @@ def check_base(folder: Path, base: Callable[[], str]) -> None:
 def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[str]) -> dict[str, str]:
     """The names in the file of what `module` holds; of tied ones the name that the file has."""
     aliases = {name: group for group in ties for name in group}
-    found = {}
+    keys = {}
     for name in module.state_dict():
         candidates = [names[other] for other in (name, *aliases.get(name, ())) if other in names]
         if candidates:
-            found[name] = next((key for key in candidates if key in there), candidates[0])
-    return found
+            keys[name] = next((key for key in candidates if key in there), candidates[0])
+    return keys
 
 
 def _join(folder: Path, parts: list[str]) -> Any:
@@ -218,5 +218,5 @@ def _join(folder: Path, parts: list[str]) -> Any:
     return entry
 
 
-def _unfit(folder: Path, found: str, rule: str = "the model's adapter has other tensors") -> UnfitError:
-    return UnfitError(f"adapter {folder}: {found}", rule, "Make the model's adapter as it was trained")
+def _unfit(folder: Path, fault: str, rule: str = "the model's adapter has other tensors") -> UnfitError:
+    return UnfitError(f"adapter {folder}: {fault}", rule, "Make the model's adapter as it was trained")

@@ -166,15 +166,15 @@ def base_of(model: PreTrainedModel) -> str:
     Raises ConfigError unless it is one function that also works on some of the heads.
     """
     configs = [getattr(module, "config", None) for module in attentions(model)]
-    found = {c._attn_implementation for c in configs if isinstance(c, PretrainedConfig)}
-    found = found or {model.config.get_text_config()._attn_implementation}
-    if not found <= {"sdpa", "eager"} or len(found) > 1:
+    implementations = {c._attn_implementation for c in configs if isinstance(c, PretrainedConfig)}
+    implementations = implementations or {model.config.get_text_config()._attn_implementation}
+    if not implementations <= {"sdpa", "eager"} or len(implementations) > 1:
         raise ConfigError(
-            f"attn_implementation={'/'.join(sorted(map(str, found)))} with cp",
+            f"attn_implementation={'/'.join(sorted(map(str, implementations)))} with cp",
             "context parallelism runs a model whose attention is all 'sdpa' or all 'eager'",
             "Build the model with attn_implementation='sdpa' (it uses flash kernels where there are some)",
         )
-    return str(found.pop())
+    return str(implementations.pop())
 
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
@@ -212,14 +212,14 @@ def _base_function(module: nn.Module, base: str) -> ulysses.AttentionFunction:
 
 
 def _configs(model: nn.Module) -> list[PretrainedConfig]:
-    found: dict[int, PretrainedConfig] = {}
+    configs: dict[int, PretrainedConfig] = {}
     todo = [getattr(module, "config", None) for module in model.modules()]
     while todo:
         config = todo.pop()
-        if isinstance(config, PretrainedConfig) and id(config) not in found:
-            found[id(config)] = config
+        if isinstance(config, PretrainedConfig) and id(config) not in configs:
+            configs[id(config)] = config
             todo += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 # options of models' attention functions that change nothing there, or that both methods know

@@ -70,19 +70,19 @@ class Mask:
         at = torch.arange(size, device=device)
         row = torch.arange(rows, device=device)[:, None, None, None]
         query, key = (at + queries * size)[None, None, :, None], (at + keys * size)[None, None, None, :]
-        found: Tensor = rule(row, row.new_zeros(1, 1, 1, 1), query, key)
-        return found.expand(-1, 1, size, size)
+        allowed: Tensor = rule(row, row.new_zeros(1, 1, 1, 1), query, key)
+        return allowed.expand(-1, 1, size, size)
 
     @cached_property
     def without_keys(self) -> Tensor | None:
         """Local queries without any key, bool (rows, part): those before a row's first valid token."""
         if self.full.mask is None:
             return None
-        found = []
+        keyless = []
         for queries in pieces(self.full.index, self.full.count):
             seen = [self._allowed(queries, keys).any(-1)[:, 0] for keys in range(queries + 1)]
-            found.append(~torch.stack(seen).any(0))
-        lonely = torch.cat(found, dim=1)
+            keyless.append(~torch.stack(seen).any(0))
+        lonely = torch.cat(keyless, dim=1)
         return lonely if bool(lonely.any()) else None
 
     @cached_property

@@ -131,8 +131,8 @@ def _exchange(group: ProcessGroup, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
     sent = torch.cat(rows, dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
-    found = torch.split(received, [row.shape[1] for row in rows], dim=1)
+    parts = torch.split(received, [row.shape[1] for row in rows], dim=1)
     return tuple(
         part.contiguous().view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(found, tensors, strict=True)
+        for part, tensor in zip(parts, tensors, strict=True)
     )

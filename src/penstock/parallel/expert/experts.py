@@ -39,18 +39,18 @@ def mixtures(module: nn.Module) -> dict[str, nn.Module]:
 
     Raises ModelError for experts that are not of the registry's form.
     """
-    found = {name: part for name, part in module.named_modules() if is_marked(part)}
-    inside = tuple(f"{name}." for name in found)
+    expert_modules = {name: part for name, part in module.named_modules() if is_marked(part)}
+    inside = tuple(f"{name}." for name in expert_modules)
     for name, part in module.named_modules():
-        if name in found or f"{name}.".startswith(inside) or not _looks_like_experts(name, part):
+        if name in expert_modules or f"{name}.".startswith(inside) or not _looks_like_experts(name, part):
             continue
-        if not any(other.startswith(f"{name}.") for other in found):
+        if not any(other.startswith(f"{name}.") for other in expert_modules):
             raise ModelError(
                 f"{name}, a {type(part).__name__}",
                 "experts are one module of the form that transformers' use_experts_implementation knows",
                 _REMEDY,
             )
-    return found
+    return expert_modules
 
 
 def is_marked(module: nn.Module) -> bool:
@@ -82,11 +82,11 @@ def check(model: nn.Module, ranks: int, copies: int = 1) -> None:
 
     Raises ConfigError, ModelError, also for a model without any mixture.
     """
-    found = mixtures(model)
-    if not found:
+    expert_modules = mixtures(model)
+    if not expert_modules:
         value, rule = f"ep={ranks} for {type(model).__name__}", "it has no experts to deal out"
         raise ConfigError(value, rule, "Set ep to 1")
-    for name, experts in found.items():
+    for name, experts in expert_modules.items():
         _check(name, experts, ranks)
         for key, parameter in experts.named_parameters():  # FSDP2 shards dimension 1, evenly only
             if copies > 1 and (parameter.ndim == 1 or parameter.shape[1] % copies):
@@ -119,16 +119,16 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> list[str]:
         raise ConfigError(
             f"a mesh with the axes {mesh.mesh_dim_names}", rule, "Give that axis alone, e.g. mesh['ep']"
         )
-    found = mixtures(module)
+    expert_modules = mixtures(module)
     tried: set[type[nn.Module]] = set()
-    for name, experts in found.items():
+    for name, experts in expert_modules.items():
         _check(name, experts, mesh.size())
         if type(experts) not in tried:  # one of a kind is enough
             _check_by_trial(name, experts, mesh)
         tried.add(type(experts))
-    for experts in found.values():
+    for experts in expert_modules.values():
         _distribute(experts, mesh)
-    return list(found)
+    return list(expert_modules)
 
 
 @dataclass(frozen=True)

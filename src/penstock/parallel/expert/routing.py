@@ -62,7 +62,7 @@ class TopKs(TorchFunctionMode):
     ) -> None:
         """marks: gives each top-k its number, for `number_of`; without values"""
         super().__init__()
-        self.found: list[Tensor] = []  # the indices that each gave so far
+        self.indices: list[Tensor] = []  # the indices that each gave so far
         self.over = False
         self.task = Task() if task is None else task
         self._name, self._choice, self._marks = name, choice, marks
@@ -71,11 +71,11 @@ class TopKs(TorchFunctionMode):
         kwargs = kwargs or {}
         if func not in _TOPK or self.over:
             return func(*args, **kwargs)
-        run = functools.partial(self._replace, func) if len(self.found) == self._choice else func
+        run = functools.partial(self._replace, func) if len(self.indices) == self._choice else func
         result = run(*args, **kwargs)
         if self._marks is not None:
-            self._marks.mark(result[1], self._marks.marks(result[1]) | {len(self.found)})
-        self.found.append(result[1])
+            self._marks.mark(result[1], self._marks.marks(result[1]) | {len(self.indices)})
+        self.indices.append(result[1])
         return result
 
     def _replace(self, topk: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
@@ -104,8 +104,8 @@ class TopKs(TorchFunctionMode):
         form = chosen.shape[-1:], chosen.numel()
         same = [
             number
-            for number, found in enumerate(self.found)
-            if number in made_of and (found.shape[-1:], found.numel()) == form
+            for number, indices in enumerate(self.indices)
+            if number in made_of and (indices.shape[-1:], indices.numel()) == form
         ]
         if not same:
             raise not_top_k(self._name)
@@ -178,13 +178,13 @@ class Router:
         if topks is None:
             return
         topks.over = True
-        if self._choice >= len(topks.found):
+        if self._choice >= len(topks.indices):
             raise not_top_k(self._name)
         if (kept := topks.task.kept) is not None:
             if self._name in kept:
                 raise one_too_many(self._name, "called twice in one forward")
-            found = topks.found[self._choice]
-            kept[self._name] = found.detach().reshape(-1, found.shape[-1]).clone()
+            chosen = topks.indices[self._choice]
+            kept[self._name] = chosen.detach().reshape(-1, chosen.shape[-1]).clone()
 
 
 @functools.cache  # one for all blocks of a kind, as compilers like it

@@ -55,14 +55,14 @@ def assigned(model: nn.Module, tp: int) -> Plan:
     values but do not divide by `tp`, or are tied to a weight that is sharded in another way.
     """
     plan = plan_of(model)
-    found = dict(_planned(model, plan))
-    experts = tuple(f"{name}." for name, style in found.items() if style == EXPERTS)
-    found = {n: s for n, s in found.items() if s != EXPERTS and not (experts and n.startswith(experts))}
+    styles = dict(_planned(model, plan))
+    experts = tuple(f"{name}." for name, style in styles.items() if style == EXPERTS)
+    styles = {n: s for n, s in styles.items() if s != EXPERTS and not (experts and n.startswith(experts))}
     whole = {
-        n for n, s in found.items() if _style(s).closed and any(size % tp for size in _sizes(model, n, s))
+        n for n, s in styles.items() if _style(s).closed and any(size % tp for size in _sizes(model, n, s))
     }
     whole |= _tied_to_others(model, plan, whole)
-    return {name: style for name, style in found.items() if name not in whole}
+    return {name: style for name, style in styles.items() if name not in whole}
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
@@ -141,13 +141,13 @@ def _tied_to_others(model: nn.Module, plan: Plan, whole: set[str]) -> set[str]:
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         pairs.append((name, first.setdefault(id(parameter), name)))
-    found: set[str] = set()
+    tied: set[str] = set()
     for pair in pairs:
         one, other = (name.removesuffix(".weight") for name in pair)
         dimensions = {_style(_entry(plan, name) or "").dimension for name in (one, other)}
         if one != other and (len(dimensions) > 1 or one in whole or other in whole):
-            found |= {one, other}
-    return found
+            tied |= {one, other}
+    return tied
 
 
 def _config(model: nn.Module) -> object:
@@ -265,8 +265,8 @@ def _check_sizes(model: nn.Module, plan: Plan, tp: int) -> None:
 
 def _heads(model: nn.Module) -> dict[str, int]:
     config = _config(model)
-    found = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    return {name: heads for name, heads in found.items() if isinstance(heads, int)}
+    counts = {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    return {name: heads for name, heads in counts.items() if isinstance(heads, int)}
 
 
 def _check_neighbours(model: nn.Module, path: str, plan: Plan) -> None:

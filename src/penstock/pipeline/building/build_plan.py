@@ -297,9 +297,9 @@ def check_fits(
         )
     if axes.tp > 1 and options.sequence_parallel:
         _check_layers(model, chain)
-    if axes.ranks_per_stage != 1 and (found := next(reaching_out(model), None)):
+    if axes.ranks_per_stage != 1 and (reference := next(reaching_out(model), None)):
         raise ModelError(
-            f"{found[0]}, which uses {found[1]}, on {axes}",
+            f"{reference[0]}, which uses {reference[1]}, on {axes}",
             "the other axes shard weights, which are put together for the forward of their own module only",
             "Let the function use its own module only, or leave out the other axes",
         )

@@ -45,11 +45,11 @@ def choose_experts(model: PreTrainedModel, name: str, *, given: bool) -> None:
     """
     check_name(name)
     kind = type(model).__name__
-    found = [part for part in model.modules() if is_marked(part)]
-    if not found:
+    mixtures = [part for part in model.modules() if is_marked(part)]
+    if not mixtures:
         rule = "none of its layers has a mixture that transformers computes in several ways"
         raise ConfigError(f"experts={name!r} for {kind}", rule, "Leave it out")
-    present = found[0].config._experts_implementation
+    present = mixtures[0].config._experts_implementation
     if given and present != name:
         value, rule = f"experts={name!r} for a model object with {present!r}", "it is taken as it is"
         raise ConfigError(value, rule, f"Call model.set_experts_implementation({name!r}) first")

@@ -120,15 +120,15 @@ class Account:
     def _fixed(self, rank: int, kept: Kept) -> RankMemory:
         """Without activations."""
         stages = [stage for stage in self.plan.stages if stage.rank == rank]
-        found = [self._weights(stage.parameter_names, kept) for stage in stages]
-        summed = RankMemory(*(sum(column) for column in zip(*(each[:6] for each, _ in found), strict=True)))
-        summed = summed._replace(casts=sum(each.casts for each, _ in found))
+        held = [self._weights(stage.parameter_names, kept) for stage in stages]
+        summed = RankMemory(*(sum(column) for column in zip(*(usage[:6] for usage, _ in held), strict=True)))
+        summed = summed._replace(casts=sum(usage.casts for usage, _ in held))
         if self.accumulates and not self.options.sharded.cpu_offload:
             aside = (
                 self._weights(stage.parameter_names & self._shared, kept)[0].gradients for stage in stages
             )
             summed = summed._replace(gradients=summed.gradients + sum(aside))
-        layers = [self._gathered(stage, gathered) for stage, (_, gathered) in zip(stages, found, strict=True)]
+        layers = [self._gathered(stage, gathered) for stage, (_, gathered) in zip(stages, held, strict=True)]
         throughout, working = zip(*layers, strict=True)
         return summed._replace(gathered_weights=sum(throughout) + max(working))
 
@@ -269,7 +269,7 @@ class Account:
         return self.plan.known_sizes[key]
 
     def _measured(self, shape: tuple[int, int], checkpointing: Checkpointing | None) -> Costs | None:
-        plan, found = self.plan, list[tuple[Sizes, int]]()
+        plan, by_stage = self.plan, list[tuple[Sizes, int]]()
         split = {stage for stage, _ in plan.schedule.split}
         known: dict[Hashable, tuple[Sizes, int]] = {}  # by what makes stages alike
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
@@ -285,8 +285,8 @@ class Account:
                     if sizes is None:
                         return None
                     known[key] = sizes
-                found.append(known[key])
-        held, in_backward = zip(*found, strict=True)
+                by_stage.append(known[key])
+        held, in_backward = zip(*by_stage, strict=True)
         columns = zip(Sizes._fields, zip(*held, strict=True), strict=True)
         rows: dict[str, Any] = {name: list(column) for name, column in columns}
         costs = Costs(held_in_backward=in_backward, **rows)
@@ -368,7 +368,7 @@ class Account:
             part = cut(model, chain, layers, info, values=False)
             if checkpointing is not None:
                 install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], checkpointing)
-            found = stage_sizes(
+            estimate = stage_sizes(
                 part,
                 info,
                 edges,
@@ -377,14 +377,14 @@ class Account:
                 defers_head=self._defers_head,
                 autocast=self.options.autocast,
             )
-            if found is None:
+            if estimate is None:
                 raise ModelError(
                     f"the activations of {type(model).__name__}",
                     "its forward looks at values, and an estimate has none",
                     "Measure them, and give balance a Memory of your own",
                 )
             weights, _ = self._weights(dict(part.named_parameters()), adamw)
-            sizes, in_backward = found
+            sizes, in_backward = estimate
             activation = max(sizes.activation, sizes.held_for_weight)
             return weights.fixed, activation, max(in_backward - activation, 0)
 

@@ -211,11 +211,11 @@ def parallelized(
     if not isinstance(result, nn.Module):
         remedy = "Return the module, also where it is changed in place"
         raise refusal(f"a {type(result).__name__}", remedy)
-    found = [name for name, _ in result.named_parameters()]
+    returned_names = [name for name, _ in result.named_parameters()]
     if result is module or all(inner is not module for inner in result.modules()):
-        if names and names.isdisjoint(found):
+        if names and names.isdisjoint(returned_names):
             remedy = f"Keep names such as {min(names)}, or put the stage's module into the one returned"
-            raise refusal(f"parameters such as {found[0] if found else 'none'}", remedy)
+            raise refusal(f"parameters such as {returned_names[0] if returned_names else 'none'}", remedy)
         return result, result
     inside = set(map(id, module.parameters()))
     if added := [name for name, parameter in result.named_parameters() if id(parameter) not in inside]:
@@ -338,15 +338,15 @@ def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Processes) -> fr
     with shared_errors(everyone):
         declared = {stage: declared_on_every_stage(module) for stage, module in modules.items()}
     shapes = {
-        stage: {name: [str(each.dtype), *each.shape] for name, each in found.items()}
-        for stage, found in declared.items()
+        stage: {name: [str(weight.dtype), *weight.shape] for name, weight in weights.items()}
+        for stage, weights in declared.items()
     }
     gathered = everyone.gather([*shapes.items()])
     every = sorted((each for process in gathered for each in process), key=lambda each: int(each[0]))
     (first, expected), *others = every
-    for stage, found in others:
-        for name in sorted({*expected, *found}):
-            if expected.get(name) != found.get(name):
+    for stage, stage_shapes in others:
+        for name in sorted({*expected, *stage_shapes}):
+            if expected.get(name) != stage_shapes.get(name):
                 shown = [
                     f"{each.get(name, 'none')} on stage {at}" for at, each in every if at in (first, stage)
                 ]

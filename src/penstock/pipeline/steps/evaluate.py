@@ -68,10 +68,10 @@ class Evaluations:
         collect: Collect = wanted if callable(wanted) else lambda output, number: output
         labelled = any("labels" in part for part in as_list(batch))
         scored = labelled or not isinstance(self._built.loss, OwnLoss)
-        result, found, count = self._run(batch, collect, scored)
+        result, collected, count = self._run(batch, collect, scored)
         if everywhere:
-            found = self._send_to_all(found, count)
-        outputs = [found.get(number) for number in range(count)] if found else None
+            collected = self._send_to_all(collected, count)
+        outputs = [collected.get(microbatch) for microbatch in range(count)] if collected else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
         loss, tokens = (result.loss, result.tokens) if scored else (None, 0)
@@ -89,17 +89,17 @@ class Evaluations:
 
         with evaluating(*(stage.module for stage in self._built.stages)):
             result, _ = self._steps.run(lowered, batch, keep, scored=scored)
-        found: dict[int, Any] = {}
+        collected: dict[int, Any] = {}
         for executor in lowered.executors:
-            found |= executor.ops.results
+            collected |= executor.ops.results
             executor.ops.results = {}
-        return result, dict(sorted(found.items())), lowered.schedule.microbatches
+        return result, dict(sorted(collected.items())), lowered.schedule.microbatches
 
-    def _send_to_all(self, found: Mapping[int, Any], count: int) -> dict[int, Any]:
+    def _send_to_all(self, collected: Mapping[int, Any], count: int) -> dict[int, Any]:
         """As `send_to_all`; what one pipeline of a mesh refuses, all refuse. Collective over the mesh."""
         refusal, everyone = None, dict[int, Any]()
         try:
-            everyone = send_to_all(found, self._built.world)
+            everyone = send_to_all(collected, self._built.world)
         except ShapeError as error:
             refusal = error
         self._built.world.reductions.agree(BatchFacts(count, has_labels=True), refusal)
@@ -134,21 +134,21 @@ def in_rows(outputs: Sequence[Any]) -> Any:
 _SLICE = 1 << 24  # bytes in one exchange: every process receives as many from every other
 
 
-def send_to_all(found: Mapping[int, Any], world: World) -> dict[int, Any]:
+def send_to_all(local_results: Mapping[int, Any], world: World) -> dict[int, Any]:
     """Every process's results, by microbatch, on every process. Collective.
 
     Tensors travel as their bytes; numbers and strings in lists, tuples and dicts as text.
     Raises ShapeError, on every process, for anything else.
     """
     if world.processes.count == 1:
-        return dict(found)
+        return dict(local_results)
     payloads: dict[int, Payload] = {}
     refusal, texts = None, dict[int, str]()
     try:
-        for number, value in found.items():
+        for microbatch, value in local_results.items():
             tensors, form = flatten(value)
-            payloads[number] = Payload(tensors, EdgeSpecs.of(tensors, form))
-            texts[number] = pack_specs(payloads[number].specs).decode()
+            payloads[microbatch] = Payload(tensors, EdgeSpecs.of(tensors, form))
+            texts[microbatch] = pack_specs(payloads[microbatch].specs).decode()
     except ShapeError as error:  # the others are about to wait for this process
         refusal, texts = error.value, {}
     everyone = world.processes.gather([refusal, texts])
@@ -199,11 +199,11 @@ def chosen_experts(built: BuiltStages, microbatches: int, lengths: Sequence[int]
     """
     local: dict[int, tuple[list[int], Tensor]] = {}
     for stage in built.stages:
-        found: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
-        for number, (places, chosen, length) in sorted(found.items()):
+        recorded: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
+        for microbatch, (places, chosen, length) in sorted(recorded.items()):
             if length is not None and built.mesh_plan is not None:
                 chosen = built.mesh_plan.gather_sequence(chosen, length)
-            local[stage.index * microbatches + number] = list(places), chosen
+            local[stage.index * microbatches + microbatch] = list(places), chosen
     pieces: dict[int, list[tuple[list[int], Tensor]]] = {}
     for key, piece in send_to_all(local, built.world).items():
         pieces.setdefault(key % microbatches, []).append(piece)

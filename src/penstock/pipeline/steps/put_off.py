@@ -61,7 +61,7 @@ def _at_once(stage: Stage) -> Counter[str]:
     experts = getattr(config, "num_experts_per_tok", None) or 1
     gathered = stage.sharding.gathered_by_shard
     known = set(stage.put_off.flops)
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for module, parameter, compiled in _matrices(stage.module):
         key = id(gathered.get(id(parameter), parameter))
         if key in known or parameter.grad is None:
@@ -70,8 +70,8 @@ def _at_once(stage: Stage) -> Counter[str]:
         entries = parameter.numel()
         if parameter.dim() > 2:
             entries = entries // parameter.shape[0] * experts
-        found[_cause(module, parameter, compiled)] += 2 * entries * max(1, stage.put_off.rows)
-    return found
+        flops[_cause(module, parameter, compiled)] += 2 * entries * max(1, stage.put_off.rows)
+    return flops
 
 
 def _matrices(module: nn.Module, compiled: bool = False) -> Iterator[tuple[nn.Module, nn.Parameter, bool]]:

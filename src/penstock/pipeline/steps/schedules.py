@@ -106,8 +106,8 @@ def _kept(
     known: dict[int, LoweredSchedule], count: int, make: Callable[[int], LoweredSchedule]
 ) -> LoweredSchedule:
     """The one of `known` for `count`, or a new one, which may take the place of the one used longest ago."""
-    found = known.pop(count, None) or make(count)
+    lowered = known.pop(count, None) or make(count)
     if len(known) >= KEPT:
         known.pop(next(iter(known)))
-    known[count] = found
-    return found
+    known[count] = lowered
+    return lowered

@@ -85,9 +85,9 @@ class BatchSplitter(NamedTuple):
         lengths = [int(each) for each in world.transport.all_gather([vector] * len(world.ranks))]
         if min(lengths) < 0:
             refusals = world.processes.gather(in_words(refusal))
-            found = first_error(dict(enumerate(refusals)), "given to rank")
-            assert found is not None
-            raise found from refusal
+            first_refusal = first_error(dict(enumerate(refusals)), "given to rank")
+            assert first_refusal is not None
+            raise first_refusal from refusal
         return microbatches, max(lengths)
 
     def _divide(self, batch: BatchLike, count: int) -> list[Microbatch]:

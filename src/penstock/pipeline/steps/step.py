@@ -167,14 +167,14 @@ class StepRunner:
 
     def count_tokens(self, batches: Sequence[BatchLike]) -> int:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
-        found, built = 0, self._built
+        tokens, built = 0, self._built
         # these weigh a batch as its microbatches, another loss may not
         count = 1 if isinstance(built.loss, OwnLoss | MeanOverRows) else built.schedule.microbatches
         with self._agreed(len(batches), has_labels=True):
             for batch in batches:
                 microbatches = built.splitter.unpadded(on_host(batch, self._world.device), count)
-                found += sum(weight_of(built.loss, part) for part in self._weighed(microbatches))
-        return self._world.reductions.sum_tokens(found)
+                tokens += sum(weight_of(built.loss, part) for part in self._weighed(microbatches))
+        return self._world.reductions.sum_tokens(tokens)
 
     def _prepare(
         self,

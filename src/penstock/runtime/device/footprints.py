@@ -66,17 +66,17 @@ class Footprints:
         known = self._known.get(key)
         if known is None and (split := _without_length(key)) is not None:
             rest, length = split
-            if (found := between(self._measured.get(rest, {}), length)) is not None:
-                known = KnownFootprint(found, provisional=False)
+            if (estimate := between(self._measured.get(rest, {}), length)) is not None:
+                known = KnownFootprint(estimate, provisional=False)
                 self._keep(key, known)
         return known
 
-    def add(self, key: ForwardKey, found: Footprint, provisional: bool) -> None:
+    def add(self, key: ForwardKey, measured: Footprint, provisional: bool) -> None:
         """Keep what was measured, in place of what was kept before."""
-        self._keep(key, KnownFootprint(found, provisional))
+        self._keep(key, KnownFootprint(measured, provisional))
         if not provisional and (split := _without_length(key)) is not None:
             rest, length = split
-            self._measured.setdefault(rest, {})[length] = found
+            self._measured.setdefault(rest, {})[length] = measured
 
     def _keep(self, key: ForwardKey, known: KnownFootprint) -> None:
         self._known[key] = known
@@ -106,9 +106,9 @@ def between(measured: Mapping[int, Footprint], length: int) -> Footprint | None:
         return None
     if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):
         return None
-    found = [measured[each] for each in near]
-    activation = _on_quadratic(near, [each.activation for each in found], length)
-    output = _on_quadratic(near, [each.output for each in found], length)
+    footprints = [measured[each] for each in near]
+    activation = _on_quadratic(near, [each.activation for each in footprints], length)
+    output = _on_quadratic(near, [each.output for each in footprints], length)
     if activation is None or output is None:
         return None
     return Footprint(activation, output)

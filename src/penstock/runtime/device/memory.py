@@ -116,8 +116,8 @@ class Ledger:
 
     def correct(self, wrong: Footprint, right: Footprint) -> None:
         """Count the forwards of this step that were counted as `wrong` as `right`."""
-        for place, (found, result) in self._forwards.items():
-            if found is wrong:
+        for place, (footprint, result) in self._forwards.items():
+            if footprint is wrong:
                 self._forwards[place] = right, result
                 if place in self._live:
                     self._live[place] += right.activation - wrong.activation
@@ -151,13 +151,13 @@ class Ledger:
         """The bytes that each microbatch held on each stage."""
         return {
             place: Sizes(
-                found.activation,
-                found.output,
+                footprint.activation,
+                footprint.output,
                 result,
                 self._for_weight.get(place, 0),
                 self._offloaded.get(place, 0),
             )
-            for place, (found, result) in self._forwards.items()
+            for place, (footprint, result) in self._forwards.items()
         }
 
 
@@ -255,13 +255,13 @@ def measuring(device: torch.device, others: Storages) -> Measured | MeasuredOnGP
 
 def _tensors(value: Any) -> list[Tensor]:
     """All tensors that an op takes or returns: mostly a flat sequence, for which a pytree is slow."""
-    found = []
+    tensors = []
     for leaf in value if isinstance(value, tuple | list) else tree_leaves(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif not (leaf is None or isinstance(leaf, int | float)):
-            found += [inner for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
-    return found
+            tensors += [inner for inner in tree_leaves(leaf) if isinstance(inner, Tensor)]
+    return tensors
 
 
 def _address(tensor: Tensor) -> int:

@@ -213,8 +213,8 @@ class _Saved(NamedTuple):
     def unpack(self) -> Tensor:
         (dtype, *within), here = self.form, self.place.here
         _check(self.counter, self.version, self.form.size)
-        found: Tensor = torch.empty(0, dtype=dtype, device=here.device).set_(here.untyped_storage(), *within)
-        return found
+        tensor: Tensor = torch.empty(0, dtype=dtype, device=here.device).set_(here.untyped_storage(), *within)
+        return tensor
 
 
 def _unpack(saved: _Saved | _Kept) -> Tensor:

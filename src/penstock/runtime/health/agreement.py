@@ -47,11 +47,11 @@ def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:
 
     who: what stands before their numbers, such as "given to process"
     """
-    found = {rank: words for rank, words in by_rank.items() if words is not None}
-    if not found:
+    error_words = {rank: words for rank, words in by_rank.items() if words is not None}
+    if not error_words:
         return None
-    first = next(iter(found.values()))
-    ranks = [str(rank) for rank, words in found.items() if words == first]
+    first = next(iter(error_words.values()))
+    ranks = [str(rank) for rank, words in error_words.items() if words == first]
     kind, value, rule, remedy = first
     where = "" if len(ranks) == len(by_rank) else f", {who} {', '.join(ranks)}"
     error: type[InputError] = getattr(errors, kind, BatchError)
@@ -68,9 +68,9 @@ def shared_errors(processes: Processes) -> Iterator[None]:
         if processes.count == 1:
             raise
         own = error
-    found = first_error(dict(enumerate(processes.gather(in_words(own)))), "on process")
-    if found is not None:
-        raise found from own
+    first = first_error(dict(enumerate(processes.gather(in_words(own)))), "on process")
+    if first is not None:
+        raise first from own
 
 
 # ---- The same facts
@@ -177,9 +177,9 @@ def compare_values(
     sums = {name: f"{checksum(value):08x}" for name, value in values.items()}
     in_parts = {name: sums[name] for name in sorted(sums.keys() & set(shared))}
     gathered = processes.gather([part, digest(json.dumps(sorted(sums.items()))), in_parts])
-    found: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}
-    found |= {pair for *_, pairs in gathered for pair in pairs.items()}
-    if len(found) == len({key for key, _ in found}):
+    distinct_sums: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}
+    distinct_sums |= {pair for *_, pairs in gathered for pair in pairs.items()}
+    if len(distinct_sums) == len({key for key, _ in distinct_sums}):
         return
     everyone = processes.gather(sums)
     lines: list[str] = []

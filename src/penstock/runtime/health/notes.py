@@ -196,9 +196,9 @@ class Pulse:
         self._changed: dict[int, float] = {}
 
     def look(self) -> None:
-        found, now = self._notes.read(self._processes), time.monotonic()
+        notes, now = self._notes.read(self._processes), time.monotonic()
         for process in self._processes:
-            note, seen = found.get(process), self._seen.get(process)
+            note, seen = notes.get(process), self._seen.get(process)
             if process not in self._changed or (note is not None and note != seen):
                 self._changed[process] = now
             if note is not None:

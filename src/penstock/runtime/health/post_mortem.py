@@ -30,12 +30,12 @@ def write_post_mortem(error: BaseException, executors: Sequence[Executor], folde
             trace = f"timeline so far in {path}"
     except Exception as trouble:  # e.g. a full disk, or a GPU that no longer answers
         trace = f"no timeline: {type(trouble).__name__}: {trouble}"
-    found = (account_of(error) or account(struck.progress))._replace(trace=trace)
-    give_account(error, found)
+    rank_account = (account_of(error) or account(struck.progress))._replace(trace=trace)
+    give_account(error, rank_account)
     if isinstance(error, PeerError):
         error.timeline = so_far  # its text gives the account
     else:
-        error.add_note(f"penstock: on rank {struck.plan.rank}, {found}")
+        error.add_note(f"penstock: on rank {struck.plan.rank}, {rank_account}")
 
 
 def timeline_so_far(executors: Sequence[Executor]) -> Timeline:

@@ -78,14 +78,14 @@ class ProductModules:
 
 def all_modules(module: nn.Module) -> list[nn.Module]:
     """`module.modules()`, without its several calls for each: this runs in each step."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     todo = [module]
     while todo:
         inner = todo.pop()
-        if id(inner) not in found:
-            found[id(inner)] = inner
+        if id(inner) not in modules:
+            modules[id(inner)] = inner
             todo += [child for child in reversed(inner._modules.values()) if child is not None]
-    return list(found.values())
+    return list(modules.values())
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -111,8 +111,8 @@ def _asking(module: nn.Module) -> MethodType | None:
 
 def _is_method(kind: type[nn.Module]) -> bool:
     """Whether `forward` of the class is an ordinary method, which can be called with the module."""
-    found = next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
-    return isinstance(found, FunctionType)
+    forward = next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    return isinstance(forward, FunctionType)
 
 
 def _linear(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:

@@ -269,9 +269,9 @@ class EveryCall(_Carries):
         # Every call of a forward comes here, so the test that most of them fail comes first. Compiled code
         # keeps torch's own products: the compiler must see them.
         if func in CALLS and not torch.compiler.is_dynamo_compiling():
-            found = find(*CALLS[func], args, kwargs or {})
-            if found is not None:
-                result = self.tape.product(*found)
+            product = find(*CALLS[func], args, kwargs or {})
+            if product is not None:
+                result = self.tape.product(*product)
                 if result is not None:
                     self.tape.seen()
                     return result

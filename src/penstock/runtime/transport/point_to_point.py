@@ -113,15 +113,15 @@ def ring_arguments(ops: Sequence[dist.P2POp], rank: int, size: int) -> dict[str,
     In a ring of two each rank is both neighbours of the other, and counts as the previous one.
     """
     sides = {(rank + 1) % size: "next", (rank - 1) % size: "prev"}
-    found: dict[str, Tensor | None] = {
+    arguments: dict[str, Tensor | None] = {
         f"tensor_{verb}_{side}": None for verb in ("send", "recv") for side in ("prev", "next")
     }
     for op in ops:
         argument = f"tensor_{'send' if op.op is dist.isend else 'recv'}_{sides.get(op.group_peer)}"
-        if argument not in found or found[argument] is not None:
+        if argument not in arguments or arguments[argument] is not None:
             return None
-        found[argument] = op.tensor
-    return found
+        arguments[argument] = op.tensor
+    return arguments
 
 
 class Batch:

@@ -76,8 +76,8 @@ def check_builder(
     """
     failures = []
     for p, m in product(ranks, microbatches):
-        found = _broken(builder, p, m, options, placement, peak_live)
-        failures += [Failure(p, m, rule) for rule in found]
+        broken_rules = _broken(builder, p, m, options, placement, peak_live)
+        failures += [Failure(p, m, rule) for rule in broken_rules]
     if failures:
         raise ConformanceError(getattr(builder, "__name__", repr(builder)), failures)
 

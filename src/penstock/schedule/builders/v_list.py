@@ -266,9 +266,9 @@ class Shape(NamedTuple):
 
     def run(self, work: Work, limits: Sequence[int]) -> Run:
         rule = by_block(work, self.spread, self.gap, self.lead * work.interval)
-        found = run(work, limits, rule, self.patience)
-        if found.makespan < inf or self.lead == inf:
-            return found
+        attempt = run(work, limits, rule, self.patience)
+        if attempt.makespan < inf or self.lead == inf:
+            return attempt
         return self._replace(lead=inf).run(work, limits)  # with no limit ahead, no rank gets stuck
 
 
@@ -307,9 +307,9 @@ def form(
         affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
         tried = islice([usual, *_candidates(limits, chosen)], affordable)
         best = min(tried, key=lambda candidate: candidate(sample).makespan)
-        chosen = min(as_usual, best(work), key=lambda found: found.makespan)
+        chosen = min(as_usual, best(work), key=lambda variant: variant.makespan)
         refined = _refined(chosen, limits, sample, min(affordable, _WALK))(work)
-        chosen = min(chosen, refined, key=lambda found: found.makespan)
+        chosen = min(chosen, refined, key=lambda variant: variant.makespan)
     return schedule(name, unit, chosen.programs)
 
 
@@ -323,18 +323,18 @@ def _repeated(rule: Callable[[Work], Run], work: Work) -> Run:
     run out. If some program shows no such interval in its middle, the rule runs on all microbatches.
     """
     few = work.first(_SETTLED * work.ranks)
-    found, more = rule(few), work.microbatches - few.microbatches
-    slots = [[slot for slot, _ in program] for program in found.programs]
+    short_run, more = rule(few), work.microbatches - few.microbatches
+    slots = [[slot for slot, _ in program] for program in short_run.programs]
     middle = 3 * few.microbatches
     intervals = [program[middle : middle + 6] for program in slots]
     if not more:
-        return found
+        return short_run
     if any(program[middle - 6 : middle] != interval or len({*interval}) < 6
            for program, interval in zip(slots, intervals, strict=True)):  # fmt: skip
         return rule(work)
     extended = [program[:middle] + interval * more + program[middle:]
                 for program, interval in zip(slots, intervals, strict=True)]  # fmt: skip
-    return Run(found.makespan + more * work.interval, [_numbered(program) for program in extended])
+    return Run(short_run.makespan + more * work.interval, [_numbered(program) for program in extended])
 
 
 def _numbered(slots: Iterable[int]) -> Slots:

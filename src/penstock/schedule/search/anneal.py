@@ -18,7 +18,7 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
     """
     need, delay, duration = problem.need, problem.delay, problem.duration
     main = [[number for number in program if number % 3 != W] for program in programs]
-    found: Programs = [[] for _ in programs]
+    placed: Programs = [[] for _ in programs]
     put_off: list[deque[int]] = [deque() for _ in programs]
     ends = [NOTHING] * problem.count
     at, held = [0] * len(programs), [0] * len(programs)
@@ -42,14 +42,14 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
         else:
             at[rank] += 1
         ends[number] = end = soon + duration[number]
-        found[rank].append(number)
+        placed[rank].append(number)
         held[rank] += problem.take[number] - problem.give[number]
         if number % 3 == 1:
             weights.append(number + 1)
         heappush(queue, (end, rank))
         if number in waiting:
             heappush(queue, (now, waiting.pop(number)))
-    return found if all(len(new) == len(old) for new, old in zip(found, programs, strict=True)) else None
+    return placed if all(len(new) == len(old) for new, old in zip(placed, programs, strict=True)) else None
 
 
 Place = tuple[int, int]  # rank, position
@@ -80,13 +80,13 @@ def anneal(best: Best, share: float) -> None:
             continue
         budget.spend(0.7 * OP_TIMED * problem.size)
         current[rank] = new
-        found = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
+        new_ends = times_after(problem, current, ends, rank, _first_difference(old, new, min(at, to)))
         threshold = random.random()  # drawn in any case, so that later draws do not depend on the score
-        if found is not None:
-            reached = key(problem, current, found)
+        if new_ends is not None:
+            reached = key(problem, current, new_ends)
             change = score(reached) - now
             if change <= 0 or threshold < exp(-change / (heat + 1e-9)):
-                ends, now, path = found, score(reached), _critical(problem, current, found)
+                ends, now, path = new_ends, score(reached), _critical(problem, current, new_ends)
                 if reached < best.key:
                     best.offer(list(current), "annealing")
                 continue
@@ -152,7 +152,7 @@ def _moved(problem: Problem, program: list[int], at: int, to: int) -> list[int] 
         stop += step
     if stop == at:
         return None
-    found = program.copy()
-    del found[at]
-    found.insert(stop, number)
-    return found if max(levels(problem, found)) <= problem.limit[problem.rank_of[number]] else None
+    moved = program.copy()
+    del moved[at]
+    moved.insert(stop, number)
+    return moved if max(levels(problem, moved)) <= problem.limit[problem.rank_of[number]] else None

@@ -25,10 +25,10 @@ def lower_bound(problem: Problem) -> int:
     if problem.placement.replicas > 1:
         return _of_copies(problem)
     bounds = _Bounds(problem)
-    found = [bounds.chain()]
+    lower_bounds = [bounds.chain()]
     for rank in range(problem.ranks):
-        found += (bounds.busy(rank), bounds.way_home(rank), bounds.residence(rank))
-    return max(found)
+        lower_bounds += (bounds.busy(rank), bounds.way_home(rank), bounds.residence(rank))
+    return max(lower_bounds)
 
 
 def _of_copies(problem: Problem) -> int:
@@ -38,7 +38,7 @@ def _of_copies(problem: Problem) -> int:
     """
     arrival, depth = arrivals(problem), problem.placement.depth
     used = set(problem.copies) == set(range(problem.placement.replicas))
-    found = []
+    bounds = []
     for rank, (lines, offset) in enumerate(zip(problem.lines_of, problem.offset, strict=True)):
         work = 0
         for first in range(0, problem.row, 3):
@@ -48,8 +48,8 @@ def _of_copies(problem: Problem) -> int:
                 by_copy[stage // depth] += sum(problem.duration[begin : begin + 3])
             work += min(by_copy)
         start = min(arrival[line] for line in lines) if problem.alike and used else 0
-        found.append(start + work - offset)
-    return max(found)
+        bounds.append(start + work - offset)
+    return max(bounds)
 
 
 class _Bounds:

@@ -82,7 +82,7 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
     """
     feeds, delay, duration = problem.feeds, problem.delay, problem.duration
     shift = max(problem.offset)
-    found = [NOTHING] * problem.count + [0]
+    remaining = [NOTHING] * problem.count + [0]
     places = [len(program) - 1 for program in programs]
     after = [shift - offset for offset in problem.offset]
     waiting: dict[int, int] = {}
@@ -93,7 +93,7 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
         for at in range(places[rank], -1, -1):
             number = program[at]
             fed = feeds[number]
-            there = found[fed]
+            there = remaining[fed]
             if there < 0:
                 waiting[fed] = rank
                 break
@@ -101,13 +101,13 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
                 there += duration[fed] + delay[fed]
                 if there > tail:
                     tail = there
-            found[number] = tail
+            remaining[number] = tail
             tail += duration[number]
             places[rank] = at - 1
             if number in waiting:
                 ready.append(waiting.pop(number))
         after[rank] = tail
-    return [tail - shift for tail in found]
+    return [tail - shift for tail in remaining]
 
 
 def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
@@ -119,12 +119,12 @@ def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
 def levels(problem: Problem, program: list[int]) -> list[int]:
     """The memory that the rank holds while each op of its program runs."""
     take, give, held = problem.take, problem.give, 0
-    found: list[int] = []
+    memory: list[int] = []
     for number in program:
         held += take[number]
-        found.append(held)
+        memory.append(held)
         held -= give[number]
-    return found
+    return memory
 
 
 def fits(problem: Problem, programs: Programs) -> bool:
@@ -158,9 +158,9 @@ class Best:
 
     def offer(self, programs: Programs | None, method: str) -> None:
         """Keep programs that run, fit and are better."""
-        found = checked_key(self.problem, programs) if programs else _WORST
-        if programs and found < self.key:
-            self.programs, self.key, self.method = programs, found, method
+        new_key = checked_key(self.problem, programs) if programs else _WORST
+        if programs and new_key < self.key:
+            self.programs, self.key, self.method = programs, new_key, method
 
     @property
     def is_least(self) -> bool:

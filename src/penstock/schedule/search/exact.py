@@ -63,15 +63,15 @@ def solve(best: Best, programs: Programs, part: Part, aim: Aim, seconds: float) 
     bound = max(least, round(solver.best_objective_bound)) if aim == "value" else least
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Solved(programs, bound, False)
-    found = [list(program) for program in programs]
+    reordered = [list(program) for program in programs]
     for rank, piece in enumerate(model.pieces):
         if rank in part.in_order:
             continue
         # of ops at the same time, those that take no time come first
         start = {number: solver.value(model.start[number]) for number in piece}
         ordered = sorted(piece, key=lambda number: (start[number], problem.duration[number] > 0))
-        found[rank][part.starts[rank] : part.stops[rank]] = ordered
-    return Solved(found, bound, status == cp_model.OPTIMAL)
+        reordered[rank][part.starts[rank] : part.stops[rank]] = ordered
+    return Solved(reordered, bound, status == cp_model.OPTIMAL)
 
 
 def solve_whole(best: Best, aim: Aim, share: float) -> None:
@@ -247,11 +247,11 @@ def solve_windows(best: Best, share: float) -> None:
         # windows grow until CP-SAT cannot finish them
         size = min(_MOST, size * 1.08) if solved.proven else max(_FEWEST, size * 0.85)
         # ops that take no time may come in an order that cannot run
-        found = checked_key(best.problem, solved.programs)
-        idle = 0 if found < reached else idle + 1
+        new_key = checked_key(best.problem, solved.programs)
+        idle = 0 if new_key < reached else idle + 1
         # another order that is as good is taken too: the next window starts from there
-        if found <= reached:
-            programs, reached = solved.programs, found
+        if new_key <= reached:
+            programs, reached = solved.programs, new_key
     best.offer(programs, "CP-SAT on windows")
 
 

@@ -59,10 +59,10 @@ def list_schedules(best: Best, share: float, known: Sequence[Policy] = ()) -> li
         ends = times(problem, programs) if programs else None
         if not programs or not ends:
             continue
-        found = key(problem, programs, ends)
-        idle = 0 if not kept or found < kept[0][0] else idle + 1
-        if all(found != other for other, _, _ in kept):
-            kept = sorted([*kept, (found, programs, policy)], key=itemgetter(0))[:_KEPT]
+        new_key = key(problem, programs, ends)
+        idle = 0 if not kept or new_key < kept[0][0] else idle + 1
+        if all(new_key != other for other, _, _ in kept):
+            kept = sorted([*kept, (new_key, programs, policy)], key=itemgetter(0))[:_KEPT]
         if kept[0][0].value <= best.least and idle > 300:
             break
     if kept:
@@ -100,28 +100,28 @@ def _varied(problem: Problem, policy: Policy, random: Random) -> Policy:
     if random.random() < 0.2:
         at = random.randrange(len(slope))
         slope[at] *= random.uniform(0.8, 1.25)
-    found = replace(policy, base=tuple(base), slope=tuple(slope))
+    variant = replace(policy, base=tuple(base), slope=tuple(slope))
     if random.random() < 0.2:
-        found = replace(found, wait=random.uniform(0.0, 3.0))
+        variant = replace(variant, wait=random.uniform(0.0, 3.0))
     if random.random() < 0.2:
-        found = replace(found, patience=int(random.choice((0.0, 0.3, 0.6, 1.0)) * unit))
-    return found
+        variant = replace(variant, patience=int(random.choice((0.0, 0.3, 0.6, 1.0)) * unit))
+    return variant
 
 
 def _time_left(problem: Problem) -> list[float]:
     """By line: from the start of one of its ops to the end of the same microbatch."""
     times = [duration + delay for duration, delay in zip(problem.duration, problem.delay, strict=True)]
     longest, depth = problem.by_line(max, times), problem.placement.depth
-    found = [0.0] * len(longest)
+    remaining = [0.0] * len(longest)
     for first in range(0, problem.placement.stages, depth):
         left = 0.0
         for stage in range(first, first + depth):
             left += longest[3 * stage + I]
-            found[3 * stage + I], found[3 * stage + W] = left, longest[3 * stage + W]
+            remaining[3 * stage + I], remaining[3 * stage + W] = left, longest[3 * stage + W]
         for stage in reversed(range(first, first + depth)):
             left += longest[3 * stage + F]
-            found[3 * stage + F] = left
-    return found
+            remaining[3 * stage + F] = left
+    return remaining
 
 
 def reserves(problem: Problem) -> list[int]:
@@ -130,15 +130,15 @@ def reserves(problem: Problem) -> list[int]:
     After an F that is room for one microbatch on the later stages of that rank. As microbatches keep their
     order on every stage, the oldest can then always finish, and no rank fills up.
     """
-    found = [0] * len(problem.lines)
+    room = [0] * len(problem.lines)
     for rank in range(problem.ranks):
         later = 0
         for stage in reversed(problem.placement.stages_of(rank)):
-            found[3 * stage + F] = later
+            room[3 * stage + F] = later
             later += max(
                 (problem.take[n] + problem.take[n + I] for n in problem.lines[3 * stage + F]), default=0
             )
-    return found
+    return room
 
 
 def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None:

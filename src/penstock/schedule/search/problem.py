@@ -116,11 +116,11 @@ class Problem:
     @cached_property
     def feeds(self) -> list[int]:
         """The op that op n feeds, or NOTHING: `need` the other way round."""
-        found = [NOTHING] * self.count
-        for number, needed in enumerate(self.need):
+        fed_ops = [NOTHING] * self.count
+        for op, needed in enumerate(self.need):
             if needed != NOTHING:
-                found[needed] = number
-        return found
+                fed_ops[needed] = op
+        return fed_ops
 
     @cached_property
     def cycle(self) -> float:
@@ -134,19 +134,19 @@ class Problem:
             stage, within = divmod(number, self.row)
             return Op(stage, KINDS[within % 3], within // 3)
 
-        found = tuple(tuple(map(op, program)) for program in programs)
-        return Schedule("searched", self.placement, self.microbatches, found)
+        ops_by_rank = tuple(tuple(map(op, program)) for program in programs)
+        return Schedule("searched", self.placement, self.microbatches, ops_by_rank)
 
     def programs(self, schedule: Schedule) -> Programs:
         """The programs of a schedule, with each whole backward as I and W."""
-        found: Programs = []
+        programs: Programs = []
         for program in schedule.programs:
             numbers: list[int] = []
             for stage, kind, microbatch in program:
                 first = stage * self.row + 3 * microbatch
                 numbers += (first + I, first + W) if kind == "B" else (first + KINDS.index(kind),)
-            found.append(numbers)
-        return found
+            programs.append(numbers)
+        return programs
 
 
 def problem(
@@ -193,7 +193,7 @@ def problem(
             take += (activation, max(0, kept - activation), 0)
             give += (0, max(0, activation - kept), kept)
     total = sum(take) + 1
-    found = Problem(
+    scaled = Problem(
         placement=placement,
         microbatches=microbatches,
         copies=copies or tuple(i % placement.replicas for i in range(microbatches)),
@@ -210,25 +210,25 @@ def problem(
         alike=all(row == row[:1] * len(row) for rows in (*times, delays, *held) for row in rows),
     )
     if from_first_op:
-        found.offset[:] = [min(arrivals(found)[line] for line in lines) for lines in found.lines_of]
-    return found
+        scaled.offset[:] = [min(arrivals(scaled)[line] for line in lines) for lines in scaled.lines_of]
+    return scaled
 
 
 def arrivals(problem: Problem) -> list[int]:
     """By line: no op of it can start earlier, whatever the ranks do."""
     least, delays = problem.by_line(min, problem.duration), problem.by_line(min, problem.delay)
-    found = [0] * len(problem.lines)
+    earliest = [0] * len(problem.lines)
     depth = problem.placement.depth
     for first in range(0, problem.placement.stages, depth):
         now = 0
         for stage in range(first, first + depth):
-            found[3 * stage + F] = now + delays[3 * stage + F]
-            now = found[3 * stage + F] + least[3 * stage + F]
+            earliest[3 * stage + F] = now + delays[3 * stage + F]
+            now = earliest[3 * stage + F] + least[3 * stage + F]
         for stage in reversed(range(first, first + depth)):
-            found[3 * stage + I] = now + delays[3 * stage + I]
-            now = found[3 * stage + I] + least[3 * stage + I]
-            found[3 * stage + W] = now
-    return found
+            earliest[3 * stage + I] = now + delays[3 * stage + I]
+            now = earliest[3 * stage + I] + least[3 * stage + I]
+            earliest[3 * stage + W] = now
+    return earliest
 
 
 def _quanta(values: Sequence[float]) -> tuple[float, bool]:

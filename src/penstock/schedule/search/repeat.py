@@ -48,17 +48,17 @@ def extend(best: Best, small: Best) -> None:
     lines = [[few.line_of[n] for n in program] for program in small.programs]
     makespan, more = max(ends), best.problem.microbatches - few.microbatches
     for cut in range(_CUTS):
-        found: Programs = []
+        extended: Programs = []
         for rank, program in enumerate(lines):
             near, length = bisect_left(starts[rank], makespan * (cut + 0.5) / _CUTS), len(few.lines_of[rank])
             at = _once(program, near, length)
             if at is None:
                 break
             stretch = program[at : at + length]
-            found.append(_numbered(best.problem, program[:at] + stretch * more + program[at:]))
-        if len(found) == few.ranks:
+            extended.append(_numbered(best.problem, program[:at] + stretch * more + program[at:]))
+        if len(extended) == few.ranks:
             best.budget.spend(2 * OP_TIMED * best.problem.size)
-            best.offer(found, f"{small.method}, its steady state repeated")
+            best.offer(extended, f"{small.method}, its steady state repeated")
 
 
 def _once(program: list[int], near: int, count: int) -> int | None:
@@ -73,8 +73,8 @@ def _once(program: list[int], near: int, count: int) -> int | None:
 def _numbered(problem: Problem, lines: list[int]) -> list[int]:
     """The ops of these lines, each line in order."""
     seen: Counter[int] = Counter()
-    found = []
+    ops = []
     for line in lines:
-        found.append(problem.lines[line][seen[line]])
+        ops.append(problem.lines[line][seen[line]])
         seen[line] += 1
-    return found
+    return ops

@@ -52,11 +52,11 @@ def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterato
         for values in product(*(choices[option] for option in known)):
             options = dict(zip(known, values, strict=True))
             try:
-                found = builder(ranks=placement.ranks, microbatches=microbatches, **options)
+                schedule = builder(ranks=placement.ranks, microbatches=microbatches, **options)
             except ConfigError:  # it does not take this size
                 continue
-            if found.placement == placement and found.trains:
-                yield f"{name} paired" if options.get("paired") else name, found
+            if schedule.placement == placement and schedule.trains:
+                yield f"{name} paired" if options.get("paired") else name, schedule
 
 
 # ---- The steps of a search
@@ -266,7 +266,7 @@ def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Seq
 
 def _serial(task: Problem) -> Programs:
     """One microbatch at a time: on each rank its forwards, then I and W, the last stage first."""
-    found: Programs = []
+    programs: Programs = []
     for rank in range(task.ranks):
         program: list[int] = []
         for i, copy in enumerate(task.copies):
@@ -274,28 +274,28 @@ def _serial(task: Problem) -> Programs:
             own = [s * task.row + 3 * i for s in task.placement.stages_of(rank) if s // depth == copy]
             program += [first + F for first in own]
             program += [first + kind for first in reversed(own) for kind in (I, W)]
-        found.append(program)
-    return found
+        programs.append(program)
+    return programs
 
 
 def _copies(schedule: Schedule) -> tuple[int, ...]:
     """By microbatch, the copy of the model that it goes through."""
-    found = {
+    copies = {
         op.microbatch: op.stage // schedule.placement.depth for program in schedule.programs for op in program
     }
-    return tuple(found[i] for i in range(schedule.microbatches))
+    return tuple(copies[i] for i in range(schedule.microbatches))
 
 
 def _fitting(
     task: Problem, costs: Costs, limits: Sequence[float | None]
 ) -> list[tuple[str, Schedule, float]]:
     """The builders' names, schedules and values within the limits, best first."""
-    found = []
+    fitting = []
     for name, schedule in candidates(task.placement, task.microbatches, costs):
         timeline = simulate(schedule, costs)
         if not _beyond(limits, timeline):
-            found.append((name, schedule, _value(task, timeline)))
-    return sorted(found, key=lambda builder: builder[2])
+            fitting.append((name, schedule, _value(task, timeline)))
+    return sorted(fitting, key=lambda builder: builder[2])
 
 
 def _beyond(limits: Sequence[float | None], timeline: Timeline) -> list[int]:

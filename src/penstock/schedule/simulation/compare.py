@@ -225,17 +225,17 @@ def round_up(value: float) -> str:
 def advise(works: Callable[[int, int], bool], ranks: int, microbatches: int) -> str:
     """The closest numbers of microbatches or ranks that `works` accepts, in words; empty if none is."""
     reach = _REACH * ranks
-    found = [
+    suggestions = [
         _near(lambda m: works(ranks, m), microbatches, reach, "microbatches"),
         _near(lambda p: works(p, microbatches), ranks, reach, "ranks"),
     ]
-    if not any(found):
+    if not any(suggestions):
         nearest = sorted(range(max(1, microbatches - reach), microbatches + reach + 1),
                          key=lambda m: abs(m - microbatches))  # fmt: skip
         others = (p for p in (ranks - 1, ranks + 1) if p > 0)
         pairs = ((p, m) for p in others for m in nearest if works(p, m))
-        found = [f"{p} ranks and {m} microbatches" for p, m in islice(pairs, 1)]
-    return "; or ".join(filter(None, found))
+        suggestions = [f"{p} ranks and {m} microbatches" for p, m in islice(pairs, 1)]
+    return "; or ".join(filter(None, suggestions))
 
 
 def _near(works: Callable[[int], bool], here: int, reach: int, noun: str) -> str:

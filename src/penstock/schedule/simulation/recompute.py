@@ -35,16 +35,16 @@ def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
     """
     if not schedule.trains:
         return frozenset()
-    found: set[tuple[int, int]] = set()
+    recomputed: set[tuple[int, int]] = set()
     for program, count in zip(schedule.programs, _per_rank(counts, schedule.ranks), strict=True):
         live: set[tuple[int, int]] = set()
         for stage, kind, microbatch in program:
             if kind == "F" and len(live) < count:
                 live.add((stage, microbatch))
-                found.add((stage, microbatch))
+                recomputed.add((stage, microbatch))
             elif kind in ("B", "W"):
                 live.discard((stage, microbatch))
-    return frozenset(found)
+    return frozenset(recomputed)
 
 
 def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) -> Costs:

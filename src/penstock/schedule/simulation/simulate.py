@@ -50,17 +50,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     costs = costs or Costs()
     with collector_paused():
         proof, arrays, order = proven(schedule)
-        found = _Run(arrays, order, costs)
+        run = _Run(arrays, order, costs)
         return Timeline(
             schedule.name,
             schedule.ranks,
-            found.spans(),
+            run.spans(),
             proof.peak_live,
-            _memory(arrays, costs, found),
-            found.critical_path(),
+            _memory(arrays, costs, run),
+            run.critical_path(),
             schedule.overlaps,
-            found.waits(),
-            copies=() if found.links is None else tuple(found.links.copies),
+            run.waits(),
+            copies=() if run.links is None else tuple(run.links.copies),
         )
 
 
@@ -164,19 +164,19 @@ def _delays(arrays: OpArrays, costs: Costs) -> Floats:
 # ---- What each rank holds
 
 
-def _memory(arrays: OpArrays, costs: Costs, found: _Run) -> tuple[Curve, ...]:
+def _memory(arrays: OpArrays, costs: Costs, run: _Run) -> tuple[Curve, ...]:
     """By rank, what it holds over time."""
     held, schedule = _Held(arrays, costs), arrays.schedule
-    if not costs.counts_buffers and found.links is None:
-        return held.activations(found)
-    times = [found.of_rank(rank) for rank in range(schedule.ranks)]
+    if not costs.counts_buffers and run.links is None:
+        return held.activations(run)
+    times = [run.of_rank(rank) for rank in range(schedule.ranks)]
     all_posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
     posted_at = {op: reached for posted, row in zip(all_posts, times, strict=True)
                  for ops, reached in zip(posted, _reached(row), strict=True) for op in ops}  # fmt: skip
     in_time = itemgetter(0)  # changes at one time keep their order
     curves = []
     for rank, row in enumerate(times):
-        offloaded = [[]] * len(row) if found.links is None else found.links.of_rank(arrays, rank)
+        offloaded = [[]] * len(row) if run.links is None else run.links.of_rank(arrays, rank)
         changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at, offloaded), key=in_time)
         curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
     return tuple(curves)
@@ -210,11 +210,11 @@ class _Held:
         )
         return at_start, at_end
 
-    def activations(self, found: _Run) -> tuple[Curve, ...]:
+    def activations(self, run: _Run) -> tuple[Curve, ...]:
         """By rank, what it holds over time, without messages."""
         import numpy as np
 
-        times = np.stack([found.start, found.end], axis=1)
+        times = np.stack([run.start, run.end], axis=1)
         changes = np.stack([self._at_start, self._at_end], axis=1)
         by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
         return tuple(

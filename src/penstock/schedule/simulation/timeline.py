@@ -303,8 +303,8 @@ class Timeline:
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Span, ...], ...]:
-        found = {rank: tuple(spans) for rank, spans in groupby(self.spans, lambda span: span.rank)}
-        return tuple(found.get(rank, ()) for rank in range(self.ranks))
+        by_rank = {rank: tuple(spans) for rank, spans in groupby(self.spans, lambda span: span.rank)}
+        return tuple(by_rank.get(rank, ()) for rank in range(self.ranks))
 
     @cached_property
     def _extent(self) -> tuple[float, ...]:

@@ -242,17 +242,17 @@ def compare_with_reference(
     split: Sequence[tuple[Place, Digests]],
 ) -> str | dict[str, Any]:
     """On process 0: a Report for JSON, and the numbers of near ties and of tokens; or why there is none."""
-    found = None
+    reference_run = None
     try:
-        found = _run_reference(reference, device, microbatches)
+        reference_run = _run_reference(reference, device, microbatches)
     except (MemoryError, RuntimeError) as error:
         if not ran_out_of_memory(error):
             raise
     if device.type == "cuda":
         torch.cuda.empty_cache()  # only here nothing refers to the model any more
-    if found is None:
+    if reference_run is None:
         return "memory ran out"
-    loss, expected, rounding, near = found
+    loss, expected, rounding, near = reference_run
     dtype = reference.source.model.dtype
     report = compare_digests((split_loss, loss), split, expected, reference.tolerance, dtype, rounding)
     report = replace(report, note=not_own(reference.loss, microbatches))

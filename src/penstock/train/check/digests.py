@@ -97,23 +97,23 @@ def compare_digests(
         return Report.of(None, wrong, tolerance, "norm")
     largest = max((each.gradient[0] for each in reference.values() if each.gradient is not None), default=0.0)
 
-    def gradient(place: Place, found: Digest | None, expected: Digest | None) -> Compared:
-        if found is None and expected is None:
+    def gradient(place: Place, actual: Digest | None, expected: Digest | None) -> Compared:
+        if actual is None and expected is None:
             return Compared("gradient", *place, 0.0, 0.0, 0.0)
-        if found is None or expected is None:
+        if actual is None or expected is None:
             return only_one("gradient", place)
         norm = expected[0]
         limit = max(_LARGEST_SHARE * norm, ROUNDS * torch.finfo(dtype).eps * largest)
         room = min(ROUNDS * rounding.get(place[0], 0.0), limit)
         passes = max(allowed(tolerance, norm, dtype, largest), room)
-        return Compared("gradient", *place, distance(found, expected), norm, passes)
+        return Compared("gradient", *place, distance(actual, expected), norm, passes)
 
     tensors = [gradient(place, each.gradient, reference[place[0]].gradient) for place, each in split]
     return Report.of(losses, tensors, tolerance, "norm")
 
 
-def _weight(place: Place, found: Digest, expected: Digests | None) -> Compared:
+def _weight(place: Place, actual: Digest, expected: Digests | None) -> Compared:
     if expected is None:
         return only_one("weight", place)
     norm = expected.weight[0]
-    return Compared("weight", *place, distance(found, expected.weight), norm, _DIGITS * norm)
+    return Compared("weight", *place, distance(actual, expected.weight), norm, _DIGITS * norm)

@@ -42,10 +42,10 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-    found = [_finding(entry) for entry in wrong[:_SHOWN]]
+    findings = [_finding(entry) for entry in wrong[:_SHOWN]]
     if len(wrong) == 1:
-        raise ConfigError(*found[0])
-    lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in found)
+        raise ConfigError(*findings[0])
+    lines = "".join(f"\n  {value}: {rule}. {remedy}" for value, rule, remedy in findings)
     lines += f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
     raise ConfigError(f"config {path}", f"{len(wrong)} things are wrong with it:{lines}", "Fix each of them")
 

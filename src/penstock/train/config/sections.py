@@ -89,8 +89,8 @@ class ModelSection(Section):
 
     def check_keys(self) -> None:
         if (self.path is None) == (self.config is None):
-            found = "neither is" if self.path is None else "both are"
-            raise ValueError(f"exactly one of model.path and model.config is needed, and here {found}")
+            given = "neither is" if self.path is None else "both are"
+            raise ValueError(f"exactly one of model.path and model.config is needed, and here {given}")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config names its model_type, e.g. model_type: qwen3")
         if self.config is not None and (self.revision or self.commit) is not None:
@@ -236,9 +236,9 @@ class DataSection(RecordSection):
     def check_keys(self) -> None:
         super().check_keys()
         if (self.path is None) == (not self.mixture):
-            found = "neither is" if self.path is None else "both are"
+            given = "neither is" if self.path is None else "both are"
             raise ValueError(
-                f"one of data.path and data.mixture is needed, and here {found}; "
+                f"one of data.path and data.mixture is needed, and here {given}; "
                 "write path: FILE, or mixture: [{path: FILE, weight: 1}, ...]"
             )
         if self.mixture and not sum(source.weight for source in self.mixture):
@@ -404,10 +404,10 @@ class ParallelSection(Section):
     def check_keys(self) -> None:
         with as_finding():
             axes = self.axes
-        found = [f"{name}={getattr(self, name)}" for name in _SHARDING if getattr(self, name)]
-        if found and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
+        options = [f"{name}={getattr(self, name)}" for name in _SHARDING if getattr(self, name)]
+        if options and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
             rule = "configures the weights that FSDP2 shards, and here no weight is sharded"
-            raise ValueError(f"{' and '.join(found)} {rule}; set dp_shard to 2 or more, or leave it out")
+            raise ValueError(f"{' and '.join(options)} {rule}; set dp_shard to 2 or more, or leave it out")
 
     @property
     def axes(self) -> Axes:

@@ -112,9 +112,9 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
 def _bytes(value: object) -> object:
     """Bytes from a number, or from text with a unit, such as 8 GiB."""
     number = value
-    if isinstance(value, str) and (found := _BYTES.fullmatch(value)):
-        base = 1024 if found[3] else 1000
-        number = float(found[1]) * base ** " KMGT".index(found[2].upper() or " ")
+    if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
+        base = 1024 if match[3] else 1000
+        number = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
     if value is None:
         return None
     if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf"):

@@ -138,10 +138,10 @@ class Data:
             accepting = "set data.changed=accept, and the next steps take the rows of this data"
             raise CheckpointError("the data of a resumed run", rule, f"{_AS_BEFORE}; or {accepting}")
         taken: int = state.get("rows", planned)
-        found = replace(self, stream=stream, done=done, taken=taken)
+        resumed = replace(self, stream=stream, done=done, taken=taken)
         if taken != planned:  # else it was checked
-            found.check(steps)
-        return found
+            resumed.check(steps)
+        return resumed
 
     def without(self, done: int, step: int, position: Position | None, steps: int) -> tuple[Data, range]:
         """Go back to after step `done`, and on with the row after those of `step`; and the rows in between.
@@ -154,9 +154,9 @@ class Data:
         """
         stream = None if self.stream is None or position is None else self.stream.at(position)
         left_out = range(self._first(done + 1), self._first(step + 1))
-        found = replace(self, stream=stream, done=done, taken=left_out.stop)
-        found.check(steps)
-        return found, left_out
+        remaining = replace(self, stream=stream, done=done, taken=left_out.stop)
+        remaining.check(steps)
+        return remaining, left_out
 
     def change(self, state: Mapping[str, Any] | None) -> str:
         """How this data differs from that of which `state` is, in words; empty where it does not.
@@ -165,10 +165,10 @@ class Data:
         """
         if state is None or state.get("digest") == self.digest:
             return ""
-        found = changes(state.get("sources"), self.known)
+        differences = changes(state.get("sources"), self.known)
         followed = "its tokenizer, its order or its options" if self.stream else "its order"
         return (
-            "; ".join(found)
+            "; ".join(differences)
             or f"{followed} changed, or its contents (digest {self.digest}, not {state.get('digest')})"
         )
 
@@ -344,10 +344,10 @@ def load_data(
     weights = tuple(source.weight for source in section.sources)
     if section.streaming is not None:
         return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
-    found = [load.rows(source, share, least) for source in section.sources]
-    rows = StoredRows(tuple(trained for trained, _ in found))
-    held = StoredRows(tuple(held_out or (rest for _, rest in found)))
-    _check_size(config, found, rows, held)
+    splits = [load.rows(source, share, least) for source in section.sources]
+    rows = StoredRows(tuple(trained for trained, _ in splits))
+    held = StoredRows(tuple(held_out or (rest for _, rest in splits)))
+    _check_size(config, splits, rows, held)
     counts = tuple(map(len, rows.sources))
     epochs = [source.epochs for source in section.sources]
     limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
@@ -362,11 +362,11 @@ def load_data(
 
 
 def _check_size(
-    config: TrainConfig, found: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, held: StoredRows
+    config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, held: StoredRows
 ) -> None:
     """Raise DataError where there is no batch to train on, or none held out, or a source has no row."""
     section, size = config.data, config.train.batch_size
-    for source, (trained, own) in zip(section.sources, found, strict=True):
+    for source, (trained, own) in zip(section.sources, splits, strict=True):
         few = min(len(rows), len(held)) < size
         if not few and (len(trained) or not source.weight):
             continue

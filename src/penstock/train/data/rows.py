@@ -77,8 +77,8 @@ class SourceRows:
 
     def lengths(self, row: int) -> Sequence[int]:
         """Tokens of each document of a row. Reads no token."""
-        found: list[int] = self.pieces.lengths[self.packing.row(row)].tolist()
-        return found
+        lengths: list[int] = self.pieces.lengths[self.packing.row(row)].tolist()
+        return lengths
 
     def read(self, row: int) -> list[Piece]:
         """The documents of a row."""

@@ -303,23 +303,23 @@ def write_store(
     at, all_count = "", True
     between = np.array([separator or 0], dtype=dtype)
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
-        for name, found in chain.from_iterable(blocks):
-            if found is None:
+        for name, document in chain.from_iterable(blocks):
+            if document is None:
                 dropped += 1
                 continue
             if separator is not None and lengths:
                 tokens.write(between.data)
                 lengths[-1] += 1
                 highest = max(highest, separator)
-            tokens.write(found.ids.astype(dtype).data)
-            lengths.append(len(found.ids))
-            shown += [] if found.shown is None else [found.shown]
+            tokens.write(document.ids.astype(dtype).data)
+            lengths.append(len(document.ids))
+            shown += [] if document.shown is None else [document.shown]
             if labelled:
-                assert found.labels is not None
-                labels.write(found.labels.data)
-                counted += int((found.labels != IGNORED).sum())
-                all_count = all_count and np.array_equal(found.ids, found.labels)
-            most = max(each.max(initial=0) for each in (found.ids, found.labels) if each is not None)
+                assert document.labels is not None
+                labels.write(document.labels.data)
+                counted += int((document.labels != IGNORED).sum())
+                all_count = all_count and np.array_equal(document.ids, document.labels)
+            most = max(each.max(initial=0) for each in (document.ids, document.labels) if each is not None)
             if not at or most > highest:
                 highest, at = int(most), name
     array = np.array(lengths, dtype=np.int64)

@@ -80,9 +80,9 @@ class Reader:
         self._draws: int = start["draws"]
         self._next: int = start["next"]
         wanted = {*start["buffer"], *(each for each, _ in start["open"])}
-        found = self._find(wanted)
-        self._buffer = [(each, found[each]) for each in start["buffer"]]
-        self._open = deque(self._document(each, found[each], taken) for each, taken in start["open"])
+        records = self._find(wanted)
+        self._buffer = [(each, records[each]) for each in start["buffer"]]
+        self._open = deque(self._document(each, records[each], taken) for each, taken in start["open"])
         self._records = self._read()
 
     def position(self) -> dict[str, Any]:
@@ -159,11 +159,11 @@ class Reader:
             self._stop_if_barren(drawn)
 
     def _document(self, number: int, record: Record, taken: int = 0) -> _Document:
-        ((name, found),) = self._encoder.encode([record])
-        if found is None or not len(found.ids):
+        ((name, encoded),) = self._encoder.encode([record])
+        if encoded is None or not len(encoded.ids):
             return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
-        ids = found.ids.astype(np.int64)
-        labels = ids if found.labels is None else found.labels.astype(np.int64)
+        ids = encoded.ids.astype(np.int64)
+        labels = ids if encoded.labels is None else encoded.labels.astype(np.int64)
         check_highest(f"data file {name}", max(ids.max(), labels.max()), self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:

@@ -179,12 +179,12 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
     return Encoded(ids.astype(np.uint32), labels.astype(np.int32))
 
 
-def _numbers(name: str, field: str, found: object) -> npt.NDArray[np.int64]:
+def _numbers(name: str, field: str, content: object) -> npt.NDArray[np.int64]:
     try:
-        whole = found if isinstance(found, np.ndarray) else _WHOLE.validate_python(found, strict=True)
+        whole = content if isinstance(content, np.ndarray) else _WHOLE.validate_python(content, strict=True)
         return np.asarray(whole, dtype=np.int64)
     except (ValidationError, OverflowError):
-        rule = f"{field} is a list of whole numbers, and here is a {type(found).__name__} of something else"
+        rule = f"{field} is a list of whole numbers, and here is a {type(content).__name__} of something else"
         raise wrong(name, rule) from None
 
 

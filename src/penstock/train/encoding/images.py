@@ -100,12 +100,12 @@ class Processor(HuggingFace):
             rule = f"images lists files, and here is a {type(left).__name__}"
             raise wrong(name, rule, 'Write ["NAME.png"]')
         left = list(left)
-        found = [{**message, "content": self._content(name, message.get("content"), left)}
-                 for message in messages]  # fmt: skip
+        resolved = [{**message, "content": self._content(name, message.get("content"), left)}
+                    for message in messages]  # fmt: skip
         if left:
             rule = f"{len(left)} of its images stand in no message, first {left[0]!r}"
             raise wrong(name, rule, 'Write {"type": "image"} where each is to stand')
-        return found
+        return resolved
 
     def _content(self, name: str, content: Any, left: list[Any]) -> Any:
         if not isinstance(content, list):
@@ -151,10 +151,10 @@ class Processor(HuggingFace):
         return {"type": "image", "path": given, "digest": _digest(content)}
 
     def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
-        found = self.processor.apply_chat_template(
+        encoded = self.processor.apply_chat_template(
             [self._with_pixels(messages)], tokenize=True, return_dict=True, **options
         )
-        return {name: value[0] for name, value in found.items() if name in ("input_ids", "assistant_masks")}
+        return {name: value[0] for name, value in encoded.items() if name in ("input_ids", "assistant_masks")}
 
     # ---- What a microbatch has of images
 
@@ -165,7 +165,7 @@ class Processor(HuggingFace):
         """
         chats = [json.loads(piece.shown or b"[]") for piece in rows]
         try:
-            found = self.processor.apply_chat_template(
+            encoded = self.processor.apply_chat_template(
                 [self._with_pixels(messages) for messages in chats],
                 tokenize=True, return_dict=True, return_tensors="pt",
                 processor_kwargs={"padding": True, "padding_side": "right"},
@@ -176,11 +176,11 @@ class Processor(HuggingFace):
             rule = f"its processor refuses the chats of a microbatch ({' '.join(str(error).split())})"
             remedy = "Give images that fit together, or one row a microbatch"
             raise DataError(f"data.tokenizer={self._name}", rule, remedy) from error
-        for piece, ids in zip(rows, found["input_ids"].numpy(), strict=True):
+        for piece, ids in zip(rows, encoded["input_ids"].numpy(), strict=True):
             if not np.array_equal(ids[: len(piece.ids)], piece.ids):
                 rule = "its processor gives other ids for a chat than it gave when the data was tokenised"
                 raise DataError(f"data.tokenizer={self._name}", rule, _AGAIN)
-        return {name: value for name, value in found.items() if name not in _OURS}
+        return {name: value for name, value in encoded.items() if name not in _OURS}
 
     def _with_pixels(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages, with opened images in the place of their files."""

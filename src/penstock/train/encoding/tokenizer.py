@@ -150,8 +150,8 @@ class HuggingFace:
 
     def chat_marked(self, messages: Messages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """The ids, and 1 for each that the template has between its marks of generation."""
-        found = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
-        return list(found["input_ids"]), list(found["assistant_masks"])
+        encoded = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
+        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
     def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
         return self.own.apply_chat_template(

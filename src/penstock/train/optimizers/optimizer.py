@@ -372,16 +372,16 @@ def trained_by(section: OptimizerSection, model: nn.Module, layers: str) -> dict
     """
     from penstock.models.weights.files import tied_names
 
-    found: dict[str, str] = {}
+    kinds: dict[str, str] = {}
     everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for kind, share in shares_of(section).items():
         names = everything if share.chosen is None else share.chosen(model, layers)
-        found |= {name: kind for name in names if name not in found}
+        kinds |= {name: kind for name in names if name not in kinds}
     copies = {name for names in tied_names(model) for name in names[1:]}  # in the group of their first name
     for kind, share in shares_of(section).items():
         if isinstance(share.keys, GroupedKeys):
-            _check_groups(share, [name for name in found if found[name] == kind and name not in copies])
-    return found
+            _check_groups(share, [name for name in kinds if kinds[name] == kind and name not in copies])
+    return kinds
 
 
 def _check_groups(share: Share, names: Sequence[str]) -> None:

@@ -83,8 +83,8 @@ def _started(
     before: dict[str, Any] = {}
     if done:
         with suppress(*UNREADABLE):
-            found = read_json(file)
-            before = found if isinstance(found, dict) and found.get("run", run) == run else {}
+            contents = read_json(file)
+            before = contents if isinstance(contents, dict) and contents.get("run", run) == run else {}
     start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}
     return {
         "id": before.get("id") or (new_run() if done else run),
@@ -117,8 +117,8 @@ def _now() -> str:
 
 def write_timeline(output: Path, step: int, measured: Timeline, predicted: Timeline | None = None) -> None:
     """Write timeline.json. Raises RunError."""
-    found = {"step": step, "measured": measured.to_data()}
-    write_json(output / TIMELINE, found | ({} if predicted is None else {"predicted": predicted.to_data()}))
+    entries = {"step": step, "measured": measured.to_data()}
+    write_json(output / TIMELINE, entries | ({} if predicted is None else {"predicted": predicted.to_data()}))
 
 
 def write_json(path: Path, data: object) -> None:

@@ -199,13 +199,13 @@ class SlowRanks:
         """A line for each host, of its slowest rank in the last steps; the slowest host first."""
         if not self._last:
             return []
-        found: dict[str, dict[str, Any]] = {}
+        slowest: dict[str, dict[str, Any]] = {}
         for pipeline, rank in self._hosts:
             entry = self._entry(pipeline, rank)
             if np.isfinite(entry["times"]):
-                before = found.setdefault(entry["host"], entry)
-                found[entry["host"]] = max(before, entry, key=lambda each: float(each["times"]))
-        entries = sorted(found.values(), key=lambda entry: -entry["times"])
+                before = slowest.setdefault(entry["host"], entry)
+                slowest[entry["host"]] = max(before, entry, key=lambda each: float(each["times"]))
+        entries = sorted(slowest.values(), key=lambda entry: -entry["times"])
         lines = [f"{each['times']:.2f}  {_name(each)}: {_numbers(each)}" for each in entries[:_HOSTS]]
         more = len(entries) - len(lines)
         return [*lines, f"and {more} faster hosts"] if more else lines
@@ -239,12 +239,12 @@ def _medians_of_others(rows: Seconds) -> Seconds:
 
 def _of_others(values: list[float]) -> list[float]:
     known = sorted(value for value in values if value == value)
-    count, found = len(known) - 1, []
+    count, medians = len(known) - 1, []
     for value in values:
         if value != value or not count:
-            found.append(math.nan)
+            medians.append(math.nan)
             continue
         place = bisect_left(known, value)
         middle = [known[at + (at >= place)] for at in ((count - 1) // 2, count // 2)]
-        found.append(sum(middle) / 2)
-    return found
+        medians.append(sum(middle) / 2)
+    return medians

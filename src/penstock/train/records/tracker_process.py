@@ -122,9 +122,9 @@ class Mlflow:
         uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or database
         self._client, self._metric = MlflowClient(uri), Metric
         experiment = self._experiment(options["experiment"])
-        found = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'")
-        if found:
-            self._id = found[0].info.run_id
+        runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'")
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
             made = self._client.create_run(experiment, tags={_TAG: run.id}, run_name=options["run"] or run.id)
@@ -146,8 +146,8 @@ class Mlflow:
         if name is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
             return number
         name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT
-        found = self._client.get_experiment_by_name(name)
-        return str(found.experiment_id if found else self._client.create_experiment(name))
+        experiment = self._client.get_experiment_by_name(name)
+        return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
 
 _CLASSES: dict[str, Callable[[Mapping[str, Any], Identity], Tracker]] = {
@@ -166,12 +166,12 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     What JSON has no number for, a loss that is not finite, is left out.
     """
     kind = "evaluation/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else ""
-    found = {}
+    metrics = {}
     for name, value in leaves({key: value for key, value in row.items() if key != "step"}, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             name = re.sub(r"[^\w./ -]", "_", name)  # a pattern of the config may be in it
-            found[name if name == "held_out_loss" else kind + name] = float(value)
-    return found
+            metrics[name if name == "held_out_loss" else kind + name] = float(value)
+    return metrics
 
 
 class End:

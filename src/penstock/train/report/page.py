@@ -125,12 +125,12 @@ class Fact(NamedTuple):
 
 def facts(run: RecordedRun) -> list[Fact]:
     """The numbers to see first. Those of a rate are medians over the steps."""
-    found = []
+    stats = []
     for name, key in (("Loss", "loss"), ("Held-out loss", "held_out_loss")):
         known = [(value, step) for step, value in run.points(key) if value is not None]
         if known:
             least, at = min(known)
-            found.append(Fact(name, number(known[-1][0]), f"least {number(least)}, step {at:,}"))
+            stats.append(Fact(name, number(known[-1][0]), f"least {number(least)}, step {at:,}"))
     rates: list[tuple[str, str, Callable[[float], str]]] = [
         ("Tokens a second", "tokens_per_second", lambda value: f"{value:,.0f}"),
         ("TFLOP/s a device", "tflops_per_device", number),
@@ -141,13 +141,13 @@ def facts(run: RecordedRun) -> list[Fact]:
     for name, key, written in rates:
         values = [value for _, value in run.points(key) if value is not None]
         if values and (key != "padding" or any(values)):
-            found.append(Fact(name, written(median(values)), "median"))
+            stats.append(Fact(name, written(median(values)), "median"))
     for key, name in (("peak_allocated", "Peak GPU memory"), ("peak_resident", "Peak host memory")):
         peaks = run.by_process(key)
         if any(peaks):
-            found.append(Fact(name, _bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
+            stats.append(Fact(name, _bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
     spent = sum(seconds_by_part(run).values())
-    return [*found, Fact("Time", _duration(spent), "in steps, evaluations, checkpoints")] if spent else found
+    return [*stats, Fact("Time", _duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
 
 
 def _facts(runs: Sequence[RecordedRun]) -> str:
@@ -159,9 +159,9 @@ def _facts(runs: Sequence[RecordedRun]) -> str:
         )
         return f'<dl class="tiles">{tiles}</dl>'
     by_run = [{fact.name: fact for fact in facts(run)} for run in runs]
-    names = dict.fromkeys(name for found in by_run for name in found)
-    rows = [[run.name, *(found[name].value if name in found else "-" for name in names)]
-            for run, found in zip(runs, by_run, strict=True)]  # fmt: skip
+    names = dict.fromkeys(name for by_name in by_run for name in by_name)
+    rows = [[run.name, *(by_name[name].value if name in by_name else "-" for name in names)]
+            for run, by_name in zip(runs, by_run, strict=True)]  # fmt: skip
     return _table("By run", ["run", *names], rows)
 
 
@@ -173,13 +173,13 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     several = len(runs) > 1
 
     def lines(*curves: tuple[str, str | None, str, bool]) -> list[Line]:
-        found: list[Line] = []
+        all_lines: list[Line] = []
         for place, run in enumerate(runs):
             for key, inner, label, dots in curves:
                 points = run.points(key, inner)
                 name = label if not several else run.name if len(curves) == 1 else f"{run.name}: {label}"
-                found.append(Line(name, points, place if several else len(found), dots))
-        return [line for line in found if line.points]
+                all_lines.append(Line(name, points, place if several else len(all_lines), dots))
+        return [line for line in all_lines if line.points]
 
     def single(key: str, label: str) -> list[Line]:
         return lines((key, None, label, False))
@@ -210,16 +210,16 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
 def _timeline(runs: Sequence[RecordedRun]) -> str:
     """Predicted and measured, of one run; the measured ones of several."""
-    found, said = runs[0].timelines
-    unit = "s" if "measured" in found else ""
+    timelines, said = runs[0].timelines
+    unit = "s" if "measured" in timelines else ""
     if len(runs) > 1:
         measured = {run.name: run.timelines[0].get("measured") for run in runs}
-        found = {name: timeline for name, timeline in measured.items() if timeline is not None}
+        timelines = {name: timeline for name, timeline in measured.items() if timeline is not None}
         unit, said = "s", "The last step that each run has recorded, if it has."
     inner = _note(said)
-    if found:
-        name = next(iter(found.values())).name
-        panels = tuple(Panel(label, timeline) for label, timeline in found.items())
+    if timelines:
+        name = next(iter(timelines.values())).name
+        panels = tuple(Panel(label, timeline) for label, timeline in timelines.items())
         made = parts(Drawing(f"Timeline of a step, {name}", panels, unit), embedded=True)
         inner += made["toolbar"] + made["timeline"]
     return _block("Timeline of a step", inner)
@@ -238,7 +238,7 @@ def _of_run(run: RecordedRun, named: bool) -> str:
 
 def seconds_by_part(run: RecordedRun) -> dict[str, float]:
     """The seconds of the whole run by part, as far as its rows know."""
-    found = dict.fromkeys(_PARTS, 0.0)
+    totals = dict.fromkeys(_PARTS, 0.0)
     for row in run.rows:
         seconds = finite(row.get("seconds")) or 0.0
         kind = "evaluation" if "held_out_loss" in row else "checkpoint" if "checkpoint" in row else "rest"
@@ -246,9 +246,9 @@ def seconds_by_part(run: RecordedRun) -> dict[str, float]:
         pairs = inner.items() if isinstance(inner, dict) else ()
         known = {name: finite(value) or 0.0 for name, value in pairs}
         for name, value in known.items():
-            found[name] = found.get(name, 0.0) + value
-        found[kind] += seconds - sum(known.values())
-    return {name: value for name, value in found.items() if value > 0}
+            totals[name] = totals.get(name, 0.0) + value
+        totals[kind] += seconds - sum(known.values())
+    return {name: value for name, value in totals.items() if value > 0}
 
 
 def _time(run: RecordedRun) -> str:
@@ -321,8 +321,8 @@ def _config(run: RecordedRun) -> str:
 
 
 def _environment(run: RecordedRun) -> str:
-    found = run.about.get("environment")
-    rows = [[str(name), str(value)] for name, value in found.items()] if isinstance(found, dict) else []
+    versions = run.about.get("environment")
+    rows = [[str(name), str(value)] for name, value in versions.items()] if isinstance(versions, dict) else []
     return _details("Environment", _table("", ["", "version or number"], rows)) if rows else ""
 
 

@@ -40,19 +40,19 @@ class RecordedRun:
 
     def points(self, key: str, inner: str | None = None) -> Points:
         """A number of each row that has it, by step. inner: its key within the row's mapping `key`"""
-        found = []
+        points = []
         for row in self.rows:
             value = row.get(key)
             if inner is not None:
                 value = value.get(inner) if isinstance(value, dict) else None
             if key in row and (inner is None or value is not None):
-                found.append((row["step"], finite(value)))
-        return found
+                points.append((row["step"], finite(value)))
+        return points
 
     def keys_of(self, key: str) -> list[str]:
         """The keys of the mappings that the rows have there, in order."""
-        found = (row[key] for row in self.rows if isinstance(row.get(key), dict))
-        return list(dict.fromkeys(str(inner) for each in found for inner in each))
+        mappings = (row[key] for row in self.rows if isinstance(row.get(key), dict))
+        return list(dict.fromkeys(str(inner) for mapping in mappings for inner in mapping))
 
     def by_process(self, key: str) -> list[float]:
         """The most of each process, of a list that the rows have there."""
@@ -63,13 +63,13 @@ class RecordedRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        found = self.about.get("config")
-        return found if isinstance(found, dict) else {}
+        config = self.about.get("config")
+        return config if isinstance(config, dict) else {}
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        found = self.about.get("starts")
-        return [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+        starts = self.about.get("starts")
+        return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
     @property
     def timelines(self) -> tuple[dict[str, Timeline], str]:
@@ -77,8 +77,8 @@ class RecordedRun:
         try:
             data = read_json(self.folder / "timeline.json")
             labels = [label for label in ("predicted", "measured") if label in data]
-            found = {label: Timeline.from_data(data[label]) for label in labels}
-            return found, f"Step {int(data['step'])}, as the ranks recorded it."
+            timelines = {label: Timeline.from_data(data[label]) for label in labels}
+            return timelines, f"Step {int(data['step'])}, as the ranks recorded it."
         except (OSError, PenstockError, *_WRONG):
             pass
         try:
@@ -128,10 +128,10 @@ def _row(line: bytes) -> Row | None:
 
 def _json(file: Path) -> dict[str, Any]:
     try:
-        found = read_json(file)
+        content = read_json(file)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def _of_checkpoint(folder: Path) -> dict[str, Any]:
