@@ -36,7 +36,9 @@ ABOUT = {
     "op. In process no message is sent. Two processes: torch over gloo, and penstock over gloo and over "
     "shared memory, its default on one host.",
     "host": "Layers are so narrow that the host is the limit, as it is on a GPU that waits for launches. All "
-    "ranks are in one process: a step does the work of the plain loop and nothing else.",
+    "ranks are in one process: a step does the work of the plain loop and nothing else. The same stages "
+    "called by hand, by torch alone and in the schedule's order, show what of it no library can save: each "
+    "stage runs the model's own forward around its layers, and the schedule's activations are held.",
     "trainer": "A step of `penstock train`, beside the same step in a loop of one's own.",
     "memory": "Three comparisons: live activations, measured and proven; peak bytes of penstock and of "
     "torch; peak bytes, measured and predicted. The bytes that are counted from outside include what an op "
