@@ -17,13 +17,13 @@ from itertools import pairwise, product
 from typing import Any, get_args
 
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule.builders import Builder
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Timeline
 from penstock.schedule.verify import verify
 
-Builder = Callable[..., Schedule]
 PeakLive = Callable[[int, int, int], int]  # ranks, microbatches, rank
 
 _SHOWN = 20
