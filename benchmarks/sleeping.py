@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.rivals import Work, ours, theirs, torch_programs
-from penstock.runtime.split_backward.products import CALLS, Form
+from penstock.runtime.split_backward.products import CALLS, ProductForm
 from penstock.schedule import Costs, Op, Schedule, Timeline, simulate
 
 RANKS, MICROBATCHES, SECONDS = 4, 16, 0.02
@@ -90,8 +90,8 @@ def product(hidden: Tensor, weight: Tensor) -> Tensor:
     return whole
 
 
-def _find(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, None, Form]:
-    return hidden, weight, None, Form(slept, slow_input_gradient, slow_weight_gradient)
+def _find(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, None, ProductForm]:
+    return hidden, weight, None, ProductForm(slept, slow_input_gradient, slow_weight_gradient)
 
 
 class Embed(torch.autograd.Function):

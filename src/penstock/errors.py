@@ -208,7 +208,7 @@ class StalledPeerError(PeerError):
     """Another rank stayed silent past the timeout."""
 
 
-class Account(NamedTuple):
+class FailurePoint(NamedTuple):
     """What a rank was doing when it failed.
 
     where: e.g. ``in 2F3, steady phase``; done: e.g. ``5 of 12 ops done, the last 2F1 2F2 2B0``
@@ -223,11 +223,11 @@ class Account(NamedTuple):
         return "; ".join(filter(None, self))
 
 
-def give_account(error: BaseException, account: Account) -> None:
+def give_account(error: BaseException, account: FailurePoint) -> None:
     """Attach `account` to `error`, of any type; whoever reports the error reads it with `account_of`."""
     error.penstock_account = account  # type: ignore[attr-defined]
 
 
-def account_of(error: BaseException) -> Account | None:
-    account: Account | None = getattr(error, "penstock_account", None)
+def account_of(error: BaseException) -> FailurePoint | None:
+    account: FailurePoint | None = getattr(error, "penstock_account", None)
     return account

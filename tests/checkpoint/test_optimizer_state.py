@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
 from penstock.checkpoint import optimizer_state
-from penstock.checkpoint.optimizer_state import Named, Optimizers, StoredState, check_state, state_of
+from penstock.checkpoint.optimizer_state import (
+    NamedParameters,
+    Optimizers,
+    StoredState,
+    check_state,
+    state_of,
+)
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError
 from penstock.models.weights.reading import HostReader
@@ -84,7 +90,7 @@ def test_frozen_and_untouched_parameters_have_no_state_and_need_none(tmp_path: P
     assert differences(before, held(pipe, optimizers)) == []
 
 
-def named(count: int = 2, dtype: torch.dtype = torch.float32) -> Named:
+def named(count: int = 2, dtype: torch.dtype = torch.float32) -> NamedParameters:
     return [
         (f"layer.{number}.weight", nn.Parameter(torch.ones(2, 3, dtype=dtype))) for number in range(count)
     ]
@@ -98,16 +104,18 @@ def stepped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def members(of: Named) -> list[nn.Parameter]:
+def members(of: NamedParameters) -> list[nn.Parameter]:
     return [parameter for _, parameter in of]
 
 
-def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: Named) -> StoredState:
+def written(folder: Path, optimizer: Optimizer | list[Optimizer], of: NamedParameters) -> StoredState:
     state_of(optimizer, of, BackgroundCopies(None)).write(folder, 0, 1)
     return StoredState(folder, ())
 
 
-def restore(stored: StoredState, optimizers: Optimizers, of: Named, *, learning_rates: bool = True) -> None:
+def restore(
+    stored: StoredState, optimizers: Optimizers, of: NamedParameters, *, learning_rates: bool = True
+) -> None:
     stored.restorer(optimizers, of, learning_rates=learning_rates)()
 
 
@@ -235,7 +243,7 @@ def test_rates_that_no_longer_fit_the_groups_are_refused_unless_they_are_left_ou
     assert together.param_groups[0]["lr"] == 0.3
 
 
-def refused(optimizers: Any, of: Named) -> str:
+def refused(optimizers: Any, of: NamedParameters) -> str:
     with pytest.raises(CheckpointError) as caught:
         check_state(optimizers, of)
     assert caught.value.remedy

@@ -12,14 +12,22 @@ import torch
 
 from penstock.checkpoint import shards
 from penstock.checkpoint.neighbours import keepers
-from penstock.checkpoint.shards import HostMemory, Mark, Shard, Slots, folder_of, newest_in, shards_in
+from penstock.checkpoint.shards import (
+    HeldShard,
+    HostMemory,
+    Mark,
+    ShardFiles,
+    folder_of,
+    newest_in,
+    shards_in,
+)
 from penstock.errors import CheckpointError, ConfigError, RunError
 from support.folders import flip
 
 RUN = "20260101-000000-abcd"
 
 
-OPENED: list[HostMemory | Slots] = []
+OPENED: list[HostMemory | ShardFiles] = []
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +44,13 @@ def host(output: Path = Path("out")) -> HostMemory:
     return memory
 
 
-def slots_of(rank: int = 0, world: int = 1) -> Slots:
-    slots = Slots(host(), rank, world)
+def slots_of(rank: int = 0, world: int = 1) -> ShardFiles:
+    slots = ShardFiles(host(), rank, world)
     OPENED.append(slots)
     return slots
 
 
-def write(slots: Slots, step: int, attempt: str = "a", *, commit: bool = True) -> None:
+def write(slots: ShardFiles, step: int, attempt: str = "a", *, commit: bool = True) -> None:
     name, data = slots.begin(128)
     data.fill_(step)
     if commit:
@@ -53,7 +61,7 @@ def steps() -> list[int]:
     return sorted(shard.mark.step for shard in shards_in(folder_of(RUN)))
 
 
-def only() -> Shard:
+def only() -> HeldShard:
     (shard,) = shards_in(folder_of(RUN))
     return shard
 

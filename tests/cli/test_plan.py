@@ -15,7 +15,7 @@ from rich.console import Console
 import draw_pictures
 from penstock import Axes
 from penstock.cli import plan
-from penstock.models.split.multiply_adds import Work
+from penstock.models.split.multiply_adds import MultiplyAdds
 from penstock.models.weights.tensor_file import TensorFile
 from penstock.parallel.axes import MESH
 from penstock.pipeline.building.memory import RankMemory
@@ -91,7 +91,7 @@ def test_the_memory_says_that_it_leaves_towers_out(
     )
     _, out, _ = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
     assert said in " ".join(out.split())
-    frozen = [Work(1.0), Work(0.0, image=4.0), Work(1.0)]
+    frozen = [MultiplyAdds(1.0), MultiplyAdds(0.0, image=4.0), MultiplyAdds(1.0)]
     monkeypatch.setattr(plan, "works", lambda *_: frozen)
     _, out, err = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
     assert err == ""

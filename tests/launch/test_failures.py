@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import ProcessFailure
 
-from penstock.errors import Account, ConfigError, PeerLostError, RunError, StalledPeerError, give_account
+from penstock.errors import ConfigError, FailurePoint, PeerLostError, RunError, StalledPeerError, give_account
 from penstock.launch import failures
 from penstock.launch.failures import Failure
 
@@ -41,7 +41,9 @@ def ends(folder: Path, rank: int, code: int, error: BaseException | None = None)
 def lost(rank: int, reports: dict[int, str]) -> PeerLostError:
     error = PeerLostError(f"rank {rank} waiting for 2B0 from rank 2", "it is gone", "Look at it")
     error.rank, error.reports = rank, reports
-    give_account(error, Account(f"waiting for 2B0 from rank {rank + 1}, steady phase", "3 of 12 ops done"))
+    give_account(
+        error, FailurePoint(f"waiting for 2B0 from rank {rank + 1}, steady phase", "3 of 12 ops done")
+    )
     return error
 
 
@@ -72,7 +74,7 @@ def test_a_rank_that_raised_comes_before_those_that_lost_it(
     first = ends(folder, 0, 1, lost(0, {1: "last reported 0.1 s ago: in 1F1"}))
     with pytest.raises(ZeroDivisionError) as caught:
         1 / 0  # noqa: B018
-    account = Account("in 1F1, warm-up", "1 of 4 ops done", "timeline so far in x/rank-1.json")
+    account = FailurePoint("in 1F1, warm-up", "1 of 4 ops done", "timeline so far in x/rank-1.json")
     give_account(caught.value, account)
     assert failures.report({0: first, 1: ends(folder, 1, 1, caught.value)})[0] == 1
     lines = capsys.readouterr().err.splitlines()

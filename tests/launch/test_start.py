@@ -109,7 +109,7 @@ def test_a_rank_has_time_to_report_before_it_is_ended(
     """0.2.0: the launcher ended ranks by SIGTERM before they had noticed that another one was gone."""
     monkeypatch.chdir(tmp_path)
     text = """
-from penstock.errors import Account, give_account
+from penstock.errors import FailurePoint, give_account
 if rank == 1:
     while not os.path.exists("rank-0-runs"):
         time.sleep(0.01)
@@ -118,7 +118,7 @@ open("rank-0-runs", "w").close()
 time.sleep(0.8)
 error = PeerLostError("rank 0 waiting for 1B0 from rank 1", "rank 1 is gone", "Look at it")
 error.reports = {1: "last reported 0.8 s ago: in 1F0, warm-up"}
-give_account(error, Account("waiting for 1B0 from rank 1, steady phase", "2 of 4 ops done"))
+give_account(error, FailurePoint("waiting for 1B0 from rank 1, steady phase", "2 of 4 ops done"))
 fail(error)
 """
     assert launch(2, script(tmp_path, text)) == 128 + signal.SIGKILL

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import ScheduleError
 from penstock.runtime.plan import (
     Action,
+    Await,
     Compute,
     Deliver,
     Exchange,
@@ -20,7 +21,6 @@ from penstock.runtime.plan import (
     Plan,
     Post,
     Send,
-    Wait,
     lower,
 )
 from penstock.schedule import Placement, Proof, build, verify
@@ -41,7 +41,7 @@ def text(plan: Plan) -> list[str]:
             case Compute(op):
                 lines[-1].append(str(op))
                 lines.append([])
-            case Post(message) | Wait(message) | Send(message) | Free(message) | Deliver(message):
+            case Post(message) | Await(message) | Send(message) | Free(message) | Deliver(message):
                 lines[-1].append(f"{name} {message.op}")
             case Exchange():
                 lines[-1].append(name)
@@ -52,7 +52,7 @@ def text(plan: Plan) -> list[str]:
 
 def peak_posted(plan: Plan) -> int:
     """The largest number of receives that are posted and not yet waited for."""
-    return max(accumulate((isinstance(a, Post) - isinstance(a, Wait) for a in plan.actions), initial=0))
+    return max(accumulate((isinstance(a, Post) - isinstance(a, Await) for a in plan.actions), initial=0))
 
 
 def test_golden_first_rank() -> None:
@@ -61,10 +61,10 @@ def test_golden_first_rank() -> None:
         "0F0",
         "send 0F0 post 1B0 0F1",
         # 1B0 is back, so rank 1 has received 0F0; 0F1 it may not have received yet
-        "send 0F1 post 1B1 wait 1B0 free 0F0 0B0",
+        "send 0F1 post 1B1 await 1B0 free 0F0 0B0",
         "0F2",
-        "send 0F2 post 1B2 wait 1B1 free 0F1 0B1",
-        "wait 1B2 free 0F2 0B2",
+        "send 0F2 post 1B2 await 1B1 free 0F1 0B1",
+        "await 1B2 free 0F2 0B2",
         "",
     ]
 
@@ -72,12 +72,12 @@ def test_golden_first_rank() -> None:
 def test_golden_last_rank() -> None:
     plan = lower(verify(build("1f1b", ranks=2, microbatches=3)), 1)
     assert text(plan) == [
-        "post 0F0 wait 0F0 1F0",
+        "post 0F0 await 0F0 1F0",
         "post 0F1 1B0",
-        "send 1B0 wait 0F1 1F1",
+        "send 1B0 await 0F1 1F1",
         "post 0F2 1B1",
         # 0F2 was computed after 0B0, which took 1B0
-        "send 1B1 wait 0F2 free 1B0 1F2",
+        "send 1B1 await 0F2 free 1B0 1F2",
         "1B2",
         "send 1B2 free 1B1 free 1B2",
     ]
@@ -86,9 +86,9 @@ def test_golden_last_rank() -> None:
 def test_golden_in_exchanges() -> None:
     schedule = chosen_schedule("1f1b", 2, 2)
     assert text(lower(verify(schedule), 1, exchanges=exchanges(schedule))) == [
-        "post 0F0 exchange wait 0F0 1F0",
+        "post 0F0 exchange await 0F0 1F0",
         "1B0",
-        "send 1B0 post 0F1 exchange wait 0F1 1F1",
+        "send 1B0 post 0F1 exchange await 0F1 1F1",
         "1B1",
         "send 1B1 exchange free 1B0 free 1B1",
     ]
@@ -100,11 +100,11 @@ def test_golden_with_activations_in_host_memory() -> None:
         "0F0",
         "send 0F0 0F1",
         "send 0F1 post 1B0 offload 0F1 0F2",
-        "send 0F2 post 1B1 offload 0F2 release 0F1 wait 1B0 free 0F0 free 0F1 0B0",
+        "send 0F2 post 1B1 offload 0F2 release 0F1 await 1B0 free 0F0 free 0F1 0B0",
         "release 0F2 reload 0F1 0F3",
-        "send 0F3 post 1B2 reload 0F2 wait 1B1 free 0F2 restore 0F1 0B1",
-        "post 1B3 wait 1B2 free 0F3 restore 0F2 0B2",
-        "wait 1B3 0B3",
+        "send 0F3 post 1B2 reload 0F2 await 1B1 free 0F2 restore 0F1 0B1",
+        "post 1B3 await 1B2 free 0F3 restore 0F2 0B2",
+        "await 1B3 0B3",
         "",
     ]
 
@@ -118,10 +118,10 @@ def test_copies_of_another_schedule_are_refused() -> None:
 def test_receives_are_posted_as_far_ahead_as_asked() -> None:
     proof = verify(build("gpipe", ranks=2, microbatches=3))
     assert text(lower(proof, 1, ahead=0))[:3] == [
-        "post 0F0 wait 0F0 1F0", "post 0F1 wait 0F1 1F1", "post 0F2 wait 0F2 1F2",
+        "post 0F0 await 0F0 1F0", "post 0F1 await 0F1 1F1", "post 0F2 await 0F2 1F2",
     ]  # fmt: skip
     assert text(lower(proof, 1, ahead=2))[:3] == [
-        "post 0F0 post 0F1 post 0F2 wait 0F0 1F0", "wait 0F1 1F1", "wait 0F2 1F2",
+        "post 0F0 post 0F1 post 0F2 await 0F0 1F0", "await 0F1 1F1", "await 0F2 1F2",
     ]  # fmt: skip
     assert [peak_posted(lower(proof, 1, ahead=ahead)) for ahead in (0, 1, 2, 9)] == [1, 2, 3, 3]
     assert lower(proof, 1) == lower(proof, 1, ahead=AHEAD)
@@ -165,9 +165,9 @@ def test_every_plan_pairs_up(proof: Proof, ahead: float) -> None:
         )
         seen = {
             kind: [a.message for a in plan.actions if isinstance(a, kind)]
-            for kind in (Post, Wait, Send, Free)
+            for kind in (Post, Await, Send, Free)
         }
-        assert Counter(seen[Post]) == Counter(seen[Wait])
+        assert Counter(seen[Post]) == Counter(seen[Await])
         assert Counter(seen[Send]) == Counter(seen[Free])
         assert all(count == 1 for count in Counter(seen[Post] + seen[Send]).values())
     sent = [a.message for plan in plans for a in plan.actions if isinstance(a, Send)]
@@ -199,7 +199,7 @@ class Machine:
         match self.left[rank][0]:
             case Post(message):
                 self.posted.add(message)
-            case Wait(message):
+            case Await(message):
                 assert message in self.posted
                 if message not in self.sent:
                     return False
@@ -228,7 +228,7 @@ def test_a_message_is_posted_before_its_wait_and_freed_only_once_received(proof:
 def test_consumers_that_go_another_way_get_the_right_message() -> None:
     """Stage 1 takes the microbatches backwards: receives are posted in the sender's order all the same."""
     plan = lower(verify(written(Placement((0, 1)), 2, "0F0 0F1", "1F1 1F0")), 1)
-    assert text(plan) == ["post 0F0 post 0F1 wait 0F1 1F1", "wait 0F0 1F0", ""]
+    assert text(plan) == ["post 0F0 post 0F1 await 0F1 1F1", "await 0F0 1F0", ""]
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if "searched" not in name])

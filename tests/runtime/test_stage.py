@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, declared, flatten
 from penstock.batch.shapes import Microbatch
-from penstock.runtime.sharded_weights import Sharding
+from penstock.runtime.sharded_weights import FSDPGradients
 from penstock.runtime.stage import Stage
 
 
@@ -84,7 +84,7 @@ def test_a_stage_that_trains_nothing() -> None:
 
 def test_where_fsdp_reduces_in_the_backward_nothing_is_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reduction would come before W; tests/runtime/split_backward/test_backward.py has the real one."""
-    monkeypatch.setattr(Sharding, "reduces_in_backward", property(lambda self: True))
+    monkeypatch.setattr(FSDPGradients, "reduces_in_backward", property(lambda self: True))
     stage = Stage(0, module := Residual(), module)
     stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)
     stage.input_backward(0, [torch.ones(2, 4, dtype=torch.float64)])

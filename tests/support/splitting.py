@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from penstock.parallel.fsdp import Sharded, shard_stage
-from penstock.runtime.sharded_weights import Sharding
+from penstock.runtime.sharded_weights import FSDPGradients
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
 from penstock.runtime.split_backward.casts import WeightCasts
 from penstock.runtime.split_backward.deferred import Deferred
@@ -198,9 +198,9 @@ def sharded(order: str, reshard: bool, checkpointed: bool) -> list[int]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     shards = shard_stage(module, [*module.blocks], mesh, Sharded(reshard_after_forward=reshard))
-    assert not Sharding(module).reduces_in_backward
+    assert not FSDPGradients(module).reduces_in_backward
     module.set_requires_gradient_sync(True)
-    assert Sharding(module).reduces_in_backward
+    assert FSDPGradients(module).reduces_in_backward
     module.set_requires_gradient_sync(False)
     whole = stack(False)
     for rank in range(ranks):

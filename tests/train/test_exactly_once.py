@@ -27,9 +27,9 @@ from penstock.models.weights import folder as weights_folder
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Batch, Data
+from penstock.train.data.loading import Data, LoadedBatch
 from penstock.train.data.rows import HeldRows
-from penstock.train.data.streaming import Position, Stream
+from penstock.train.data.streaming import Position, RowStream
 from penstock.train.records.metrics import Metrics, without_replaced_rows
 from penstock.train.run import preflight, run
 from penstock.train.settings import is_first
@@ -193,19 +193,19 @@ def put_back(folder: Path) -> bool:
 
 
 def record(patch: pytest.MonkeyPatch, history: dict[int, Rows]) -> None:
-    batch, take, streamed = Data.batch, Stream.take, list[Rows]()
+    batch, take, streamed = Data.batch, RowStream.take, list[Rows]()
 
-    def taking(stream: Stream, first: int, count: int) -> tuple[HeldRows, Position]:
+    def taking(stream: RowStream, first: int, count: int) -> tuple[HeldRows, Position]:
         rows, position = take(stream, first, count)
         streamed[:] = [[[piece.ids.tolist() for piece in row] for row in rows]]
         return rows, position
 
-    def recording(data: Data, step: int) -> Batch:
+    def recording(data: Data, step: int) -> LoadedBatch:
         found = batch(data, step)
         history[step] = streamed[0] if data.stream is not None else data._chosen(step)
         return found
 
-    patch.setattr(Stream, "take", taking)
+    patch.setattr(RowStream, "take", taking)
     patch.setattr(Data, "batch", recording)
 
 

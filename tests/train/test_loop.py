@@ -20,7 +20,7 @@ from penstock.errors import DataError, RunError
 from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.device import stream
 from penstock.train.checkpoints import NEWEST, read_state
-from penstock.train.data.loading import Batch, Data
+from penstock.train.data.loading import Data, LoadedBatch
 from penstock.train.loop import IN_A_ROW, Skips, seed_step
 from penstock.train.records.metrics import Metrics
 from penstock.train.run import preflight, run
@@ -86,7 +86,7 @@ def test_a_skipped_step_is_as_if_its_batch_were_never_seen(
 
     original = Data.batch
 
-    def never_three(data: Data, step: int) -> Batch:
+    def never_three(data: Data, step: int) -> LoadedBatch:
         return original(data, step if step < 3 else step + 1)
 
     monkeypatch.setattr(Data, "batch", never_three)
@@ -157,7 +157,7 @@ def test_an_error_in_the_data_is_raised_at_its_step(tmp_path: Path, monkeypatch:
     """Though its batch is made one step earlier: that step has its row, its evaluation and its checkpoint."""
     original = Data.batch
 
-    def batch(data: Data, step: int) -> Batch:
+    def batch(data: Data, step: int) -> LoadedBatch:
         if step == 3:
             raise DataError("row 7", "it cannot be read", "Mend it")
         return original(data, step)

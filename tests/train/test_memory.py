@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.checkpoint import in_memory
-from penstock.checkpoint.shards import Slots, shards_in
+from penstock.checkpoint.shards import ShardFiles, shards_in
 from penstock.errors import CheckpointError, RunError
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
@@ -169,14 +169,14 @@ def test_every_few_steps_are_kept_and_the_disk_counts_where_it_is_newer(
 
 def half_written(patch: pytest.MonkeyPatch) -> None:
     """The bytes change, and the process is gone before they are complete."""
-    begin = Slots.begin
+    begin = ShardFiles.begin
 
-    def killed(slots: Slots, size: int) -> Any:
+    def killed(slots: ShardFiles, size: int) -> Any:
         _, data = begin(slots, size)
         data[: size // 2].fill_(77)
         raise SystemExit
 
-    patch.setattr(Slots, "begin", killed)
+    patch.setattr(ShardFiles, "begin", killed)
 
 
 def uncommitted(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def uncommitted(patch: pytest.MonkeyPatch) -> None:
     def killed(*_: Any) -> None:
         raise SystemExit
 
-    patch.setattr(Slots, "commit", killed)
+    patch.setattr(ShardFiles, "commit", killed)
 
 
 @pytest.mark.parametrize("killed", [half_written, uncommitted])

@@ -16,7 +16,7 @@ from penstock.errors import CheckpointError
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Batch, Data
+from penstock.train.data.loading import Data, LoadedBatch
 from penstock.train.run import preflight, run
 from support import jobs_train
 from support.pool import Pool
@@ -250,7 +250,7 @@ def test_a_step_that_one_part_spoils_is_left_out_by_all(
 
     original = Data.batch
 
-    def never_two(data: Data, step: int) -> Batch:
+    def never_two(data: Data, step: int) -> LoadedBatch:
         return original(data, step if step < 2 else step + 1)
 
     monkeypatch.setattr(Data, "batch", never_two)

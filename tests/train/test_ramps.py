@@ -19,7 +19,7 @@ from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, read_state
 from penstock.train.config.sections import EarlyStopSection, TrainConfig
 from penstock.train.data.rows import has_labels
-from penstock.train.early_stop import NONE_YET, Best
+from penstock.train.early_stop import NONE_YET, BestEvaluation
 from penstock.train.run import preflight, run
 from support import jobs_train
 from support.pool import Pool
@@ -216,13 +216,13 @@ def test_the_best_evaluation_and_how_long_ago_it_was() -> None:
     for step, loss in enumerate((3.0, 2.5, 2.45, 2.6)):
         assert not best.ends(section)
         best = best.after(step, loss, section)
-    assert best == Best(2.5, 1, 2)
+    assert best == BestEvaluation(2.5, 1, 2)
     assert best.ends(section) == (
         "2 evaluations in a row did not lower the held-out loss by more than 0.1 from 2.5000, of step 1"
     )
     assert not best.ends(None)
     assert not best.ends(EarlyStopSection(patience=3))
-    assert best.after(9, 2.44, None) == Best(2.44, 9, 0)  # any fall counts without the section
+    assert best.after(9, 2.44, None) == BestEvaluation(2.44, 9, 0)  # any fall counts without the section
 
 
 def with_losses(patch: pytest.MonkeyPatch, *losses: float) -> None:
@@ -242,7 +242,7 @@ def test_a_run_ends_early_says_so_and_does_not_go_on(
     said = capsys.readouterr().out
     reason = "2 evaluations in a row did not lower the held-out loss by more than 0 from 1.9000, of step 2"
     assert f"ended       early, after step 4 of 9: {reason}\n" in said
-    assert read_state(checkpoint(tmp_path, 4))["best"] == Best(1.9, 2, 2)
+    assert read_state(checkpoint(tmp_path, 4))["best"] == BestEvaluation(1.9, 2, 2)
     with pytest.raises(
         ConfigError, match=rf"patience=2: the run of .* ended early, after step 4: {reason}. Set"
     ):

@@ -13,7 +13,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
-from penstock.train.records.metrics import Row
+from penstock.train.records.metrics import MetricsRow
 from penstock.train.report.charts import Chart, Line, draw
 from penstock.train.report.page import charts, page, report, seconds_by_part, state
 from penstock.train.report.recorded import read_run
@@ -29,7 +29,7 @@ CONFIG = {
 EVIL = "</script><img src=x onerror=alert(1)>\"'"
 
 
-def row(step: int, **more: Any) -> Row:
+def row(step: int, **more: Any) -> MetricsRow:
     return {
         "step": step, "loss": 5.0 - step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 1e4,
         "bubble": 0.1, "padding": 0.0, "seconds": 2.0, "tflops_per_device": 0.5,
@@ -38,7 +38,7 @@ def row(step: int, **more: Any) -> Row:
     }  # fmt: skip
 
 
-def write(folder: Path, *rows: Row | str, timeline: bool = True, **about: Any) -> Path:
+def write(folder: Path, *rows: MetricsRow | str, timeline: bool = True, **about: Any) -> Path:
     folder.mkdir(exist_ok=True)
     lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
     (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
@@ -57,7 +57,7 @@ def html(*folders: Path) -> str:
     return page([read_run(folder) for folder in folders])
 
 
-WHOLE: tuple[Row, ...] = (
+WHOLE: tuple[MetricsRow, ...] = (
     {"step": 0, "held_out_loss": 5.5, "seconds": 1.0, "tokens": 64},
     row(1), row(2), row(3), row(4),
     {"step": 4, "held_out_loss": 1.25, "seconds": 1.0, "tokens": 64},
@@ -148,7 +148,7 @@ def test_losses_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) -> 
     assert "steps skipped, for their loss or gradients: 1 (step 3)" in text
 
 
-BROKEN: dict[str, tuple[Row | str, ...]] = {
+BROKEN: dict[str, tuple[MetricsRow | str, ...]] = {
     "no row": (),
     "one row": (row(1),),
     "only a held-out loss": ({"step": 0, "held_out_loss": 5.5},),

@@ -15,14 +15,14 @@ from penstock.parallel.axes import Axes
 from penstock.train.config.load import load_config
 from penstock.train.run import preflight
 from penstock.train.settings import largest_microbatch
-from penstock.train.sizes import Size, Sizes, calls_of
+from penstock.train.sizes import Size, StepSizes, calls_of
 from support.tiny import QWEN3, config, config_file
 
 RAMP = [{"until": 2, "batch_size": 4, "sequence_length": 8}, {"until": 3, "batch_size": 8}]
 
 
-def sizes(folder: Path, parts: int = 1, microbatches: int = 4, **train: Any) -> Sizes:
-    return Sizes.of(config(folder, keys={"pipeline.microbatches": microbatches}, **train), parts)
+def sizes(folder: Path, parts: int = 1, microbatches: int = 4, **train: Any) -> StepSizes:
+    return StepSizes.of(config(folder, keys={"pipeline.microbatches": microbatches}, **train), parts)
 
 
 def test_a_ramp_as_its_module_draws_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from penstock.private import DisableTorchFunctionSubclass, make_wrapper_subclass
 
 HELD_BYTES = 1 << 28  # logits of a microbatch in float32; those with more are never whole
 
-Step = Callable[[Tensor], Tensor]  # arithmetic on logits, entry by entry
+LogitsStep = Callable[[Tensor], Tensor]  # arithmetic on logits, entry by entry
 
 
 class HeadLogits(Tensor):
@@ -47,7 +47,7 @@ class HeadLogits(Tensor):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    steps: tuple[Step, ...]
+    steps: tuple[LogitsStep, ...]
     by_liger: bool
     _whole: Tensor | None
 
@@ -57,7 +57,7 @@ class HeadLogits(Tensor):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        steps: tuple[Step, ...] = (),
+        steps: tuple[LogitsStep, ...] = (),
         dtype: torch.dtype | None = None,
         by_liger: bool = False,
     ) -> HeadLogits:
@@ -110,7 +110,7 @@ class HeadLogits(Tensor):
         dtype = step(torch.empty(0, dtype=self.dtype)).dtype
         return self._with(self.hidden, (*self.steps, step), dtype)
 
-    def _with(self, hidden: Tensor, steps: tuple[Step, ...], dtype: torch.dtype) -> HeadLogits:
+    def _with(self, hidden: Tensor, steps: tuple[LogitsStep, ...], dtype: torch.dtype) -> HeadLogits:
         return HeadLogits(hidden, self.weight, self.bias, steps, dtype, self.by_liger)
 
     def whole(self) -> Tensor:
@@ -158,7 +158,7 @@ def _chooses_tokens(index: Any, dimensions: int) -> bool:
     return len(entries) < dimensions and all(isinstance(entry, slice) for entry in entries)
 
 
-def _stepped(steps: Sequence[Step], logits: Tensor) -> Tensor:
+def _stepped(steps: Sequence[LogitsStep], logits: Tensor) -> Tensor:
     for step in steps:
         logits = step(logits)
     return logits
@@ -209,7 +209,7 @@ class _CrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        steps: tuple[Step, ...],
+        steps: tuple[LogitsStep, ...],
         ignored: int,
         penalties: Penalties,
     ) -> Tensor:

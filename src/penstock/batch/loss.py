@@ -232,7 +232,7 @@ class NextToken(TokenLabels):
         return total
 
 
-Problem = Literal["regression", "single_label_classification", "multi_label_classification"]
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"]
 
 
 class RowLabels(OwnLoss):
@@ -250,7 +250,7 @@ class RowLabels(OwnLoss):
     """
 
     def __init__(
-        self, classes: int, problem: Problem | None, proven: Collection[Problem], one_row: str = ""
+        self, classes: int, problem: ProblemType | None, proven: Collection[ProblemType], one_row: str = ""
     ) -> None:
         self._classes, self._problem, self._proven, self._one_row = classes, problem, proven, one_row
 
@@ -298,7 +298,7 @@ class RowLabels(OwnLoss):
         labels = torch.rand((rows, self._classes), generator=generator)
         return labels if problem == "regression" else labels.round()
 
-    def _problem_of(self, labels: Tensor) -> Problem:
+    def _problem_of(self, labels: Tensor) -> ProblemType:
         if self._problem is not None:
             return self._problem
         if self._classes == 1:

@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from penstock.checkpoint.live_state import Holdings, LiveState, check_finite, check_identity
 from penstock.checkpoint.neighbours import Neighbours
 from penstock.checkpoint.shards import (
+    HeldShard,
     HostMemory,
     Mark,
-    Shard,
-    Slots,
+    ShardFiles,
     checksum,
     is_whole,
     laid_out,
@@ -52,7 +52,7 @@ from penstock.runtime.device.stream import Time
 _LINGERS = 2.0  # seconds for the thread to end after an error
 
 State = dict[str, Any]
-Copy = tuple[Tensor, Tensor]  # from, to
+TensorCopy = tuple[Tensor, Tensor]  # from, to
 
 
 class Recalled(NamedTuple):
@@ -99,11 +99,11 @@ class MemoryCheckpoints:
         self._everyone, self._holdings = pipe._everyone, Holdings(pipe, optimizers)
         self._rank, self._world = self._everyone.index, self._everyone.count
         self.run, self._attempt = self._everyone.gather([run, secrets.token_hex(4)])[0]
-        self._slots: dict[int, Slots] = {}
+        self._slots: dict[int, ShardFiles] = {}
 
         def opened() -> str:
             self._memory = HostMemory(self.run, output)
-            self._slots[self._rank] = Slots(self._memory, self._rank, self._world)
+            self._slots[self._rank] = ShardFiles(self._memory, self._rank, self._world)
             return self._memory.name
 
         self._hosts: list[str] = together(self._everyone, "keep checkpoints in memory", opened)
@@ -149,7 +149,7 @@ class MemoryCheckpoints:
         self._job = job = _Job(Mark(step, self._attempt), name, data, live, table, state, after)
         self._jobs.put(partial(self._keep, job, on_host, self._begin_copies(copies)))
 
-    def _begin_copies(self, copies: Sequence[Copy]) -> Time:
+    def _begin_copies(self, copies: Sequence[TensorCopy]) -> Time:
         """Begin to copy what is on a GPU, next to what it computes. Returns when all is copied."""
         if self._copies is None:
             return 0.0
@@ -211,7 +211,7 @@ class MemoryCheckpoints:
         self.forget()
         return Recalled(None, damaged + lost)
 
-    def _holders(self, shards: Mapping[tuple[Mark, int], Shard]) -> dict[Mark, dict[int, list[int]]]:
+    def _holders(self, shards: Mapping[tuple[Mark, int], HeldShard]) -> dict[Mark, dict[int, list[int]]]:
         """By mark and rank the processes on whose hosts that shard is. Collective. shards: of this host"""
         mine = [[*mark, rank] for (mark, rank), shard in shards.items() if shard.world == self._world]
         held: dict[Mark, dict[int, list[int]]] = {}
@@ -232,8 +232,8 @@ class MemoryCheckpoints:
         self.forget()
 
     def _fetched(
-        self, mark: Mark, held: dict[int, list[int]], shards: dict[tuple[Mark, int], Shard]
-    ) -> Shard | None:
+        self, mark: Mark, held: dict[int, list[int]], shards: dict[tuple[Mark, int], HeldShard]
+    ) -> HeldShard | None:
         """This rank's shard, which may come from another host; None where it was not there after all."""
         sources = {rank: rank if rank in processes else processes[0] for rank, processes in held.items()}
         under_way = []
@@ -251,7 +251,7 @@ class MemoryCheckpoints:
         own = (shard for shard in shards_in(self.folder) if (shard.mark, shard.rank) == (mark, self._rank))
         return next(own, None)
 
-    def _problem(self, shard: Shard | None) -> str | None:
+    def _problem(self, shard: HeldShard | None) -> str | None:
         """Why this rank cannot go on from `shard`, in words."""
         try:
             if shard is None:
@@ -265,7 +265,7 @@ class MemoryCheckpoints:
             return f"rank {self._rank}: it cannot be read ({type(error).__name__}: {error})"
         return None
 
-    def _put_back(self, shard: Shard) -> State:
+    def _put_back(self, shard: HeldShard) -> State:
         content = shard.content
         tensors = dict(views(shard.read(), content["table"]))
         self._holdings.put_back(tensors, content["numbers"])
@@ -275,7 +275,7 @@ class MemoryCheckpoints:
     # ---- the thread
 
     @torch.no_grad()
-    def _keep(self, job: _Job, copies: Sequence[Copy], moment: Time) -> None:
+    def _keep(self, job: _Job, copies: Sequence[TensorCopy], moment: Time) -> None:
         """Copy what only an optimizer changes, complete the shard, and exchange it with the neighbours."""
         try:
             if copies:
@@ -310,7 +310,7 @@ class MemoryCheckpoints:
     def _receive(self, source: int, rank: int) -> None:
         """Receive a shard of `rank` from process `source`, and keep it on this host."""
         if rank not in self._slots:
-            self._slots[rank] = Slots(self._memory, rank, self._world)
+            self._slots[rank] = ShardFiles(self._memory, rank, self._world)
         placed: list[str] = []
 
         def place(size: int) -> Tensor:

@@ -4,7 +4,7 @@
     exp_avg/0/model.norm.weight       a tensor that an optimizer keeps of that parameter
     random/cpu                        random state
 
-It goes back into the same layout of ranks only, for which `Identity` stands.
+It goes back into the same layout of ranks only, for which `StateDigests` stands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from penstock.checkpoint.contents import gpu_of, set_random_state
-from penstock.checkpoint.optimizer_state import OPTIONAL_PARTS, Group, Number, plain_parts, with_blocks
+from penstock.checkpoint.optimizer_state import OPTIONAL_PARTS, Number, ParamGroup, plain_parts, with_blocks
 from penstock.checkpoint.save_load import facts_of
 from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.saved_adapter import SavedAdapter
@@ -30,7 +30,7 @@ from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.stage import Stage
 
-Identity = dict[str, str]  # digests of what must be as it was, by its name in words
+StateDigests = dict[str, str]  # digests of what must be as it was, by its name in words
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Holdings:
             {kind: tensors[f"random/{kind}"] for part, _, kind in random if part == "random"}, self._pipe
         )
 
-    def identity(self, world: int) -> Identity:
+    def identity(self, world: int) -> StateDigests:
         """What the state fits: it goes back where all of it is the same. world: processes of the job"""
         saved, mesh = self._pipe._saved_model, self._pipe._world.mesh
         facts: dict[str, Any] = {
@@ -131,7 +131,7 @@ class Holdings:
         }
 
 
-def check_identity(saved: Mapping[str, str], own: Identity) -> None:
+def check_identity(saved: Mapping[str, str], own: StateDigests) -> None:
     """Raise UnfitError unless a shard is of what this process holds."""
     if odd := [name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name)]:
         rule = "is another than it was then"
@@ -186,7 +186,7 @@ def _held(pipe: SplitModel) -> Iterator[tuple[Stage, str, Tensor]]:
 
 def _trained(
     pipe: SplitModel, optimizers: Sequence[Optimizer]
-) -> Iterator[tuple[str, nn.Parameter, Optimizer, Group]]:
+) -> Iterator[tuple[str, nn.Parameter, Optimizer, ParamGroup]]:
     """Each parameter that an optimizer has, by stage and name, with that optimizer and its group."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     owner = {id(parameter): each for each in groups for parameter in each[1]["params"]}

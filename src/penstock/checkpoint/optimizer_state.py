@@ -35,8 +35,8 @@ from penstock.runtime.sharded_weights import full_tensor, host_copy, own_part, s
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer]
 Number = int | float | bool | None
-Named = Sequence[tuple[str, nn.Parameter]]
-Group = dict[str, Any]
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+ParamGroup = dict[str, Any]
 
 # options of torch's optimizers that keep one more tensor of each parameter, and its name
 OPTIONAL_PARTS = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
@@ -48,7 +48,9 @@ def optimizers_of(optimizers: Optimizers) -> Sequence[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else optimizers
 
 
-def _groups(optimizers: Optimizers, named: Named) -> Iterator[tuple[Optimizer, Group, Named]]:
+def _groups(
+    optimizers: Optimizers, named: NamedParameters
+) -> Iterator[tuple[Optimizer, ParamGroup, NamedParameters]]:
     """Every group of every optimizer, with its named parameters.
 
     Raises CheckpointError for a parameter without a name, or in two optimizers.
@@ -87,7 +89,7 @@ class OptimizerState:
     """The state of one process's optimizers. tensors: by "part.name"; numbers: by name and part"""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParamGroup] = field(default_factory=list)
     numbers: dict[str, dict[str, Number]] = field(default_factory=dict)
 
     def write(self, folder: Path, index: int, count: int) -> Hashed:
@@ -99,7 +101,9 @@ class OptimizerState:
         return {file.name: entry}
 
 
-def state_of(optimizers: Optimizers, named: Named, copies: BackgroundCopies | None) -> OptimizerState:
+def state_of(
+    optimizers: Optimizers, named: NamedParameters, copies: BackgroundCopies | None
+) -> OptimizerState:
     """The full state that `optimizers` hold of the parameters `named`. Collective where these are sharded.
 
     The optimizers have passed check_state, on every process. copies: what copies it into host memory, if
@@ -138,7 +142,7 @@ def plain_parts(part: str, value: Tensor) -> dict[str, Tensor]:
     return {f"{part}:{piece}": getattr(value, piece) for piece in _PIECES}
 
 
-def check_state(optimizers: Optimizers, named: Named) -> None:
+def check_state(optimizers: Optimizers, named: NamedParameters) -> None:
     """Raise CheckpointError for state that is neither a plain tensor nor a number, a parameter without a
     name, or one in two optimizers."""
     for optimizer, _, members in _groups(optimizers, named):
@@ -171,7 +175,7 @@ def _is_in_blocks(value: object) -> bool:
 
 
 @dataclass
-class Entry:
+class ParameterState:
     """The stored state of one parameter.
 
     name: the parameter's at the save
@@ -209,7 +213,7 @@ class StoredState:
         self._readers: dict[torch.device, Reader] = {}
         self._files = ExitStack()
         weakref.finalize(self, self._files.close)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ParameterState] = {}
         for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
             try:
                 self._entries |= self._read(file)  # processes that hold one weight hold one state of it
@@ -222,10 +226,10 @@ class StoredState:
                 f"checkpoint {path}", "it holds no optimizer state", "Give one that penstock wrote"
             )
 
-    def _read(self, file: Path) -> dict[str, Entry]:
+    def _read(self, file: Path) -> dict[str, ParameterState]:
         self._opened[file] = self._files.enter_context(TensorFile(file))
         description = file.with_suffix(".json")
-        entries: dict[str, Entry] = {}
+        entries: dict[str, ParameterState] = {}
         if described := description.is_file():
             content = read_json(description, _LARGEST)
             for group in content["groups"]:
@@ -233,10 +237,12 @@ class StoredState:
                 for name in group["parameters"]:
                     numbers = dict(content["numbers"].get(name, {}))
                     kind, options = str(group["optimizer"]), group.get("options")
-                    entries[name] = Entry(name, kind, group["lr"], {}, numbers, options, dtypes.get(name))
+                    entries[name] = ParameterState(
+                        name, kind, group["lr"], {}, numbers, options, dtypes.get(name)
+                    )
         for key in self._opened[file].names():
             part, _, name = key.partition(".")
-            entries.setdefault(name, Entry(name)).parts[part] = file
+            entries.setdefault(name, ParameterState(name)).parts[part] = file
         if not described:
             for entry in entries.values():
                 if "exp_avg" in entry.parts:
@@ -250,7 +256,7 @@ class StoredState:
         """The names of the parameters of which anything is stored."""
         return frozenset(self._entries)
 
-    def find(self, name: str) -> Entry | None:
+    def find(self, name: str) -> ParameterState | None:
         """What is stored of parameter `name`, maybe under another of its names."""
         candidates = (name, *self._aliases.get(name, ()))
         return next((self._entries[other] for other in candidates if other in self._entries), None)
@@ -262,7 +268,9 @@ class StoredState:
             return None
         return list(self._opened[entry.parts[part]].like(f"{part}.{entry.name}").shape)
 
-    def restorer(self, optimizers: Optimizers, named: Named, *, learning_rates: bool) -> Callable[[], None]:
+    def restorer(
+        self, optimizers: Optimizers, named: NamedParameters, *, learning_rates: bool
+    ) -> Callable[[], None]:
         """Check the state of `named` for `optimizers`; the result restores it. Reads no tensor.
 
         The options of the optimizers stay as they were made, except that with `learning_rates` each group
@@ -291,12 +299,14 @@ class StoredState:
 
         return restore
 
-    def _fitting(self, optimizer: Optimizer, group: Group, name: str, parameter: nn.Parameter) -> Entry:
+    def _fitting(
+        self, optimizer: Optimizer, group: ParamGroup, name: str, parameter: nn.Parameter
+    ) -> ParameterState:
         kind, entry = type(optimizer).__name__, self.find(name)
         if entry is None:
             if parameter.requires_grad:
                 raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
-            return Entry(name, kind)
+            return ParameterState(name, kind)
         if entry.optimizer not in (None, kind):
             raise unfit(self._path, f"{name} was trained by {entry.optimizer}", f"here it is by {kind}")
         for option, part in OPTIONAL_PARTS.items():
@@ -305,7 +315,7 @@ class StoredState:
                 raise unfit(self._path, f"{name} was trained without {option}", rule)
         return entry
 
-    def _learning_rate(self, entries: Sequence[Entry]) -> float | None:
+    def _learning_rate(self, entries: Sequence[ParameterState]) -> float | None:
         rates = sorted({entry.lr for entry in entries if entry.lr is not None})
         if len(rates) > 1:
             raise CheckpointError(
@@ -315,7 +325,9 @@ class StoredState:
             )
         return rates[0] if rates else None
 
-    def _tensors(self, group: Group, parameter: nn.Parameter, entry: Entry) -> dict[str, Tensor]:
+    def _tensors(
+        self, group: ParamGroup, parameter: nn.Parameter, entry: ParameterState
+    ) -> dict[str, Tensor]:
         """The stored tensors, converted as torch's optimizers load them.
 
         `step` is on the CPU in its own dtype, unless the step runs on the device. The rest is on the device,

@@ -50,7 +50,7 @@ class Mark(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Shard:
+class HeldShard:
     """A whole shard, by its description.
 
     size: bytes; checksum: of them; content: whatever the writer said of them
@@ -148,7 +148,7 @@ def remove_superseded(last_run: Any) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def shards_in(folder: Path) -> list[Shard]:
+def shards_in(folder: Path) -> list[HeldShard]:
     """The whole shards of a folder, as their descriptions say. What is damaged is not whole."""
     shards = []
     for path in sorted(folder.glob(f"rank-*{_WHOLE}")):
@@ -159,7 +159,7 @@ def shards_in(folder: Path) -> list[Shard]:
 
 def newest_in(run: str) -> tuple[int, float] | None:
     """Step and time of the newest checkpoint of `run` that is whole on this host alone; None without one."""
-    by_mark: dict[Mark, dict[int, Shard]] = {}
+    by_mark: dict[Mark, dict[int, HeldShard]] = {}
     for shard in shards_in(folder_of(run)):
         by_mark.setdefault(shard.mark, {})[shard.rank] = shard
     whole = [
@@ -175,14 +175,14 @@ def is_whole(ranks: Iterable[int], world: int) -> bool:
     return set(ranks) >= set(range(world))
 
 
-def _described(path: Path) -> Shard:
+def _described(path: Path) -> HeldShard:
     """Raises one of UNREADABLE."""
     check, _, text = read_bytes(path).partition(b" ")
     if int(check, 16) != zlib.crc32(text):
         raise ValueError("its checksum is another")
     known = json.loads(text)
     mark = Mark(known.pop("step"), known.pop("attempt"))
-    return Shard(file=path.with_suffix(""), mark=mark, written=path.stat().st_mtime, **known)
+    return HeldShard(file=path.with_suffix(""), mark=mark, written=path.stat().st_mtime, **known)
 
 
 def _create(file: Path, content: Any) -> None:
@@ -197,7 +197,7 @@ def _create(file: Path, content: Any) -> None:
 # ---- one rank's files
 
 
-class Slots:
+class ShardFiles:
     """The two files of one rank's shards on this host. Only this process writes them."""
 
     def __init__(self, memory: HostMemory, rank: int, world: int) -> None:

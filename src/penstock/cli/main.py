@@ -17,7 +17,7 @@ import typer
 
 import penstock
 from penstock.cli import schedule as schedule_commands
-from penstock.cli.shared import Choice, ending_quietly, taking, usable
+from penstock.cli.shared import ScheduleChoice, ending_quietly, taking, usable
 from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch import start as launch
@@ -137,7 +137,7 @@ Trust = Annotated[bool, typer.Option(
     "--trust-remote-code", help="Let Python code in the model's folder run.")]  # fmt: skip
 
 
-class Dtype(Enum):
+class DtypeOption(Enum):
     """The dtypes that `check` computes in."""
 
     FLOAT32 = "float32"
@@ -157,7 +157,7 @@ def check(
     layout: Annotated[str | None, typer.Option(
         help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")] = None,
     stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="What to compute in.")] = Dtype.FLOAT32,
+    dtype: Annotated[DtypeOption, typer.Option(help="What to compute in.")] = DtypeOption.FLOAT32,
     rows: Annotated[int | None, typer.Option(
         help="Rows of the batch. Default: one more than microbatches.")] = None,
     length: Annotated[int | None, typer.Option(
@@ -178,7 +178,7 @@ def check(
         ranks = 4 if ranks is None else ranks
         microbatches = 2 * ranks if microbatches is None else microbatches
     options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
-    chosen = Choice(schedule, ranks, microbatches, options).schedule()
+    chosen = ScheduleChoice(schedule, ranks, microbatches, options).schedule()
     from penstock.cli.check import check as compare
     from penstock.models.hub import folder_of
 

@@ -63,7 +63,7 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
 # ---- The summary
 
 
-def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemory]) -> Iterator[Line]:
+def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemory]) -> Iterator[PlanLine]:
     plan, axes = planned.plan, planned.axes
     model, schedule = plan.source.model, plan.schedule
     parameters = sum(p.numel() for p in model.parameters())
@@ -156,10 +156,10 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-Line = tuple[str, str]  # a name and a text
+PlanLine = tuple[str, str]  # a name and a text
 
 
-def _filled(lines: Iterable[Line], width: int) -> str:
+def _filled(lines: Iterable[PlanLine], width: int) -> str:
     """Each name with its text, in lines of at most `width` characters, as long as no word is longer."""
     indent = " " * _INDENT
     return "\n".join(
@@ -255,7 +255,7 @@ _MEANING = {
 }
 
 
-def mesh(ranks: int, axes: Axes) -> Iterator[Line]:
+def mesh(ranks: int, axes: Axes) -> Iterator[PlanLine]:
     """The groups of processes along each axis, and those over which gradients are summed."""
     sizes = [{"pp": ranks, **axes.sizes}[name] for name in MESH]
     numbers = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
@@ -309,7 +309,7 @@ def optimizers(planned: Planned) -> dict[str, Trained]:
     return by_kind
 
 
-def _optimizers(planned: Planned) -> Iterator[Line]:
+def _optimizers(planned: Planned) -> Iterator[PlanLine]:
     for name, trained in optimizers(planned).items():
         count = f"{trained.entries:,} entries of {_count(trained.parameters, 'parameter')}"
         yield name, f"{count}: {', '.join(trained.names)}"

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli import schedule_tables as view
-from penstock.cli.shared import Choice, chosen, costs_of, taking
+from penstock.cli.shared import ScheduleChoice, chosen, costs_of, taking
 from penstock.errors import ConfigError, InputError, ScheduleError
 from penstock.schedule import Costs, Schedule, loop, render, verify, wave
 from penstock.schedule import compare as all_schedules
@@ -28,18 +28,18 @@ Limit = Annotated[
 ]
 Buffer = Annotated[float, typer.Option(
     help="Memory of a message between two ranks, in the unit of --activation.")]  # fmt: skip
-Ranks = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")]
+RanksOption = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")]
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches a step.")]
 
 
-class Shape(Enum):
+class PlacementOption(Enum):
     """Placements for a search."""
 
     LOOP = "loop"
     V = "v"
 
 
-class Objective(Enum):
+class ObjectiveOption(Enum):
     """What a search minimizes."""
 
     MAKESPAN = "makespan"
@@ -49,7 +49,7 @@ class Objective(Enum):
 @app.command()
 @taking(choice=chosen)
 def show(
-    choice: Choice,
+    choice: ScheduleChoice,
     programs: Annotated[bool, typer.Option("--programs", help="Each rank's ops as a list.")] = False,
 ) -> None:
     """Show a schedule: the stages of each rank, what runs when, and its proof.
@@ -70,7 +70,7 @@ def show(
 @app.command("verify")
 @taking(choice=chosen)
 def prove(
-    choice: Choice,
+    choice: ScheduleChoice,
     memory_limit: Annotated[int | None, typer.Option(
         min=0, help="The most live activations that a rank may hold.")] = None,
 ) -> None:  # fmt: skip
@@ -93,7 +93,11 @@ def prove(
 @app.command()
 @taking(choice=chosen, costs=costs_of)
 def simulate(
-    choice: Choice, costs: Costs, buffer: Buffer = 0.0, memory_limit: Limit = None, as_json: Json = False
+    choice: ScheduleChoice,
+    costs: Costs,
+    buffer: Buffer = 0.0,
+    memory_limit: Limit = None,
+    as_json: Json = False,
 ) -> None:
     """Simulate a schedule: step time, the parts of the bubble, memory, and the critical path.
 
@@ -117,7 +121,7 @@ def simulate(
 @app.command()
 @taking(choice=chosen, costs=costs_of)
 def draw(
-    choice: Choice,
+    choice: ScheduleChoice,
     costs: Costs,
     buffer: Buffer = 0.0,
     out: Annotated[Path | None, typer.Option(
@@ -134,7 +138,7 @@ def draw(
 @app.command()
 @taking(choice=chosen)
 def convert(
-    choice: Choice,
+    choice: ScheduleChoice,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Ends in .json, or in .csv for PyTorch's.")],
 ) -> None:
     """Write a schedule to a file: a named one, or one from another file, to convert CSV and JSON.
@@ -148,7 +152,7 @@ def convert(
 @app.command()
 @taking(costs=costs_of)
 def compare(
-    ranks: Ranks,
+    ranks: RanksOption,
     microbatches: Microbatches,
     costs: Costs,
     buffer: Buffer = 0.0,
@@ -202,16 +206,18 @@ def _searched(
 @app.command()
 @taking(costs=costs_of)
 def search(
-    ranks: Ranks,
+    ranks: RanksOption,
     microbatches: Microbatches,
     costs: Costs,
     memory_limit: Limit = None,
-    placement: Annotated[Shape, typer.Option(help="Round the ranks, or out and back.")] = Shape.LOOP,
+    placement: Annotated[
+        PlacementOption, typer.Option(help="Round the ranks, or out and back.")
+    ] = PlacementOption.LOOP,
     stages_per_rank: Annotated[int | None, typer.Option(help="By default 1 on a loop and 2 on a V.")] = None,
     objective: Annotated[
-        Objective,
+        ObjectiveOption,
         typer.Option(help="What to minimize. extent: each rank's time from its first op to its last."),
-    ] = Objective.MAKESPAN,
+    ] = ObjectiveOption.MAKESPAN,
     seconds: Annotated[float, typer.Option(help="How long to search.")] = 30.0,
     seed: Annotated[int, typer.Option(help="The same seed and seconds find the same schedule.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write it: .json or .csv.")] = None,

@@ -85,7 +85,7 @@ def usable(path: T) -> T:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ScheduleChoice:
     """The schedule that the command line names."""
 
     name: str
@@ -126,7 +126,7 @@ def chosen(
     waves: Annotated[int | None, typer.Option(help="For hanayo.")] = None,
     option: Annotated[list[str] | None, typer.Option(
         metavar="KEY=VALUE", help="Any other option of the schedule. May be repeated.")] = None,
-) -> Choice:  # fmt: skip
+) -> ScheduleChoice:  # fmt: skip
     named = {
         "stages_per_rank": stages_per_rank,
         "zero_bubble": zero_bubble,
@@ -140,7 +140,7 @@ def chosen(
             rule = "an option is a key and a value"
             raise ConfigError(f"--option {pair!r}", rule, "Write it like --option stages_per_rank=2")
         options[key.strip().replace("-", "_")] = _value(value.strip())
-    return Choice(schedule, ranks, microbatches, options)
+    return ScheduleChoice(schedule, ranks, microbatches, options)
 
 
 def _value(text: str) -> int | float | str:

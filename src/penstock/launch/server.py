@@ -1,8 +1,8 @@
 """The process that ranks are forked from: it has imported what they need, and done nothing else.
 
-    launcher  ["torch", ...]                     the server imports these
-              Rank(0, environment, command)      it forks: the child is the rank
-    server    (0, "pid", 123)   (0, "code", -9)  at a rank's start, and at its end
+    launcher  ["torch", ...]                        the server imports these
+              RankProcess(0, environment, command)  it forks: the child is the rank
+    server    (0, "pid", 123)   (0, "code", -9)     at a rank's start, and at its end
 
 Imports of torch and transformers are most of a start. Ranks that are forked share them: they start in
 moments, again and again, and memory holds them once.
@@ -32,7 +32,7 @@ _LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # i
 _libc = ctypes.CDLL(None)
 
 
-class Rank(NamedTuple):
+class RankProcess(NamedTuple):
     """A rank to start. environment: all of it; command: of a program, or `python -P -m MODULE ...`"""
 
     number: int
@@ -44,7 +44,7 @@ class Rank(NamedTuple):
         return self.command[:3] == [sys.executable, "-P", "-m"]
 
 
-def serve(connection: Connection) -> Rank | None:
+def serve(connection: Connection) -> RankProcess | None:
     """Do what the launcher says, until it goes away: then None. In each child: the rank that it is."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
@@ -63,7 +63,7 @@ def serve(connection: Connection) -> Rank | None:
             request = connection.recv()
         except EOFError:
             return None
-        if not isinstance(request, Rank):
+        if not isinstance(request, RankProcess):
             _import_all(request)
             continue
         forks = request.is_module and _is_clean()
@@ -108,7 +108,7 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _become(rank: Rank, server: int, forks: bool) -> Rank:
+def _become(rank: RankProcess, server: int, forks: bool) -> RankProcess:
     """Make a rank of this process, in a session of its own: Ctrl-C in a terminal is for the launcher."""
     _end_with(server)
     os.setsid()

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 from penstock.launch import failures
-from penstock.launch.server import Rank
+from penstock.launch.server import RankProcess
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, leave, said, under_torchrun
 
 __all__ = [
@@ -133,7 +133,7 @@ class Server:
             self._connection.close()
             self._start()
 
-    def start(self, rank: Rank) -> None:
+    def start(self, rank: RankProcess) -> None:
         self._connection.send(rank)
 
     def look(self, seconds: float) -> list[tuple[int, str, int]]:
@@ -175,7 +175,7 @@ class _Attempt:
             file.parent.mkdir()
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number))
             made = {**self._server.environment, **environment, **own, failures.ERROR_FILE: str(file)}
-            self._server.start(Rank(number, made, command))
+            self._server.start(RankProcess(number, made, command))
 
     def _file(self, number: int) -> Path:
         return self._folder / str(number) / "error.json"

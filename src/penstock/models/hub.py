@@ -41,7 +41,7 @@ from penstock.models.weights.files import INDEX, SINGLE, named_files
 from penstock.reading import parse_json
 from penstock.runtime.health.notes import began as began_of
 
-Part = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
+ModelPart = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -80,7 +80,9 @@ def not_on_the_hub(value: str, model: object) -> HubError:
     )
 
 
-def fetch(name: str, revision: str | None = None, part: Part = "weights", *, trusted: bool = False) -> Path:
+def fetch(
+    name: str, revision: str | None = None, part: ModelPart = "weights", *, trusted: bool = False
+) -> Path:
     """The cache's folder with the files of a model, fetched unless they are there. It is named by its commit.
 
     One process of a host fetches, the others wait for it and raise its error.
@@ -174,7 +176,7 @@ def _outcome_of_another(file: TextIO, name: str, began: float) -> Path | None:
 # ---- The fetch
 
 
-def _fetched(name: str, revision: str | None, part: Part, *, trusted: bool) -> Path:
+def _fetched(name: str, revision: str | None, part: ModelPart, *, trusted: bool) -> Path:
     patterns = [*_FILES[part], *(["*.py"] if trusted else [])]
     folder = _download(name, revision, patterns)
     weights = named_files(folder) if part == "weights" else []

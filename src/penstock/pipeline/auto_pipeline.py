@@ -65,7 +65,7 @@ from penstock.pipeline.building.build_plan import (
 from penstock.pipeline.building.compiling import as_compile, compiled_loss
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.building.memory import Account
-from penstock.pipeline.building.stages import BuiltStages, Shard, make_stage, own_stages, parameter_names
+from penstock.pipeline.building.stages import BuiltStages, ShardStage, make_stage, own_stages, parameter_names
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import compare_values, shared_errors
@@ -77,7 +77,7 @@ from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
 from penstock.schedule.ops import collector_paused
-from penstock.schedule.simulation.recompute import Places, first_in_flight
+from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight
 
 
 @dataclass(frozen=True)
@@ -430,7 +430,9 @@ def exchange_of(auto: AutoPipeline, plan: BuildPlan) -> str:
     return "channels" if auto.exchange == "auto" and carry_shapes else auto.exchange
 
 
-def _recomputation(auto: AutoPipeline, plan: BuildPlan, axes: Axes | None) -> Callable[[Proof], Places]:
+def _recomputation(
+    auto: AutoPipeline, plan: BuildPlan, axes: Axes | None
+) -> Callable[[Proof], StageMicrobatches]:
     """Finds the (stage, microbatch) whose layers run again in the backward, for any number of microbatches.
 
     axes: resolved, where there are any
@@ -603,7 +605,7 @@ class _Build:
             placed=shard is not None,
         )
 
-    def _sharding(self, model: PreTrainedModel) -> Shard:
+    def _sharding(self, model: PreTrainedModel) -> ShardStage:
         """Lay the model out over the mesh while it is on meta: no rank ever holds all of it.
 
         Returns what shards its weights once parallelize_fn has run, and fills them.

@@ -30,7 +30,7 @@ from penstock.runtime.stage import autocasting, evaluating, without_gradients
 # largest difference that passes, relative to the largest entry of the tensor
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
-Place = tuple[str, int, int]  # a parameter's name, its stage, and that stage's rank
+ParameterPlace = tuple[str, int, int]  # a parameter's name, its stage, and that stage's rank
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def compare(
     return replace(report, note=not_own(loss, microbatches))
 
 
-def placed_parameters(pipe: SplitModel) -> Iterator[tuple[Place, nn.Parameter]]:
+def placed_parameters(pipe: SplitModel) -> Iterator[tuple[ParameterPlace, nn.Parameter]]:
     """This process's parameters with their places; a name comes once for each copy."""
     for stage in pipe.stages:
         for name, parameter in stage.module.named_parameters():
@@ -265,13 +265,13 @@ def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -
     return max(tolerance * size, rounding) if size <= rounding else tolerance * size
 
 
-def only_one(kind: Literal["weight", "gradient"], place: Place) -> Compared:
+def only_one(kind: Literal["weight", "gradient"], place: ParameterPlace) -> Compared:
     """A weight that the whole model lacks, or a gradient that one of the two lacks."""
     remark = "only one of the two has it" if kind == "gradient" else "the whole model has none of that name"
     return Compared(kind, *place, inf, 0.0, 0.0, remark)
 
 
-def _weight(place: Place, split: Tensor, whole: Tensor | None) -> Compared:
+def _weight(place: ParameterPlace, split: Tensor, whole: Tensor | None) -> Compared:
     if whole is None:
         return only_one("weight", place)
     split, whole = split.detach().cpu(), gathered(whole).detach().cpu()
@@ -285,7 +285,7 @@ def _weight(place: Place, split: Tensor, whole: Tensor | None) -> Compared:
 
 
 def _gradient(
-    place: Place, split: Tensor | None, whole: Tensor | None, tolerance: float, largest: float
+    place: ParameterPlace, split: Tensor | None, whole: Tensor | None, tolerance: float, largest: float
 ) -> Compared:
     if split is None and whole is None:
         return Compared("gradient", *place, 0.0, 0.0, 0.0)

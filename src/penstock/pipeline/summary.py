@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 from penstock.models.split.balanced_split import LayerCosts
-from penstock.pipeline.building.stages import Layers, StageFacts
+from penstock.pipeline.building.stages import LayersByStage, StageFacts
 from penstock.pipeline.steps.step import StepRecord
 from penstock.runtime import step_report as report
 from penstock.runtime.device import stream
-from penstock.runtime.device.memory import Held, Sizes
+from penstock.runtime.device.memory import Held, MicrobatchBytes
 from penstock.runtime.device.stream import Time
 from penstock.runtime.executor import Executor
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Schedule, Timeline
 
-Times = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
+LayerTimes = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
 
 
 def step_costs(
@@ -33,13 +33,15 @@ def step_costs(
     schedule = last[0]
     local = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
     everyone = (entry for process in processes.gather(local) for entry in process)
-    known = {(stage, number): Sizes(*sizes) for stage, number, *sizes in everyone}
-    none = Sizes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
+    known = {(stage, number): MicrobatchBytes(*sizes) for stage, number, *sizes in everyone}
+    none = MicrobatchBytes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
     table = [
         [known.get((stage, number), none) for number in range(schedule.microbatches)]
         for stage in range(schedule.stages)
     ]
-    held = {name: [[getattr(sizes, name) for sizes in row] for row in table] for name in Sizes._fields}
+    held = {
+        name: [[getattr(sizes, name) for sizes in row] for row in table] for name in MicrobatchBytes._fields
+    }
     measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
     return replace(measured, offload_ahead=offload_ahead, **held)  # type: ignore[arg-type]
 
@@ -47,7 +49,7 @@ def step_costs(
 def layer_costs(
     step: Callable[[], Timeline],
     repeats: int,
-    layers: Layers,
+    layers: LayersByStage,
     info: Sequence[StageFacts],
     device: torch.device,
     processes: Processes,
@@ -83,9 +85,9 @@ def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
 
 
 @contextmanager
-def timed(layers: Layers, device: torch.device) -> Iterator[Times]:
+def timed(layers: LayersByStage, device: torch.device) -> Iterator[LayerTimes]:
     """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
-    times: Times = defaultdict(list)
+    times: LayerTimes = defaultdict(list)
     classes = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
     for stage, held in layers.items():
         for number, layer in held:

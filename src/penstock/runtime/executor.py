@@ -7,7 +7,7 @@
         |                      ^      |
         +-------receive------- inbox outbox
 
-One step on one rank: each action of the plan has one effect (`Executor._effects`). `Wait` puts a payload
+One step on one rank: each action of the plan has one effect (`Executor._effects`). `Await` puts a payload
 into the inbox; `Compute` takes it, runs its op and puts the result into the outbox; `Send` and `Deliver`
 empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
 """
@@ -24,9 +24,10 @@ from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import EdgeShapes
 from penstock.runtime.device.stream import Time
-from penstock.runtime.ops import Ops, Run
+from penstock.runtime.ops import Ops, RunOp
 from penstock.runtime.plan import (
     Action,
+    Await,
     Compute,
     Deliver,
     Exchange,
@@ -36,7 +37,6 @@ from penstock.runtime.plan import (
     Post,
     Reduce,
     Send,
-    Wait,
 )
 from penstock.runtime.recorder import Progress, Recorder
 from penstock.runtime.stage import Stage
@@ -70,7 +70,7 @@ class Executor:
         self.messages = messages = transport.messages
         self.stages, self._with_specs = stages, edges is None
         self.ops = Ops(plan, stages, edges, loss, recorder.device, messages)
-        self._by_kind: Mapping[str, Run] = {}
+        self._by_kind: Mapping[str, RunOp] = {}
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
@@ -106,7 +106,7 @@ class Executor:
     def _effects(self) -> Iterator[tuple[Effect, Any]]:
         """Each action with its effect, found once for all steps."""
         effects: Mapping[type[Action], Effect] = {
-            Post: self._post, Wait: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
+            Post: self._post, Await: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
             Exchange: self._exchange, Free: self._free, Reduce: self._reduce, HostCopy: self._host_copy,
         }  # fmt: skip
         settled = False

@@ -29,7 +29,8 @@ from penstock.schedule.offload import HostCopy
 
 _PLAIN = nullcontext()
 
-Run = Callable[[Compute, Payload | None, StepInput], Payload | None]  # returns the payload for another stage
+# returns the payload for another stage
+RunOp = Callable[[Compute, Payload | None, StepInput], Payload | None]
 
 
 class Ops:
@@ -56,7 +57,7 @@ class Ops:
         self.begin_step()
 
     @property
-    def by_kind(self) -> Mapping[str, Run]:
+    def by_kind(self) -> Mapping[str, RunOp]:
         if not self._plan.peak_live:  # no backward will come: hold nothing
             return {"F": self.infer}
         return {"F": self.forward, "B": self.backward, "I": self.backward, "W": self.weight_backward}

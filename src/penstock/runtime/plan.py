@@ -59,7 +59,7 @@ class Post(NamedTuple):
     message: Message
 
 
-class Wait(NamedTuple):
+class Await(NamedTuple):
     """Block until the message is here."""
 
     message: Message
@@ -120,7 +120,7 @@ class Reduce(NamedTuple):
     stage: int
 
 
-Action = Post | Wait | Compute | Deliver | Send | Exchange | Free | Reduce | HostCopy
+Action = Post | Await | Compute | Deliver | Send | Exchange | Free | Reduce | HostCopy
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _Lowering:
             yield from (copy for copy in copies if copy.step != "restore")
             needed, result = self._taken(op), self._given(op)
             if self._is_remote(needed):
-                yield Wait(needed)
+                yield Await(needed)
                 yield from self._frees_after(needed)
             yield from (copy for copy in copies if copy.step == "restore")
             yield self._compute(op, needed, result)

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import torch
 
-from penstock.errors import Account
+from penstock.errors import FailurePoint
 from penstock.runtime.device import stream
 from penstock.runtime.device.stream import Time
 from penstock.schedule import DeviceTime, Op, Reduction, Schedule, Span, Timeline, Wait
@@ -223,7 +223,7 @@ class Progress(NamedTuple):
         return "drain" if not forwards or len(self.done) > forwards[-1] else "steady phase"
 
 
-def account(progress: Progress | None, waiting: str = "") -> Account:
+def account(progress: Progress | None, waiting: str = "") -> FailurePoint:
     """The progress in words.
 
     Args:
@@ -231,7 +231,7 @@ def account(progress: Progress | None, waiting: str = "") -> Account:
         waiting: e.g. ``waiting for 2B0 from rank 2``.
     """
     if progress is None:
-        return Account(f"{waiting or 'at work'}, before the first step")
+        return FailurePoint(f"{waiting or 'at work'}, before the first step")
     if progress.current is not None:
         doing = f"in {progress.current}"
     elif waiting:
@@ -240,6 +240,6 @@ def account(progress: Progress | None, waiting: str = "") -> Account:
         doing = "between steps" if progress.over else f"before {progress.program[len(progress.done)]}"
     last = " ".join(map(str, progress.last_ops))
     done = f"{len(progress.done)} of {len(progress.program)} ops done"
-    return Account(
+    return FailurePoint(
         ", ".join(filter(None, (doing, progress.phase))), f"{done}, the last {last}" if last else done
     )

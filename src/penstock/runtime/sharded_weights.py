@@ -50,7 +50,7 @@ def check_not_replaced(module: nn.Module, stage: int) -> None:
                     )
 
 
-class Sharding:
+class FSDPGradients:
     """How FSDP2 treats the gradients of `module`, if it was applied to any part of it."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from penstock.private import UNSAFE_VIEW, is_any_autocast_enabled, tree_leaves
 from penstock.runtime.device.footprints import Footprints
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.rng import StageRNG
-from penstock.runtime.sharded_weights import Sharding, local_shard
+from penstock.runtime.sharded_weights import FSDPGradients, local_shard
 from penstock.runtime.split_backward.backward import Live, hold, input_backward, leaves, whole_backward
 from penstock.runtime.split_backward.casts import WeightCasts
 from penstock.runtime.split_backward.deferred import PLAIN, Deferred, PutOff
@@ -94,7 +94,7 @@ class Stage:
         self.casts = WeightCasts()  # under autocast
         self.products = ProductModules(module)
         self.footprints = Footprints()  # of its forwards
-        self._sharding: Sharding | None = None
+        self._sharding: FSDPGradients | None = None
         # how much its I left to W, for a warning: looked at while it is to be said, in the first step
         self.put_off: PutOff | None = None
         self.watches_put_off = True
@@ -181,9 +181,9 @@ class Stage:
         return whole_backward(self.live.pop(number), gradients)
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> FSDPGradients:
         if self._sharding is None:  # not earlier: the user may have wrapped the module since the build
-            self._sharding = Sharding(self.module)
+            self._sharding = FSDPGradients(self.module)
         return self._sharding
 
     def input_backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:

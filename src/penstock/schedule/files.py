@@ -40,7 +40,7 @@ from penstock.schedule.ops import MAX_STAGES, Op, Pair, Placement, Schedule
 
 # ---- Cells: ops as text, each at a place that an error can name
 
-Place = tuple[int, int]  # row and column, counted from 0; the row is the rank
+CellPosition = tuple[int, int]  # row and column, counted from 0; the row is the rank
 
 # what PyTorch adds for its executor
 _COMMUNICATION = re.compile(r"\d+(SEND|RECV)_[FB]\d+|\d+(UNSHARD|RESHARD|REDUCE_GRAD)", re.ASCII)
@@ -54,9 +54,9 @@ class Cells:
     communication: whether to skip PyTorch's ops that send, receive, gather and release
     """
 
-    def __init__(self, path: Path, name_place: Callable[[Place], str], *, communication: bool) -> None:
+    def __init__(self, path: Path, name_place: Callable[[CellPosition], str], *, communication: bool) -> None:
         self._path, self.name_place, self._communication = path, name_place, communication
-        self.places: dict[Op, Place] = {}
+        self.places: dict[Op, CellPosition] = {}
         self.overlaps: set[Pair] = set()
         self.complaints: list[str] = []
 
@@ -68,7 +68,7 @@ class Cells:
                 ops += self._read(text, (rank, column))
         return tuple(ops)
 
-    def _read(self, text: str, place: Place) -> tuple[Op, ...]:
+    def _read(self, text: str, place: CellPosition) -> tuple[Op, ...]:
         if self._communication and _COMMUNICATION.fullmatch(text):
             return ()
         ops = _parsed(text)
@@ -84,7 +84,7 @@ class Cells:
                 self.complain(place, f"{op} is already at {self.name_place(first)}")
         return ops
 
-    def complain(self, place: Place, what: str) -> None:
+    def complain(self, place: CellPosition, what: str) -> None:
         self.complaints.append(f"{self.name_place(place)}: {what}")
 
     def check(self) -> None:
@@ -211,10 +211,10 @@ def load(path: str | Path, *, placement: Placement | None = None) -> Schedule:
     return read(_text(path), path, placement)
 
 
-Reader = Callable[[str, Path, Placement | None], Schedule]
+ScheduleReader = Callable[[str, Path, Placement | None], Schedule]
 
 
-def _format(path: Path) -> tuple[Callable[[Schedule], str], Reader]:
+def _format(path: Path) -> tuple[Callable[[Schedule], str], ScheduleReader]:
     match path.suffix.lower():
         case ".json":
             return _to_json, _from_json

@@ -26,14 +26,14 @@ from penstock.errors import ScheduleError
 from penstock.schedule.ops import Op, Schedule, Violation
 from penstock.schedule.verify import Proof
 
-Step = Literal["offload", "release", "reload", "restore"]
-STEPS: tuple[Step, ...] = get_args(Step)
+OffloadStep = Literal["offload", "release", "reload", "restore"]
+STEPS: tuple[OffloadStep, ...] = get_args(OffloadStep)
 
 
 class HostCopy(NamedTuple):
     """One step of the copies of a microbatch's activations on one stage."""
 
-    step: Step
+    step: OffloadStep
     stage: int
     microbatch: int
 
@@ -54,7 +54,7 @@ def host_copies(schedule: Schedule, ahead: int = 1) -> tuple[HostCopies, ...]:
 
 
 def _of_rank(schedule: Schedule, program: Sequence[Op], ahead: int) -> HostCopies:
-    steps: list[dict[Step, list[HostCopy]]] = [{step: [] for step in STEPS} for _ in program]
+    steps: list[dict[OffloadStep, list[HostCopy]]] = [{step: [] for step in STEPS} for _ in program]
     for (stage, microbatch), forward, backward in _spans(schedule, program):
         positions = forward + 1, forward + 1 + ahead, backward - ahead, backward
         if positions[1] < positions[2]:
@@ -102,7 +102,7 @@ def _violations(schedule: Schedule, rank: int, copies: HostCopies) -> Iterator[V
         yield Violation(f"host copies in front of {len(copies)} ops, and it has {len(program)}", rank)
         return
     spans = {place: (forward, backward) for place, forward, backward in _spans(schedule, program)}
-    seen: dict[tuple[int, int], list[tuple[int, Step]]] = {}
+    seen: dict[tuple[int, int], list[tuple[int, OffloadStep]]] = {}
     for position, at in enumerate(copies):
         for step, *place in at:
             seen.setdefault((place[0], place[1]), []).append((position, step))

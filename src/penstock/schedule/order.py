@@ -77,10 +77,10 @@ class Walk:
         self.blocked = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
 
 
-Step = tuple[int, int]  # the number that it completes, and the one that it waits for
+WalkStep = tuple[int, int]  # the number that it completes, and the one that it waits for
 
 
-def walk_of(count: int, programs: Sequence[Sequence[Step]]) -> Walk:
+def walk_of(count: int, programs: Sequence[Sequence[WalkStep]]) -> Walk:
     """Run programs of steps to the end."""
     completes = [[number for number, _ in steps] for steps in programs]
     walk = Walk(count, completes, [[needed for _, needed in steps] for steps in programs])
@@ -104,7 +104,7 @@ def cycles(waits_for: Mapping[int, int]) -> Iterator[list[int]]:
 # ---- Messages between ranks
 
 
-class Message(NamedTuple):
+class ScheduledMessage(NamedTuple):
     """The result of `op`, sent after position `sent` of the sender and taken at position `use`."""
 
     op: Op
@@ -143,21 +143,21 @@ def taker(schedule: Schedule, op: Op) -> Op | None:
     return target if placement.rank_of[target.stage] != placement.rank_of[stage] else None
 
 
-def messages(schedule: Schedule, receiver: int) -> list[Message]:
+def messages(schedule: Schedule, receiver: int) -> list[ScheduledMessage]:
     """All messages to a rank, by sender, in the order of sending."""
     program = enumerate(schedule.programs[receiver])
     uses = {source: at for at, op in program if (source := received(schedule, op)) is not None}
     senders = sorted({schedule.placement.rank_of[op.stage] for op in uses})
     return [
-        Message(op, sender, sent, receiver, uses[op])
+        ScheduledMessage(op, sender, sent, receiver, uses[op])
         for sender in senders
         for sent, op in enumerate(schedule.programs[sender])
         if op in uses
     ]
 
 
-def _by_channel(traffic: Iterable[Message]) -> list[list[Message]]:
-    queues: dict[tuple[int, bool], list[Message]] = {}
+def _by_channel(traffic: Iterable[ScheduledMessage]) -> list[list[ScheduledMessage]]:
+    queues: dict[tuple[int, bool], list[ScheduledMessage]] = {}
     for message in traffic:
         queues.setdefault(message.channel, []).append(message)
     return list(queues.values())
@@ -222,7 +222,7 @@ def buffered_sends(schedule: Schedule) -> int:
     return capacity
 
 
-def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[Step]]]:
+def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[WalkStep]]]:
     """The posts, receives and sends of each rank as steps: 2n is the result of op n, 2n + 1 its post."""
     numbers = OpNumbers(schedule)
     traffic = [message for rank in range(schedule.ranks) for message in messages(schedule, rank)]
@@ -235,7 +235,7 @@ def _blocking_steps(schedule: Schedule, capacity: int) -> tuple[int, list[list[S
     programs = []
     for rank, program in enumerate(schedule.programs):
         posted: Counter[tuple[int, bool]] = Counter()
-        steps: list[Step] = []
+        steps: list[WalkStep] = []
         for at in range(len(program)):
             for message in filter(None, (taken.get((rank, at)), taken.get((rank, at + 1)))):
                 queue, since = queues[message.channel], posted[message.channel]
@@ -276,12 +276,12 @@ def blocked_in_line(schedule: Schedule, ahead: float = AHEAD) -> list[int]:
     begun = {message.op: 2 * numbers.of(message.op) for message in traffic}
     before = {later.op: earlier.op for queue in _by_channel(traffic) for earlier, later in pairwise(queue)}
 
-    def complete(op: Op | None) -> list[Step]:
+    def complete(op: Op | None) -> list[WalkStep]:
         return [] if op is None else [(NOTHING, begun[op]), (NOTHING, begun[op] + 1)]
 
     programs = []
     for rank, program in enumerate(schedule.programs):
-        steps: list[Step] = []
+        steps: list[WalkStep] = []
         for op, posted in zip(program, posts(schedule, rank, ahead), strict=True):
             for source in posted:
                 steps += [*complete(before.get(source)), (begun[source] + 1, NOTHING)]
@@ -355,7 +355,7 @@ class _Grouped:
         """soon: receive each result as soon as it is sent, in unit times; else as late as its use allows"""
         self.schedule = schedule
         lengths = [len(program) for program in schedule.programs]
-        self.transfers: list[list[list[Message]]] = [[[] for _ in range(n + 1)] for n in lengths]
+        self.transfers: list[list[list[ScheduledMessage]]] = [[[] for _ in range(n + 1)] for n in lengths]
         self._awaited: list[dict[int, int]] = [{} for _ in lengths]  # position -> the exchange of its input
         self._first = list(accumulate(map(len, self.transfers), initial=0))  # of each rank's places, over all
         times = _arrivals(schedule) if soon else None
@@ -363,7 +363,7 @@ class _Grouped:
             for _, of_sender in groupby(messages(schedule, receiver), lambda message: message.sender):
                 self._place(list(of_sender), times)
 
-    def _place(self, queue: list[Message], times: list[list[float]] | None) -> None:
+    def _place(self, queue: list[ScheduledMessage], times: list[list[float]] | None) -> None:
         """Choose the exchanges that receive the messages of one sender."""
         place, places = queue[-1].use, []
         for message in reversed(queue):  # an early use also moves what is sent before it
@@ -383,7 +383,7 @@ class _Grouped:
         The places of all ranks are counted on, and each has four numbers: its rank has reached it, its
         exchange is complete, and what is sent there has begun at the sender, and at the receiver.
         """
-        ops: list[list[Step]] = []
+        ops: list[list[WalkStep]] = []
         for rank, row in enumerate(self.transfers):
             reached = self._reached(rank)
             awaited: Mapping[int, int] = self._awaited[rank]
@@ -394,11 +394,11 @@ class _Grouped:
         return walk_of(4 * self._first[-1], ops + self._exchanged)
 
     @cached_property
-    def _exchanged(self) -> list[list[Step]]:
+    def _exchanged(self) -> list[list[WalkStep]]:
         """The steps of each rank's exchanges."""
-        programs: list[list[Step]] = []
+        programs: list[list[WalkStep]] = []
         for rank, row in enumerate(self.transfers):
-            steps: list[Step] = []
+            steps: list[WalkStep] = []
             for number, here in zip(self._reached(rank), row, strict=True):
                 begun = [self._begun(message, rank) for message in here]
                 steps.append((NOTHING, number))
@@ -412,14 +412,15 @@ class _Grouped:
         """The numbers for reaching each place of `rank`."""
         return range(4 * self._first[rank], 4 * self._first[rank + 1], 4)
 
-    def _begun(self, message: Message, rank: int) -> int:
+    def _begun(self, message: ScheduledMessage, rank: int) -> int:
         """The number for the beginning of a message at the end that is `rank`."""
         return 4 * (self._first[message.sender] + message.sent + 1) + 2 + (rank == message.receiver)
 
     def circle(self, blocked: Mapping[int, int]) -> str:
         """Describe the first cycle among ranks that are left waiting."""
         ranks = len(self.transfers)
-        stuck: dict[int, tuple[int, Message]] = {}  # rank -> the place and the message at which it is blocked
+        # rank -> the place and the message at which it is blocked
+        stuck: dict[int, tuple[int, ScheduledMessage]] = {}
         for rank, row in enumerate(self.transfers):
             for place, here in enumerate(row if rank + ranks in blocked else ()):
                 for message in here:

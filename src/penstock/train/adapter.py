@@ -29,7 +29,7 @@ def _section(value: object) -> object:
     return value
 
 
-Numbers = Annotated[tuple[Natural, ...], Field(strict=False)]
+Naturals = Annotated[tuple[Natural, ...], Field(strict=False)]
 
 
 class AdapterSection(Section):
@@ -43,7 +43,7 @@ class AdapterSection(Section):
     # expression for whole names
     targets: Annotated[str | tuple[str, ...], BeforeValidator(_targets)] = ALL
     exclude: Patterns = ()  # of these, modules to leave out
-    layers: Numbers = ()  # only these, from 0; none: all
+    layers: Naturals = ()  # only these, from 0; none: all
     target_parameters: Patterns = ()  # weights that are no module's own, such as mlp.experts.gate_up_proj
     ranks: dict[str, Count] = Field({})  # modules with another r, by regular expressions
     alphas: dict[str, Count] = Field({})  # and with another alpha
@@ -51,7 +51,7 @@ class AdapterSection(Section):
     modules_to_save: Patterns = ()  # modules that are trained whole, such as lm_head
     # nf4: the matrices under the adapter in 4 bits (QLoRA, `penstock[low-bits]`); not with other axes
     quantize: Literal["nf4"] | None = None
-    trained_tokens: Numbers = ()  # rows of the embedding that are trained, such as those of new tokens
+    trained_tokens: Naturals = ()  # rows of the embedding that are trained, such as those of new tokens
 
     def check_keys(self) -> None:
         if self.kind == "dora" and self.target_parameters:

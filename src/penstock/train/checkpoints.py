@@ -43,7 +43,7 @@ from penstock.models.weights.folder import (
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import version_of_penstock
 from penstock.train.config.sections import KeepSection, ModelSection, TrainConfig
-from penstock.train.early_stop import NONE_YET, Best
+from penstock.train.early_stop import NONE_YET, BestEvaluation
 from penstock.train.optimizers.optimizer import SHAPED
 from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
@@ -102,7 +102,7 @@ def state_after(
     config: TrainConfig,
     skipped: int,
     data: dict[str, Any],
-    best: Best,
+    best: BestEvaluation,
     seen: Seen = NOTHING_SEEN,
 ) -> dict[str, Any]:
     """The state that `read_state` reads back.
@@ -146,7 +146,7 @@ def checked_state(state: dict[str, Any], name: str) -> dict[str, Any]:
             "run": state.get("run", UNNAMED),
             "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
             "data": state.get("data"),  # versions up to 0.5.0: the step says all
-            "best": Best(*state.get("best", ())),  # versions up to 0.5.0 remember none
+            "best": BestEvaluation(*state.get("best", ())),  # versions up to 0.5.0 remember none
             "mesh": state.get("mesh"),
             "seen": Seen.of(*state.get("seen", ())),  # nor losses
             "config": state["config"],
@@ -171,7 +171,7 @@ def _fitting(
     run: Any,
     skipped: Any,
     data: Any,
-    best: Best,
+    best: BestEvaluation,
     seen: Seen,
     mesh: Any,
     config: Any,
@@ -220,7 +220,7 @@ class Start:
     skipped: int = 0
     notes: tuple[str, ...] = ()
     data: dict[str, Any] | None = None
-    best: Best = NONE_YET
+    best: BestEvaluation = NONE_YET
     run: str | None = None
     seen: Seen = NOTHING_SEEN
     remembered: str | None = None

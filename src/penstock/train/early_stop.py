@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 from penstock.train.config.sections import EarlyStopSection
 
 
-class Best(NamedTuple):
+class BestEvaluation(NamedTuple):
     """The best evaluation so far. A checkpoint holds it, so that a resumed run ends where the whole one does.
 
     loss: the lowest held-out loss; None before the first evaluation
@@ -36,4 +36,4 @@ class Best(NamedTuple):
         )
 
 
-NONE_YET = Best()
+NONE_YET = BestEvaluation()

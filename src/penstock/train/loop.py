@@ -41,14 +41,14 @@ from penstock.pipeline.steps.step import StepResult
 from penstock.runtime.rng import generator_of
 from penstock.train.checkpoints import Start, checkpoint_folder, prune, read_state, state_after
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Batch, Data
+from penstock.train.data.loading import Data, LoadedBatch
 from penstock.train.data.rows import Fill
-from penstock.train.early_stop import Best
+from penstock.train.early_stop import BestEvaluation
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.optimizers.optimizer import learning_rates, set_learning_rates
 from penstock.train.optimizers.rates import learning_rate
 from penstock.train.owner import Owner
-from penstock.train.records.metrics import Display, Log, Metrics, Row
+from penstock.train.records.metrics import Display, Log, Metrics, MetricsRow
 from penstock.train.records.outcome import Outcome
 from penstock.train.records.profile import StepProfiler
 from penstock.train.records.record import write_timeline
@@ -149,7 +149,7 @@ class Steps:
 
     def __init__(self, data: Data, done: int, last: int, device: torch.device) -> None:
         self._last, self._device = last, device
-        self._batches: Generator[Batch] | None = None
+        self._batches: Generator[LoadedBatch] | None = None
         self.restart(data, done)
 
     def restart(self, data: Data, done: int) -> None:
@@ -163,7 +163,7 @@ class Steps:
             self._done += 1
             yield self._done
 
-    def batch(self) -> Batch:
+    def batch(self) -> LoadedBatch:
         """The batch of the step, once."""
         assert self._batches is not None
         return next(self._batches)
@@ -181,7 +181,7 @@ def _measured(run: Run, step: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _ended(run: Run, step: int, best: Best) -> str:
+def _ended(run: Run, step: int, best: BestEvaluation) -> str:
     """Why the run ends after `step`, in words; empty where it goes on. Collective over a mesh."""
     section = run.config.train
     early = best.ends(section.early_stop)
@@ -206,7 +206,7 @@ def _stopped_by(run: Run, step: int) -> str:
     return f"after step {step} of {run.config.train.steps}: {who} got {signal.Signals(number).name}"
 
 
-def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: Log) -> Batch:
+def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: Log) -> LoadedBatch:
     """Train one step, unless its loss or gradients forbid it, and log its row. Returns its batch, empty."""
     section, optimizer_section = run.config.train, run.config.optimizer
     if run.owner is not None:
@@ -234,7 +234,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
         for optimizer in run.optimizers:
             optimizer.step()
         stopwatch.lap("optimizer")
-    row: Row = {
+    row: MetricsRow = {
         "step": step,
         "learning_rate": learning_rate(
             optimizer_section, optimizer_section.learning_rate, section.steps, taken
@@ -249,7 +249,7 @@ def _step(run: Run, step: int, steps: Steps, skips: Skips, spikes: Spikes, log: 
 
 
 def _gradients(
-    run: Run, step: int, batch: Batch, size: Size, stopwatch: Stopwatch, largest: float
+    run: Run, step: int, batch: LoadedBatch, size: Size, stopwatch: Stopwatch, largest: float
 ) -> tuple[StepResult, float, bool]:
     """Run the pipeline's calls, and clip.
 
@@ -292,7 +292,7 @@ class Stopwatch:
 
 def _measurements(
     run: Run, fill: Fill, size: Size, result: StepResult, norm: float, stopwatch: Stopwatch
-) -> Row:
+) -> MetricsRow:
     """What the row of every step has. A number that is not finite is None there."""
     seconds = stopwatch.total
     return {
@@ -310,18 +310,18 @@ def _measurements(
     }
 
 
-def _rates_by_group(run: Run, taken: int) -> Row:
+def _rates_by_group(run: Run, taken: int) -> MetricsRow:
     """The learning rate of each group after `taken` steps, where there are several groups."""
     rates = learning_rates(run.config.optimizer, run.config.train.steps, taken)
     return {"learning_rates": rates} if len(rates) > 1 else {}
 
 
-def _events(run: Run, fill: Fill, reason: str, skips: Skips, spikes: Spikes) -> Row:
+def _events(run: Run, fill: Fill, reason: str, skips: Skips, spikes: Spikes) -> MetricsRow:
     """What only some rows have. Shows slow ranks, too.
 
     reason: why the step was skipped; empty where it was not
     """
-    row: Row = {}
+    row: MetricsRow = {}
     if reason:
         row["skipped"] = reason
     if spikes.rewinding and spikes.checkpoint is not None:
@@ -446,7 +446,9 @@ def _named(error: RunError, ranks: str) -> RunError:
 # ---- Spikes of the loss
 
 
-def _go_back(run: Run, step: int, batch: Batch, steps: Steps, skips: Skips, spikes: Spikes) -> Best:
+def _go_back(
+    run: Run, step: int, batch: LoadedBatch, steps: Steps, skips: Skips, spikes: Spikes
+) -> BestEvaluation:
     """Go back to the last checkpoint, and on from there with the rows that follow those of `step`.
 
     Collective. Returns the best evaluation of then. Raises RunError where the run has come back too often,
@@ -465,14 +467,16 @@ def _go_back(run: Run, step: int, batch: Batch, steps: Steps, skips: Skips, spik
     steps.restart(data, done)
     rows = f"rows {left_out.start:,} to {left_out.stop - 1:,}"
     run.display.say(f"step {step}: back to step {done}, and on from there without {rows} of the run")
-    best: Best = state["best"]
+    best: BestEvaluation = state["best"]
     return best
 
 
 # ---- Saving
 
 
-def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, spikes: Spikes, *, last: bool) -> Path:
+def _save(
+    run: Run, step: int, skipped: int, batch: LoadedBatch, best: BestEvaluation, spikes: Spikes, *, last: bool
+) -> Path:
     """Save, and write a row with the seconds that training waited; after the last step it waits for all."""
     started = time.perf_counter()
     path = checkpoint_folder(run.config.output.path, step)
@@ -489,7 +493,9 @@ def _save(run: Run, step: int, skipped: int, batch: Batch, best: Best, spikes: S
     return path
 
 
-def _state(run: Run, step: int, skipped: int, batch: Batch, best: Best, seen: Seen) -> dict[str, Any]:
+def _state(
+    run: Run, step: int, skipped: int, batch: LoadedBatch, best: BestEvaluation, seen: Seen
+) -> dict[str, Any]:
     """What a run goes on from after `step`, but for weights and the optimizers' state."""
     name = None if run.owner is None else run.owner.run
     return state_after(step, name, run.config, skipped, run.data.state(step, batch.position), best, seen)

@@ -35,7 +35,7 @@ PATIENCE = 20.0  # seconds without one after which an owner on another machine i
 _LARGEST = 64 << 10  # bytes of the file
 _SETTLED = 0.2  # seconds after which no other that came at the same moment writes its own name
 
-Facts = dict[str, Any]
+OwnerFacts = dict[str, Any]
 
 
 def new_run() -> str:
@@ -93,10 +93,10 @@ def owned(
 class Owner:
     """This process owns the folder of `file`, whose content is `mine`, until `release`."""
 
-    def __init__(self, file: Path, mine: Facts, beat: float) -> None:
+    def __init__(self, file: Path, mine: OwnerFacts, beat: float) -> None:
         self.run: str = mine["run"]
         self._file, self._mine, self._every = file, mine, beat
-        self._other: Facts | None = None
+        self._other: OwnerFacts | None = None
         self._touched, self._ended = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="penstock-owner", daemon=True)
         self._thread.start()
@@ -160,7 +160,7 @@ def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patie
     return Owner(file, mine, beat)
 
 
-def _in_use(output: Path, facts: Facts, how: str) -> FolderInUseError:
+def _in_use(output: Path, facts: OwnerFacts, how: str) -> FolderInUseError:
     return FolderInUseError(
         f"output.folder={output}",
         f"{_words(facts)} writes there: {how}",
@@ -168,7 +168,7 @@ def _in_use(output: Path, facts: Facts, how: str) -> FolderInUseError:
     )
 
 
-def _words(facts: Facts) -> str:
+def _words(facts: OwnerFacts) -> str:
     if not facts:
         return "a run that was killed before it wrote its name"
     return f"run {facts.get('run')}, process {facts.get('pid')} on {facts.get('host')}"
@@ -177,12 +177,12 @@ def _words(facts: Facts) -> str:
 # ---- Whether an owner lives
 
 
-def _here() -> Facts:
+def _here() -> OwnerFacts:
     """This process, in a form by which others on this machine can tell whether it is still there."""
     return {"host": socket.gethostname(), **this_process()._asdict()}
 
 
-def _alive(file: Path, facts: Facts, beat: float, patience: float) -> str:
+def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
     """How it is known that the owner lives, in words; empty where it does not."""
     pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
     if type(machine) is str and type(pid) is int and type(began) is int:
@@ -207,7 +207,7 @@ def _seen(file: Path) -> tuple[bytes | None, int]:
 # ---- The file
 
 
-def _text(facts: Facts) -> bytes:
+def _text(facts: OwnerFacts) -> bytes:
     return json.dumps(facts).encode() + b"\n"
 
 
@@ -218,7 +218,7 @@ def _content(file: Path) -> bytes | None:
         return None
 
 
-def _facts(content: bytes | None) -> Facts:
+def _facts(content: bytes | None) -> OwnerFacts:
     """What the file says; nothing of one that a crash cut short."""
     try:
         return dict(parse_json(content or b"{}"))
@@ -226,7 +226,7 @@ def _facts(content: bytes | None) -> Facts:
         return {}
 
 
-def _create(file: Path, facts: Facts) -> bool:
+def _create(file: Path, facts: OwnerFacts) -> bool:
     """Whether the file was made: another process may do so at the same moment."""
     try:
         with file.open("xb") as made:
@@ -238,7 +238,7 @@ def _create(file: Path, facts: Facts) -> bool:
     return True
 
 
-def _replace(file: Path, facts: Facts) -> None:
+def _replace(file: Path, facts: OwnerFacts) -> None:
     fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     with fresh.open("xb") as made:
         made.write(_text(facts))

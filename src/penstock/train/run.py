@@ -129,7 +129,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     _check_output(config)
     check_trackers(config.output.trackers)
     check_machine(config)
-    part: hub.Part = "weights" if config.model.weights == "auto" else "tokenizer"
+    part: hub.ModelPart = "weights" if config.model.weights == "auto" else "tokenizer"
     config = pinned(config, resume, part)
     named, auto = named_model(config.model), make_auto(config)
     planned = _planned(config, auto, named, auto.build_plan(named), resume)
@@ -151,7 +151,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     return Prepared(**known, tokenizer=tokenizer, data=_data_at(config, data, start))
 
 
-def pinned(config: TrainConfig, resume: str | None, part: hub.Part) -> TrainConfig:
+def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> TrainConfig:
     """The config with the commit that the model's Hub name stands for, of which `part` is fetched.
 
     A run that goes on keeps its commit, unless the config has another name or revision by now. A config

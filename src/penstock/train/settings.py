@@ -23,7 +23,7 @@ from penstock.train.config.sections import PipelineSection, TrainConfig, check_r
 from penstock.train.config.values import CheckpointingSection, CompileSection
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import check_installed
-from penstock.train.sizes import Sizes
+from penstock.train.sizes import StepSizes
 
 # keys of the section `pipeline` that AutoPipeline takes by the same name and with the same meaning
 _SAME = (
@@ -96,9 +96,9 @@ def _check_ramp(config: TrainConfig, axes: Axes) -> None:
                 raise ConfigError(f"train.ramp with {name}={size}", rule, remedy)
 
 
-def sizes_of(config: TrainConfig) -> Sizes:
+def sizes_of(config: TrainConfig) -> StepSizes:
     """The size of each step. Raises what `axes_of` raises."""
-    return Sizes.of(config, axes_of(config).batch_parts)
+    return StepSizes.of(config, axes_of(config).batch_parts)
 
 
 def for_world(config: TrainConfig, world: int | None) -> TrainConfig:

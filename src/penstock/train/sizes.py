@@ -41,14 +41,14 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class StepSizes:
     """The size of each step. phases: those of a ramp, each with its last step; full: the steps after them"""
 
     phases: tuple[tuple[int, Size], ...]
     full: Size
 
     @classmethod
-    def of(cls, config: TrainConfig, parts: int) -> Sizes:
+    def of(cls, config: TrainConfig, parts: int) -> StepSizes:
         """parts: pipelines that a batch is divided among"""
         section, length = config.train, config.data.sequence_length
         each = config.pipeline.microbatches

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from penstock import AutoPipeline
-from penstock.batch.loss import NextToken, OwnLoss, Problem, RowLabels
+from penstock.batch.loss import NextToken, OwnLoss, ProblemType, RowLabels
 from penstock.errors import BatchError, ConfigError, EquivalenceError, InputError, ModelError
 from penstock.models.huggingface.own_loss import own_loss
 from penstock.models.source import auto_class
@@ -341,7 +341,7 @@ def test_a_random_head_is_exact_or_refused(numbers: range) -> None:
 
 
 @functools.cache
-def of_head(name: str, model_type: str, classes: int, problem: Problem | None, pad: int | None) -> Any:
+def of_head(name: str, model_type: str, classes: int, problem: ProblemType | None, pad: int | None) -> Any:
     """A model, and a pipeline of it."""
     changes = {"num_labels": classes, "problem_type": problem, "pad_token_id": pad, "layers": 2}
     model = heads.tiny(name, model_type, **changes)
@@ -352,7 +352,7 @@ def own_or_typed(random: Random) -> bool:
     """Random classes, problems, labels, padding and microbatches. Returns whether the batch was taken."""
     (name, model_type), rows = random.choice(HEADS), random.randint(1, 5)
     per_token, classes = "Sequence" not in name, random.choice([1, 3])
-    problem = None if per_token else random.choice([None, None, *get_args(Problem)])
+    problem = None if per_token else random.choice([None, None, *get_args(ProblemType)])
     model, pipe = of_head(name, model_type, classes, problem, None if random.random() < 0.2 else 0)
     tokens = (rows, heads.LENGTH)
     shape = random.choice([(rows,), (rows, 1), (rows, classes), tokens])

@@ -17,15 +17,15 @@ from unittest.mock import ANY, Mock, call
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import Account, PeerError, PeerLostError, StalledPeerError, account_of, give_account
+from penstock.errors import FailurePoint, PeerError, PeerLostError, StalledPeerError, account_of, give_account
 from penstock.runtime.health import watch as health
 from penstock.runtime.health.notes import (
-    Failure,
     FailureNote,
     FailureNotes,
+    FirstFailure,
     LimitedStore,
+    PeerWait,
     ProcessId,
-    Wait,
     began,
     machine,
 )
@@ -228,7 +228,7 @@ def test_notes_of_a_machine_whose_clock_is_wrong_count_as_others(
         monkeypatch.setattr(watch._notes, "_boot", other)
     leave = FailureNotes.leave
 
-    def leave_wrong(self: FailureNotes, account: str, wait: Wait | None, last: bool = False) -> None:
+    def leave_wrong(self: FailureNotes, account: str, wait: PeerWait | None, last: bool = False) -> None:
         if self._boot not in off:
             return leave(self, account, wait, last)
         note = FailureNote(time.monotonic() + off[self._boot], HOST, self._boot, account, wait, last)
@@ -341,9 +341,9 @@ def test_a_store_that_is_gone_is_done_without() -> None:
     gone.clone.return_value = gone
     gone.check.side_effect = gone.set.side_effect = gone.compare_set.side_effect = RuntimeError("refused")
     left = notes(gone, 0)
-    left.leave("at work", Wait("2F0", 2))
+    left.leave("at work", PeerWait("2F0", 2))
     assert left.read([1]) == {}
-    left.fail(Failure(0, HOST, "no"))
+    left.fail(FirstFailure(0, HOST, "no"))
     assert left.first_failure("failed", patience=60) is None
     assert gone.mock_calls == [call.clone(), call.set("note/0", ANY)]  # nobody calls it again
 
@@ -369,14 +369,14 @@ def test_a_store_that_does_not_answer_is_done_without(monkeypatch: pytest.Monkey
 
 
 def test_a_note_keeps_what_it_is_given(store: Store) -> None:
-    notes(store, 1).leave("in 2F3", Wait("2F0", None))
+    notes(store, 1).leave("in 2F3", PeerWait("2F0", None))
     note = notes(store, 0).read([1])[1]
-    assert (note.account, note.wait, note.host) == ("in 2F3", Wait("2F0", None), HOST)
+    assert (note.account, note.wait, note.host) == ("in 2F3", PeerWait("2F0", None), HOST)
     assert json.loads(store.get("note/1"))[1] == HOST
 
 
 def test_any_error_may_carry_an_account() -> None:
     error = ValueError("no")
     assert account_of(error) is None
-    give_account(error, Account("in 2F3", "", "timeline so far in x.json"))
+    give_account(error, FailurePoint("in 2F3", "", "timeline so far in x.json"))
     assert str(account_of(error)) == "in 2F3; timeline so far in x.json"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.point_to_point import Batch, Batches, P2PGroup, ring_arguments
+from penstock.runtime.transport.point_to_point import Batches, P2PBatch, P2PGroup, ring_arguments
 from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
 from support.covering import every
@@ -128,9 +128,9 @@ class Noted:
 
 def test_a_batch_is_over_after_those_before_it_and_is_waited_for_once() -> None:
     order: list[str] = []
-    first = Batch(None)
-    second = Batch(first)
-    third = Batch(second)
+    first = P2PBatch(None)
+    second = P2PBatch(first)
+    third = P2PBatch(second)
     first.begin([Noted("a", order), Noted("b", order)])
     second.begin([Noted("c", order)])
     third.begin([])
@@ -145,7 +145,7 @@ def test_a_batch_is_over_after_those_before_it_and_is_waited_for_once() -> None:
 def test_thousands_of_batches_that_nobody_waited_for() -> None:
     batch = None
     for _ in range(5000):
-        batch = Batch(batch)
+        batch = P2PBatch(batch)
         batch.begin([])
     assert batch is not None
     assert batch.wait()

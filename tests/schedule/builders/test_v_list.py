@@ -7,7 +7,16 @@ import pytest
 
 from penstock.schedule import Costs, Schedule, simulate, verify
 from penstock.schedule.builders import v_list
-from penstock.schedule.builders.v_list import Rule, Run, Work, _repeated, by_block, in_order, run, schedule
+from penstock.schedule.builders.v_list import (
+    DispatchRule,
+    TimedPrograms,
+    VDurations,
+    _repeated,
+    by_block,
+    in_order,
+    run,
+    schedule,
+)
 from penstock.schedule.builders.v_schedules import v_half, v_min, zb_v
 
 RANKS, MICROBATCHES = 3, 5
@@ -19,11 +28,11 @@ COSTS = Costs(
     bytes=[1, 2, 3, 4, 5, 6],
     bandwidth=8,
 )
-WORK = Work.of(RANKS, MICROBATCHES, COSTS)
+WORK = VDurations.of(RANKS, MICROBATCHES, COSTS)
 LIMITS = [4, 6, 5]
 
 
-def rule(lead: float = inf) -> Rule:
+def rule(lead: float = inf) -> DispatchRule:
     return by_block(WORK, spread=1.5, gap=0.25, lead=lead)
 
 
@@ -53,9 +62,9 @@ def test_a_steady_state_repeated_is_the_whole_run(
 
 def test_without_a_steady_state_the_rule_runs_on_all_microbatches() -> None:
     """All forwards first: the middle of no program has every op of an interval."""
-    work = Work.of(2, 20, Costs())
+    work = VDurations.of(2, 20, Costs())
 
-    def all_forwards_first(work: Work) -> Run:
+    def all_forwards_first(work: VDurations) -> TimedPrograms:
         orders = [[slot] * work.microbatches for slot in range(4)]
         return run(work, [99] * 2, in_order([[slot for order in orders for slot in order]] * 2))
 
@@ -76,7 +85,7 @@ def test_no_rank_gets_stuck_that_may_look_ahead_without_end(limit: int) -> None:
 
 def test_a_patient_rank_waits_for_an_input_rather_than_begin_a_weight_gradient() -> None:
     """On rank 0, 3I0 ends at 5; the input of 3F1 is there at 5.5, and 3W0 takes a whole unit."""
-    work = Work.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
+    work = VDurations.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
     orders = [[0, 0, 1, 2, 1, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]]
     eager, patient = (run(work, [4, 4], in_order(orders), patience).programs[0] for patience in (0.4, 0.6))
     assert eager[3:6] == [(2, 0), (4, 0), (1, 1)]
@@ -90,11 +99,11 @@ def test_a_rank_has_another_patience_once_all_microbatches_have_entered(
     of_rank_0: tuple[float, float], waits: bool
 ) -> None:
     """As above; both microbatches have entered rank 0 by then."""
-    work = Work.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
+    work = VDurations.of(2, 2, Costs(forward=[1, 1, [1, 1.5], 1]))
     orders = in_order([[0, 0, 1, 2, 1, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]])
     program = run(work, [4, 4], orders, [of_rank_0, (0.0, 0.0)]).programs[0]
     assert program[4] == ((1, 1) if waits else (4, 0))
 
 
 def test_the_interval_is_the_work_of_the_busiest_rank() -> None:
-    assert Work.of(2, 3, Costs(1, 2, [0, 0, 0, 4])).interval == 2 * (1 + 2) + 4
+    assert VDurations.of(2, 3, Costs(1, 2, [0, 0, 0, 4])).interval == 2 * (1 + 2) + 4

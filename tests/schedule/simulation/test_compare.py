@@ -10,9 +10,9 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule, both_ways, build, loop, simulate, wave
-from penstock.schedule.builders import BUILDERS
+from penstock.schedule.builders import BUILDERS, Builder
 from penstock.schedule.ops import Op
-from penstock.schedule.simulation.compare import Builder, Entry, advise, compare, round_up, share
+from penstock.schedule.simulation.compare import Entry, advise, compare, round_up, share
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

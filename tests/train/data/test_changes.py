@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from penstock.train.data.changes import changes, of_tokens
-from penstock.train.data.store import Facts
+from penstock.train.data.store import StoreFacts
 
 
-def facts(documents: int, tokens: int, digest: str) -> Facts:
-    return Facts(documents, tokens, tokens, 0, 0, "", 0, digest)
+def facts(documents: int, tokens: int, digest: str) -> StoreFacts:
+    return StoreFacts(documents, tokens, tokens, 0, 0, "", 0, digest)
 
 
 NOW = of_tokens("b", facts(2, 1200, "now"))

@@ -23,14 +23,14 @@ from penstock.batch.placement import sent_ahead
 from penstock.errors import DataError
 from penstock.train.config.sections import SourceSection, TrainConfig
 from penstock.train.data import loading, sources
-from penstock.train.data.loading import Batch, Data, load_data
+from penstock.train.data.loading import Data, LoadedBatch, load_data
 from penstock.train.data.packing import PACKINGS, Pieces, one_each
 from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
 from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.data.sources import open_source
 from penstock.train.data.store import in_memory
-from penstock.train.encoding.tokenizer import Bytes
-from penstock.train.sizes import Size, Sizes
+from penstock.train.encoding.tokenizer import ByteTokenizer
+from penstock.train.sizes import Size, StepSizes
 
 
 def config(path: Path, **data: Any) -> TrainConfig:
@@ -43,7 +43,7 @@ def config(path: Path, **data: Any) -> TrainConfig:
 
 
 def load(path: Path, vocabulary: int = 256, padding: Padding | None = None, **data: Any) -> Data:
-    return load_data(config(path, **data), Bytes(), vocabulary, padding=padding)
+    return load_data(config(path, **data), ByteTokenizer(), vocabulary, padding=padding)
 
 
 def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
@@ -53,8 +53,8 @@ def refused(path: Path, vocabulary: int = 256, **data: Any) -> str:
     return str(caught.value)
 
 
-def of_rows(rows: int, length: int, microbatches: int = 2) -> Sizes:
-    return Sizes((), Size(rows, length, (microbatches,)))
+def of_rows(rows: int, length: int, microbatches: int = 2) -> StepSizes:
+    return StepSizes((), Size(rows, length, (microbatches,)))
 
 
 def rows_of(count: int, held_out: int = 2, seed: int = 0) -> Data:
@@ -77,7 +77,7 @@ def stream(data: Data) -> bytes:
     return b"".join(bytes(piece.ids.tolist()) for row in found for piece in row)
 
 
-def whole(batch: Batch) -> dict[str, Tensor]:
+def whole(batch: LoadedBatch) -> dict[str, Tensor]:
     assert isinstance(batch.content, dict)
     return batch.content
 
@@ -117,7 +117,7 @@ def test_the_next_batch_is_made_while_one_is_in_use_and_no_further_one(
     second = threading.Event()
     original = Data.batch
 
-    def batch(data: Data, step: int) -> Batch:
+    def batch(data: Data, step: int) -> LoadedBatch:
         assert threading.current_thread() is not threading.main_thread()
         made.append(step)
         if step == 2:
@@ -136,7 +136,7 @@ def test_the_next_batch_is_made_while_one_is_in_use_and_no_further_one(
 def test_a_failed_batch_is_raised_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Data.batch
 
-    def batch(data: Data, step: int) -> Batch:
+    def batch(data: Data, step: int) -> LoadedBatch:
         if step == 3:
             raise DataError("row 7", "it cannot be read", "Mend it")
         return original(data, step)
@@ -411,12 +411,12 @@ def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytes
     assert "it cannot be read (Permission denied)" in refused(tmp_path / "a")
 
 
-def microbatches(batch: Batch) -> list[dict[str, Any]]:
+def microbatches(batch: LoadedBatch) -> list[dict[str, Any]]:
     assert isinstance(batch.content, list)
     return batch.content
 
 
-def parts_of(data: Data, parts: int, step: int) -> list[Batch]:
+def parts_of(data: Data, parts: int, step: int) -> list[LoadedBatch]:
     return [replace(data, parts=parts).of(part).batch(step) for part in range(parts)]
 
 
@@ -438,7 +438,7 @@ def load_texts(path: Path, texts: list[str], packing: str, **more: Any) -> Data:
     return load(path, **{"sequence_length": 16, "packing": packing, **more})
 
 
-def documents_in(batches: list[Batch]) -> list[tuple[list[int], list[int]]]:
+def documents_in(batches: list[LoadedBatch]) -> list[tuple[list[int], list[int]]]:
     """The tokens and labels of every row, sorted, without padding."""
     return sorted(
         (ids[labels != -100].tolist(), labels[labels != -100].tolist())
@@ -469,7 +469,7 @@ def test_documents_are_dealt_out_whole_and_each_part_gets_long_ones(tmp_path: Pa
 TEXTS = [chr(ord("A") + number) * (2 + number % 11) for number in range(50)]
 
 
-def letters(batches: list[Batch]) -> set[str]:
+def letters(batches: list[LoadedBatch]) -> set[str]:
     ids = [each["input_ids"].flatten() for batch in batches for each in microbatches(batch)]
     return {chr(token) for token in torch.cat(ids).tolist() if token}
 
@@ -479,7 +479,7 @@ def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, pa
     data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3)
     epoch = -(-len(data.rows) // 2)
     trained = letters([data.batch(step) for step in range(1, epoch + 1)])
-    held = letters([Batch(data.layout.content(data.held_out, range(len(data.held_out))), Fill())])
+    held = letters([LoadedBatch(data.layout.content(data.held_out, range(len(data.held_out))), Fill())])
     assert sorted(trained | held) == [text[0] for text in TEXTS]
     assert max(trained) < min(held)
     share = sum(len(text) for text in TEXTS if text[0] in held) / sum(map(len, TEXTS))

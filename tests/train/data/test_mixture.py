@@ -18,10 +18,10 @@ import torch
 
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Batch, Data, load_data, tokenizer_of
+from penstock.train.data.loading import Data, LoadedBatch, load_data, tokenizer_of
 from penstock.train.data.sources import open_source
 from penstock.train.encoding.encode import encoded, make_encoder
-from penstock.train.sizes import Size, Sizes
+from penstock.train.sizes import Size, StepSizes
 from support.tiny import QWEN3
 
 ROWS = [{"input_ids": [1, 2, 3 + number], "labels": [-100, 2, 3 + number]} for number in range(12)]
@@ -61,7 +61,7 @@ def refused(made: TrainConfig, vocabulary: int = 300) -> str:
     return str(caught.value)
 
 
-def rows(batch: Batch) -> list[list[int]]:
+def rows(batch: LoadedBatch) -> list[list[int]]:
     """The tokens of each row, without padding."""
     assert isinstance(batch.content, list)
     return [[token for token in row if token] for part in batch.content for row in part["input_ids"].tolist()]
@@ -165,7 +165,7 @@ def test_steps_of_another_size_go_on_with_the_next_row(tmp_path: Path, streaming
     assert rows_of(eight.at(8, state, 9).batch(9)) == rows_of(*found[3:5])
 
 
-def rows_of(*batches: Batch) -> list[list[int]]:
+def rows_of(*batches: LoadedBatch) -> list[list[int]]:
     return sorted(row for batch in batches for row in rows(batch))
 
 
@@ -294,7 +294,7 @@ def test_reading_rows_keeps_no_page_mapped(tmp_path: Path) -> None:
     data = load(config(path=str(path), kind="text", packing="stream", sequence_length=4096))
     before = mapped_pages()
     for step in range(1, 400):
-        replace(data, sizes=Sizes((), Size(8, 4096, (2,)))).batch(step)
+        replace(data, sizes=StepSizes((), Size(8, 4096, (2,)))).batch(step)
     assert mapped_pages() - before < 4 << 20
 
 

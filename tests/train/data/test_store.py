@@ -32,8 +32,8 @@ from penstock.train.data.store import (
     write_store,
 )
 from penstock.train.encoding.chat import Encoded
-from penstock.train.encoding.encode import Block
-from penstock.train.encoding.tokenizer import Bytes
+from penstock.train.encoding.encode import EncodedRecords
+from penstock.train.encoding.tokenizer import ByteTokenizer
 from support.mutations import CASES, mutated_bytes, mutated_json, seeded
 
 
@@ -42,7 +42,10 @@ def encoded(ids: list[int], labels: list[int] | None = None) -> Encoded:
 
 
 def test_documents_are_written_end_to_end_with_separators_between(tmp_path: Path) -> None:
-    blocks: list[Block] = [[("a", encoded([1, 2])), ("b", encoded([]))], [("c", None), ("d", encoded([200]))]]
+    blocks: list[EncodedRecords] = [
+        [("a", encoded([1, 2])), ("b", encoded([]))],
+        [("c", None), ("d", encoded([200]))],
+    ]
     write_store(tmp_path, blocks, np.uint8, labelled=False, separator=0)
     opened = open_store(tmp_path)
     assert opened.tokens.tolist() == [1, 2, 0, 0, 200]
@@ -203,7 +206,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
     "no folder": lambda file: shutil.rmtree(file.parent),
 }
 FILES = ("tokens", "labels", "lengths", "shown", "shown_ends", "facts.json", "checksum")
-BLOCKS: list[Block] = [
+BLOCKS: list[EncodedRecords] = [
     [("a", Encoded(np.array([1, 2], np.uint32), np.array([-100, 2], np.int32), b"{}")), ("b", None)],
     [("c", Encoded(np.array([3] * 9, np.uint32), np.array([3] * 9, np.int32), b'{"c": 1}'))],
 ]
@@ -352,7 +355,7 @@ def batches(folder: Path, **data: Any) -> list[bytes]:
         "model": {"config": {"model_type": "qwen3"}}, "data": section,
         "train": {"batch_size": 2}, "pipeline": {"microbatches": 2},
     })  # fmt: skip
-    loaded = loading.load_data(config, Bytes(), 512)
+    loaded = loading.load_data(config, ByteTokenizer(), 512)
     several = [*(loaded.batch(step) for step in range(1, 4)), *loaded.held_out_batches(2)]
     parts = [part for batch in several
              for part in (batch.content if isinstance(batch.content, list) else [batch.content])]  # fmt: skip

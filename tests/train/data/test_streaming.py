@@ -16,7 +16,7 @@ import yaml
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Batch, Data, load_data, tokenizer_of
+from penstock.train.data.loading import Data, LoadedBatch, load_data, tokenizer_of
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
@@ -45,17 +45,17 @@ def load(made: TrainConfig, vocabulary: int = 300) -> Data:
     return load_data(made, tokenizer_of(made), vocabulary)
 
 
-def tensors(batch: Batch) -> list[torch.Tensor]:
+def tensors(batch: LoadedBatch) -> list[torch.Tensor]:
     parts = [batch.content] if isinstance(batch.content, dict) else batch.content
     return [part[name] for part in parts for name in sorted(part)]
 
 
-def same(one: Batch, other: Batch) -> bool:
+def same(one: LoadedBatch, other: LoadedBatch) -> bool:
     first, second = tensors(one), tensors(other)
     return len(first) == len(second) and all(map(torch.equal, first, second)) and one.fill == other.fill
 
 
-def letters(batches: list[Batch]) -> Counter[str]:
+def letters(batches: list[LoadedBatch]) -> Counter[str]:
     ids = torch.cat([
         part["input_ids"].flatten() for batch in batches
         for part in ([batch.content] if isinstance(batch.content, dict) else batch.content)
@@ -112,7 +112,7 @@ def test_a_ramp_takes_the_rows_of_the_stream_in_turn_and_goes_on_exactly(
         assert all(map(same, rest, batches[done:]))
 
 
-def rows_in(batch: Batch) -> list[list[int]]:
+def rows_in(batch: LoadedBatch) -> list[list[int]]:
     if isinstance(batch.content, dict):
         found: list[list[int]] = batch.content["input_ids"].tolist()
         return found

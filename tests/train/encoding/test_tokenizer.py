@@ -8,17 +8,17 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from penstock.errors import DataError
-from penstock.train.encoding.tokenizer import Bytes, HuggingFace, byte_level_tokenizer, open_tokenizer
+from penstock.train.encoding.tokenizer import ByteTokenizer, HuggingFace, byte_level_tokenizer, open_tokenizer
 
 TEXT = "def f(x):\n\treturn 'ä 😀 ' , x . \0\x7f\r\n  don't   stop  "
 
 
 def test_saved_bytes_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
     AutoConfig.for_model("qwen3").save_pretrained(tmp_path)  # as in a checkpoint: it must not mislead
-    Bytes().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     opened = AutoTokenizer.from_pretrained(tmp_path)
     ids = opened(TEXT)["input_ids"]
-    assert ids == list(TEXT.encode()) == Bytes().encode([""], [TEXT.encode()])[0].tolist()
+    assert ids == list(TEXT.encode()) == ByteTokenizer().encode([""], [TEXT.encode()])[0].tolist()
     assert opened.decode(ids) == TEXT
     assert opened.decode(ids, skip_special_tokens=True) == TEXT
     assert len(opened) == 256

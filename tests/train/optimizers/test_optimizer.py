@@ -24,12 +24,12 @@ from penstock.train.optimizers.optimizer import (
     AdafactorSection,
     AdamWKeys,
     AdamWSection,
-    Choice,
     GroupSection,
     MuonSection,
     Named,
+    OptimizerChoice,
     OptimizerSection,
-    Run,
+    RunFacts,
     Share,
     check_installed,
     check_optimizer,
@@ -228,7 +228,7 @@ def test_a_process_may_hold_nothing_of_one_kind() -> None:
 
 
 @pytest.mark.parametrize("choice", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_the_table_says_what_an_optimizer_keeps(choice: Choice) -> None:
+def test_the_table_says_what_an_optimizer_keeps(choice: OptimizerChoice) -> None:
     """The dry run reads its bytes, resuming the names of its classes and of what has a weight's shape."""
     shaped: set[str] = set()
     for kind, share in shares_of(choice.section()).items():
@@ -264,8 +264,8 @@ def test_an_optimizer_works_by_its_line_in_the_table(monkeypatch: pytest.MonkeyP
         return {"SGD": Share("sgd", section, "optimizer", sgd, lambda parameter, entries: 0)}
 
     section: Any = SGDSection(warmup_steps=2)
-    monkeypatch.setitem(OPTIMIZERS, "sgd", Choice("SGD", type(section), shares, ()))
-    check_optimizer(section, Run("float32", Axes(dp_shard=2)))
+    monkeypatch.setitem(OPTIMIZERS, "sgd", OptimizerChoice("SGD", type(section), shares, ()))
+    check_optimizer(section, RunFacts("float32", Axes(dp_shard=2)))
     check_installed(section)
     kinds = trained_by(section, tiny_model("llama", layers=2), "model.layers")
     assert set(kinds.values()) == {"SGD"}

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 
 from penstock.errors import ConfigError
 from penstock.train.config.sections import OutputSection
-from penstock.train.encoding.tokenizer import Bytes, HuggingFace
+from penstock.train.encoding.tokenizer import ByteTokenizer, HuggingFace
 from penstock.train.records.outcome import sample
 from penstock.train.run import preflight
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
@@ -41,7 +41,7 @@ def test_a_sample_ends_where_the_positions_do(
     """0.5.0: with a table of 32 positions and the default sample_tokens=128 it was an IndexError."""
     keys = {**GPT2_WITH_DROPOUT, "n_positions": 32}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(tmp_path)
-    Bytes().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     generate, lengths = GPT2LMHeadModel.generate, list[int]()
 
     def measured(model: GPT2LMHeadModel, **options: Any) -> Tensor:
@@ -56,6 +56,6 @@ def test_a_sample_ends_where_the_positions_do(
 
 
 def test_a_prompt_s_ids_are_those_that_the_checkpoint_s_tokenizer_gives(tmp_path: Path) -> None:
-    Bytes().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     for text in ("", "def main(", " é"):
-        assert HuggingFace(str(tmp_path)).prompt(text) == Bytes().prompt(text) == list(text.encode())
+        assert HuggingFace(str(tmp_path)).prompt(text) == ByteTokenizer().prompt(text) == list(text.encode())

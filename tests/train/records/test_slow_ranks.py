@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from penstock.models.split.multiply_adds import Work
+from penstock.models.split.multiply_adds import MultiplyAdds
 from penstock.runtime.step_report import OpSeconds
 from penstock.schedule import Op, Schedule, build
 from penstock.train.data.rows import Fill
@@ -23,7 +23,8 @@ from support import jobs_train
 from support.pool import Pool
 from support.tiny import QWEN3, config, metrics, tree
 
-WORKS = (Work(3.0, 0.01), Work(1.0, 0.02), Work(1.0, 0.02), Work(2.0, 0.02))  # of four stages
+# of four stages
+WORKS = tuple(MultiplyAdds(*each) for each in ((3.0, 0.01), (1.0, 0.02), (1.0, 0.02), (2.0, 0.02)))
 RATE = 1e-6  # seconds of a multiply-add
 FORWARDS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -96,7 +97,7 @@ def test_even_ranks_are_never_told_and_a_slow_one_is_told_once(schedule: Schedul
 @pytest.mark.parametrize("frozen", [False, True])
 def test_ops_with_towers_that_work_on_images_have_no_prediction(frozen: bool) -> None:
     """0.5.0: the towers counted for nothing, so that a rank with them was named."""
-    towers = Work(3.0, 0.01, image=50.0, trained=0.0 if frozen else 50.0)
+    towers = MultiplyAdds(3.0, 0.01, image=50.0, trained=0.0 if frozen else 50.0)
     cluster = Cluster(SCHEDULES[0], works=(towers, *WORKS[1:]))
     expected = [(0, {"B"})] if frozen else []
     assert [(each["rank"], set(each["ms"])) for each in cluster.run(60, {(0, 0): 2.0}, images=9)] == expected
@@ -120,11 +121,11 @@ def test_a_rank_is_told_again_after_it_recovered_and_fell_back() -> None:
 
 def test_a_cost_that_says_nothing_is_no_prediction() -> None:
     """A stage of the embedding alone has no multiply-adds, and one rank has no peer."""
-    cluster = Cluster(SCHEDULES[0], works=(Work(0.0), *WORKS[1:]))
+    cluster = Cluster(SCHEDULES[0], works=(MultiplyAdds(0.0), *WORKS[1:]))
     cluster.watch.after(SCHEDULES[0], np.ones((1, 4, 4)), Fill(10, 10, 10))
     assert cluster.run(60, {(0, 0): 9.0}) == []
     assert not any("rank 0" in line for line in cluster.watch.by_host())
-    peers = Cluster(SCHEDULES[0], 3, works=(Work(0.0), *WORKS[1:]))
+    peers = Cluster(SCHEDULES[0], 3, works=(MultiplyAdds(0.0), *WORKS[1:]))
     peers.works = WORKS  # it takes some time
     assert [each["rank"] for each in peers.run(60, {(1, 0): 2.0})] == [0]
     one = SlowRanks(WORKS[:1], [Host(0, 0, "here")], False)

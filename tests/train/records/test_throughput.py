@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from penstock.models.split.multiply_adds import Work, works
+from penstock.models.split.multiply_adds import MultiplyAdds, works
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.device.memory import PeakMemory
 from penstock.train.data.rows import Fill
@@ -70,7 +70,7 @@ def test_towers_work_on_the_images_and_frozen_ones_have_no_backward(frozen: bool
 
 def test_time_devices_and_the_peak_divide() -> None:
     fill = Fill(tokens=10, slots=16, squares=60)
-    made = [Work(5e9, 1e9), Work(2e9)]
+    made = [MultiplyAdds(5e9, 1e9), MultiplyAdds(2e9)]
     row = entries(Throughput(made, devices=4, peak=0.5), fill, seconds=2.0)
     tflops = 6 * (7e9 * 10 + 1e9 * 60) / 2 / 4 / 1e12
     assert row == {"tflops_per_device": tflops, "mfu": tflops / 0.5, "peak_resident": [7]}
@@ -88,7 +88,7 @@ def test_a_row_of_a_run_on_gpus_has_their_peaks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
     here = PeakMemory.now(gpu)
     assert (here.allocated, here.reserved, asked) == (3, 5, [gpu])
-    row = Throughput([Work(1.0)], 2, None).row(Fill(1, 1, 1), 1.0, [here, PeakMemory(4, 6, 7)], gpu)
+    row = Throughput([MultiplyAdds(1.0)], 2, None).row(Fill(1, 1, 1), 1.0, [here, PeakMemory(4, 6, 7)], gpu)
     assert (row["peak_allocated"], row["peak_reserved"]) == ([3, 4], [5, 6])
     assert row["peak_resident"] == [here.resident, 7]
 
@@ -106,8 +106,8 @@ def test_a_flash_attention_counts_as_the_other_fused_one() -> None:
 
 
 def test_what_cannot_be_counted_is_said() -> None:
-    assert Throughput([Work(1.0)], 1, None).note == ""
-    note = Throughput([Work(1.0), Work(3.0, counted=False)], 1, None).note
+    assert Throughput([MultiplyAdds(1.0)], 1, None).note == ""
+    note = Throughput([MultiplyAdds(1.0), MultiplyAdds(3.0, counted=False)], 1, None).note
     assert "of 2 modules (layers, embedding, head) 1 count by its parameters and without attention" in note
 
 

@@ -19,7 +19,7 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
 from penstock.train.records import trackers as module
-from penstock.train.records.metrics import Row
+from penstock.train.records.metrics import MetricsRow
 from penstock.train.records.tracker_process import _row, numbers
 from penstock.train.records.trackers import (
     AnyTracker,
@@ -70,12 +70,12 @@ class FakeRun:
         size = self.rows.stat().st_size
         return Trackers(self.sections, self.folder / "run.json", size, self.said.append)
 
-    def write(self, *rows: Row) -> None:
+    def write(self, *rows: MetricsRow) -> None:
         with self.rows.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def step(number: int, **more: Any) -> Row:
+def step(number: int, **more: Any) -> MetricsRow:
     return {"step": number, **ROW, "loss": 3 - number / 4, **more}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from penstock.batch.loss import IGNORED, NextToken, OwnLoss, Problem, RowLabels, TokenLabels
+from penstock.batch.loss import IGNORED, NextToken, OwnLoss, ProblemType, RowLabels, TokenLabels
 from penstock.errors import ModelError
 from penstock.models.mtp import PredictionModel
 from penstock.models.tracing.chain import Chain, remembered
@@ -162,13 +162,13 @@ class _Trial:
         rows, asked = _SHAPE[0], getattr(self._config, "problem_type", None)
         several = torch.rand((rows, classes), generator=self._generator).round()
         numbers = [torch.tensor([at, (at + 1) % classes]) for at in range(min(classes, _MOST_CLASSES))]
-        labels: dict[Problem, list[Tensor]] = {
+        labels: dict[ProblemType, list[Tensor]] = {
             "regression": [torch.randn((rows, classes)[: 1 + (classes > 1)], generator=self._generator)],
             "single_label_classification": [*numbers, torch.tensor([IGNORED, classes - 1])],
             "multi_label_classification": [several, 1 - several],
         }
-        chosen = ("regression",) if classes == 1 else get_args(Problem)[1:]
-        proven: list[Problem] = []
+        chosen = ("regression",) if classes == 1 else get_args(ProblemType)[1:]
+        proven: list[ProblemType] = []
         for problem in chosen if asked is None else (asked,):
             loss = RowLabels(classes, asked, [problem])
             try:

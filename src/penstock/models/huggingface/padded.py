@@ -59,17 +59,17 @@ _WIDTH = (
 )
 
 
-class Effect(NamedTuple):
+class PaddingEffect(NamedTuple):
     """needs_mask, hidden: as in Padding"""
 
     needs_mask: bool
     hidden: str
 
 
-_seen: dict[object, Effect | ModelError] = {}
+_seen: dict[object, PaddingEffect | ModelError] = {}
 
 
-def effect_of_padding(model: PreTrainedModel, padding: Padding) -> Effect:
+def effect_of_padding(model: PreTrainedModel, padding: Padding) -> PaddingEffect:
     """What padding at the end of rows does to `model`, whose values do not matter.
 
     Remembered by class and config.
@@ -88,7 +88,7 @@ def effect_of_padding(model: PreTrainedModel, padding: Padding) -> Effect:
     return effect
 
 
-def _look(model: PreTrainedModel, padding: Padding) -> Effect:
+def _look(model: PreTrainedModel, padding: Padding) -> PaddingEffect:
     name, error = type(model).__name__, Exception("no config of it is small enough")
     remedy = "Take shapes='inferred', which pads nothing"
     for config in _configs(model):
@@ -104,7 +104,7 @@ def _look(model: PreTrainedModel, padding: Padding) -> Effect:
             rule = f"a row's outputs change by {change} when it is padded on the right"
             raise ModelError(f"shapes='padded' for {name}", rule, remedy)
         words = f"outputs of {name} change by {hidden:.1g} of the largest" if hidden > _DIFFERS else ""
-        return Effect(right > _DIFFERS, words)
+        return PaddingEffect(right > _DIFFERS, words)
     rule = f"a small model of its class, which would show what padding does, ends in {str(error)[:200]!r}"
     raise ModelError(f"shapes='padded' for {name}", rule, remedy)
 

@@ -24,7 +24,7 @@ from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import shadow
 from penstock.private import FLASH_ATTENTION_FOR_CPU
 from penstock.runtime.device.footprints import footprint
-from penstock.runtime.device.memory import Measured, Sizes
+from penstock.runtime.device.memory import Measured, MicrobatchBytes
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall
@@ -98,7 +98,7 @@ def stage_sizes(
     defers_head: Chunked = True,
     autocast: torch.dtype | None = None,
     offload: Offload | None = None,
-) -> tuple[Sizes, int] | None:
+) -> tuple[MicrobatchBytes, int] | None:
     """The bytes that one microbatch holds on a stage made by `cut`, and the most while its I or B runs.
 
     From a forward and the first half of a backward without values, the next-token loss included. A region of
@@ -151,5 +151,5 @@ def stage_sizes(
         with nullcontext() if lowered is None else lowered, measured:  # layers that run again
             stage.input_backward(0, gradients)
         for_weight = stage.deferred[0].nbytes
-        sizes = Sizes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
+        sizes = MicrobatchBytes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
         return sizes, held.activation + measured.peak - before

@@ -29,7 +29,7 @@ _SHORT = 16  # tokens
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-class Work(NamedTuple):
+class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward, which grow with its tokens, and with the squared lengths of its documents.
 
     counted: False for parameters once a token, and nothing for attention, where counting failed
@@ -90,7 +90,7 @@ def _towers(model: PreTrainedModel, chain: Chain) -> list[str]:
     return [name for name in chain.before if name not in run]
 
 
-def _with_towers(embedding: Work, model: PreTrainedModel, chain: Chain) -> Work:
+def _with_towers(embedding: MultiplyAdds, model: PreTrainedModel, chain: Chain) -> MultiplyAdds:
     """`embedding` with the towers' work. A backward ends at the first of their parameters that trains."""
     parts = (part for name in _towers(model, chain) for part in model.get_submodule(name).modules())
     held = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
@@ -114,18 +114,18 @@ def _patches(config: PretrainedConfig) -> float:
     )
 
 
-def works(model: PreTrainedModel, chain: Chain) -> list[Work]:
+def works(model: PreTrainedModel, chain: Chain) -> list[MultiplyAdds]:
     """The work of each layer, of the embedding (with the towers) and of the head.
 
     A mixture counts the experts that work on a token. A part that cannot run without values, or that always
     works on more tokens than so short a row has, counts its parameters once a token.
     """
     kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
-    costs = [Work(count, counted=False) for count in _parameters(model, chain, kinds)]
+    costs = [MultiplyAdds(count, counted=False) for count in _parameters(model, chain, kinds)]
     for part, (once, twice) in enumerate(_short_rows(model, chain, kinds)):
         if twice >= 2 * once:
             square = (twice - 2 * once) / (2 * _SHORT**2)
-            costs[part] = Work(once / _SHORT - _SHORT * square, square)
+            costs[part] = MultiplyAdds(once / _SHORT - _SHORT * square, square)
     costs[-2] = _with_towers(costs[-2], model, chain)
     return costs
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.private import TorchDispatchMode, tree_leaves
 
-Mark = int | str
+ProvenanceMark = int | str
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout})
 # these ops look at shape, dtype and device of their arguments, and at no value
@@ -34,25 +34,27 @@ class Provenance(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._marks: dict[int, frozenset[Mark]] = {}
+        self._marks: dict[int, frozenset[ProvenanceMark]] = {}
         self._kept: list[Any] = []  # so that a storage's address stays its own
 
-    def mark(self, tensor: Tensor, marks: Iterable[Mark]) -> None:
+    def mark(self, tensor: Tensor, marks: Iterable[ProvenanceMark]) -> None:
         """Replace the marks of `tensor`."""
         storage = tensor.untyped_storage()
         self._marks[storage._cdata] = frozenset(marks)
         self._kept.append(storage)
 
-    def marked(self, tensor: Tensor, mark: Mark) -> Tensor:
+    def marked(self, tensor: Tensor, mark: ProvenanceMark) -> Tensor:
         """A copy of `tensor` that a model may write into, with this mark alone."""
         new = tensor.clone()
         self.mark(new, {mark})
         return new
 
-    def marks(self, *values: Any) -> frozenset[Mark]:
+    def marks(self, *values: Any) -> frozenset[ProvenanceMark]:
         """The marks of all tensors in `values`."""
         storages = (tensor.untyped_storage()._cdata for tensor in _tensors(values))
-        return frozenset[Mark]().union(*(self._marks.get(storage, frozenset()) for storage in storages))
+        return frozenset[ProvenanceMark]().union(
+            *(self._marks.get(storage, frozenset()) for storage in storages)
+        )
 
     def origins(self, *values: Any) -> tuple[set[int], set[str]]:
         """The numbers and the names among the marks of all tensors in `values`."""

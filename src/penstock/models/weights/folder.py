@@ -54,7 +54,7 @@ UNREADABLE = (
 )
 
 
-class Entry(TypedDict):
+class ManifestEntry(TypedDict):
     """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any.
 
     piece: bytes of a piece. `sha256` is then the hash of the pieces' hashes, in order, which several threads
@@ -67,7 +67,7 @@ class Entry(TypedDict):
     not_finite: NotRequired[str]
 
 
-Hashed = dict[str, Entry]  # by the file's name in the folder
+Hashed = dict[str, ManifestEntry]  # by the file's name in the folder
 
 
 def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes: Processes) -> None:
@@ -151,7 +151,9 @@ def check_contents(path: Path, name: str) -> None:
     check_digest(path, name, files[name])
 
 
-def check_digest(path: Path, name: str, entry: Entry, stopped: Callable[[], bool] = lambda: False) -> None:
+def check_digest(
+    path: Path, name: str, entry: ManifestEntry, stopped: Callable[[], bool] = lambda: False
+) -> None:
     """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` says so."""
     with readable(path, name):
         digest = sha256_of(path / name, entry.get("piece"), stopped)
@@ -260,7 +262,7 @@ def _agreed_names(folder: Path, processes: Processes) -> list[str]:
     return names
 
 
-def _describe(file: Path) -> Entry:
+def _describe(file: Path) -> ManifestEntry:
     """Flush a file, and read it for its entry."""
     _flush(file)
     size = file.stat().st_size
@@ -268,7 +270,7 @@ def _describe(file: Path) -> Entry:
     return made_entry(size, sha256_of(file, piece), piece)
 
 
-def _publish(temporary: Path, target: Path, files: Mapping[str, Entry]) -> None:
+def _publish(temporary: Path, target: Path, files: Mapping[str, ManifestEntry]) -> None:
     manifest = temporary / MANIFEST
     manifest.write_text(_manifest(files), encoding="utf-8")
     _flush(manifest)
@@ -296,7 +298,7 @@ def remove_hidden(path: Path) -> None:
         path.unlink()
 
 
-def _manifest(files: Mapping[str, Entry]) -> str:
+def _manifest(files: Mapping[str, ManifestEntry]) -> str:
     """The only text of a manifest that lists `files`."""
     listed: dict[str, Any] = {"files": dict(sorted(files.items()))}
     digest = hashlib.sha256(json.dumps(listed, indent=1).encode()).hexdigest()
@@ -341,7 +343,9 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _MOST_PIECES = 1 << 20  # of a file; 16 TiB in pieces as they are written now
 
 
-def _entry(name: str, *, size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> Entry:
+def _entry(
+    name: str, *, size: int, sha256: str, piece: int | None = None, not_finite: str = ""
+) -> ManifestEntry:
     """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
     inside = PurePosixPath(name)
     if name in ("", ".", MANIFEST) or inside.is_absolute() or ".." in inside.parts or str(inside) != name:
@@ -353,9 +357,9 @@ def _entry(name: str, *, size: int, sha256: str, piece: int | None = None, not_f
     return made_entry(size, sha256, piece, not_finite)
 
 
-def made_entry(size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> Entry:
+def made_entry(size: int, sha256: str, piece: int | None = None, not_finite: str = "") -> ManifestEntry:
     """An entry with its keys in the order of a manifest. not_finite: empty for none"""
-    made: Entry = {"size": size, "sha256": sha256}
+    made: ManifestEntry = {"size": size, "sha256": sha256}
     if piece is not None:
         made["piece"] = piece
     return {**made, "not_finite": str(not_finite)} if not_finite else made

@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Event
 
 from penstock.errors import PeerError
-from penstock.models.weights.folder import Entry, check_digest, read_manifest
+from penstock.models.weights.folder import ManifestEntry, check_digest, read_manifest
 from penstock.runtime.health.agreement import shared_errors
 from penstock.runtime.transport.groups import Processes
 
@@ -55,7 +55,7 @@ def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
             check_digest(path, name, files[name], stopped.is_set)
 
 
-def share(files: Mapping[str, Entry], index: int, count: int) -> list[str]:
+def share(files: Mapping[str, ManifestEntry], index: int, count: int) -> list[str]:
     """The files that process `index` of `count` hashes: of each kind, those in its range of the bytes."""
     names = []
     for _, kind in groupby(sorted(files), key=lambda name: name.partition("-")[0]):

@@ -34,7 +34,7 @@ from penstock.models.weights.files import Ties
 from penstock.runtime.sharded_weights import full_tensor, shard_like
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor stands: in a module's table, under a name there; full: its name in the model."""
 
     table: Table
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     full: str
 
 
-class Call(NamedTuple):
+class InitCall(NamedTuple):
     """The initialisation of one module by the model that it belongs to. name: the module's, in the stage"""
 
     owner: PreTrainedModel
@@ -51,14 +51,14 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Group:
+class InitGroup:
     """Tensors by their identity, and the calls that read or fill them by their number among all calls."""
 
     tensors: set[int]
-    calls: dict[int, Call]
+    calls: dict[int, InitCall]
 
 
-Places = dict[int, list[Place]]  # by the identity of a tensor on the meta device, where it stands
+TensorPlaces = dict[int, list[TensorPlace]]  # by the identity of a tensor on the meta device, where it stands
 
 
 @torch.no_grad()
@@ -127,7 +127,7 @@ def _of_base(wrapper: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
         yield f"lora_magnitude_vector.{adapter}.weight", norm
 
 
-def _run(call: Call, seed: int) -> None:
+def _run(call: InitCall, seed: int) -> None:
     _seed(seed, call.name)
     call.owner._init_weights(call.module)
 
@@ -137,27 +137,27 @@ def _seed(seed: int, name: str) -> None:
     torch.default_generator.manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
 
 
-def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterator[Call]:
+def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterator[InitCall]:
     """Every module after those in it, with the innermost model around it."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child, inner in module.named_children():
         yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
-    yield Call(owner, name, module)
+    yield InitCall(owner, name, module)
 
 
-def _all_empty(module: nn.Module) -> Places:
+def _all_empty(module: nn.Module) -> TensorPlaces:
     """All tensors on the meta device."""
-    places: Places = {}
+    places: TensorPlaces = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
                 if value is not None and value.is_meta:
-                    place = Place(table, name, f"{prefix}.{name}" if prefix else name)
+                    place = TensorPlace(table, name, f"{prefix}.{name}" if prefix else name)
                     places.setdefault(id(value), []).append(place)
     return places
 
 
-def _materialise(empty: Collection[list[Place]]) -> list[tuple[Place, Tensor]]:
+def _materialise(empty: Collection[list[TensorPlace]]) -> list[tuple[TensorPlace, Tensor]]:
     """Give real storage, filled with NaN, to tensors on the meta device."""
     made = []
     for places in empty:
@@ -171,7 +171,7 @@ def _materialise(empty: Collection[list[Place]]) -> list[tuple[Place, Tensor]]:
     return made
 
 
-def _pass_on(stage: nn.Module, made: Sequence[tuple[Place, Tensor]], ties: Ties) -> None:
+def _pass_on(stage: nn.Module, made: Sequence[tuple[TensorPlace, Tensor]], ties: Ties) -> None:
     """Put filled tensors in their places for good. Raises ModelError for one that is not filled."""
     tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
     for place, value in made:
@@ -190,11 +190,11 @@ def _check_filled(stage: nn.Module, name: str, value: Tensor) -> None:
 
 
 def _initialise_in_groups(
-    stage: nn.Module, calls: Sequence[Call], seed: int, seen: set[int], empty: Places, ties: Ties
+    stage: nn.Module, calls: Sequence[InitCall], seed: int, seen: set[int], empty: TensorPlaces, ties: Ties
 ) -> None:
     others = set(empty)  # the tensors that no call may read, unless they are of its group
 
-    def run(group: Group) -> None:  # a function, so that nothing of the group outlives it
+    def run(group: InitGroup) -> None:  # a function, so that nothing of the group outlives it
         made = _materialise([empty[tensor] for tensor in group.tensors])
         seen.clear()
         for _, call in sorted(group.calls.items()):
@@ -212,13 +212,13 @@ def _initialise_in_groups(
         run(group)
 
 
-def _groups(calls: Sequence[Call], seed: int, seen: set[int], tensors: set[int]) -> list[Group]:
+def _groups(calls: Sequence[InitCall], seed: int, seen: set[int], tensors: set[int]) -> list[InitGroup]:
     """Calls that read or fill a common one of `tensors` form a group.
 
     Each call runs without values; `seen` collects what is read of the model's tables. Reading counts for more
     than ops on the meta device show: some of torch's initialisations run none there.
     """
-    homes: dict[int, Group] = {}
+    homes: dict[int, InitGroup] = {}
     for number, call in enumerate(calls):
         seen.clear()
         try:
@@ -226,7 +226,7 @@ def _groups(calls: Sequence[Call], seed: int, seen: set[int], tensors: set[int])
         except Exception:  # it needs values, and may read all it holds; other failures will occur again
             seen.update(map(id, (*call.module.parameters(), *call.module.buffers())))
         seen.update(map(id, (*call.module._parameters.values(), *call.module._buffers.values())))
-        group = Group(seen & tensors, {number: call})
+        group = InitGroup(seen & tensors, {number: call})
         for other in {id(homes[key]): homes[key] for key in group.tensors if key in homes}.values():
             group.tensors.update(other.tensors)
             group.calls.update(other.calls)
@@ -243,7 +243,7 @@ def _initialise_tied(
             owner, _, last = names[0].rpartition(".")
             source = copy.deepcopy(whole.get_submodule(owner))
             _materialise(_all_empty(source).values())
-            _run(Call(whole, owner, source), seed)
+            _run(InitCall(whole, owner, source), seed)
             value, held = source.get_parameter(last), stage.get_parameter(name)
             _check_filled(stage, name, value)
             held.copy_(shard_like(value, held))

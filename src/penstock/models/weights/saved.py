@@ -19,7 +19,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights import files as weights
 from penstock.models.weights.files import INDEX, SINGLE, Ties
-from penstock.models.weights.folder import Entry, Hashed
+from penstock.models.weights.folder import Hashed, ManifestEntry
 from penstock.models.weights.tensor_file import widest_first, write_tensors
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
@@ -29,7 +29,7 @@ MAX_SHARD_SIZE = "50GB"  # transformers' own
 GENERATION = "generation_config.json"
 
 
-class Shard(NamedTuple):
+class SavedShard(NamedTuple):
     """One file of the folder: the names that it holds, all of one stage's."""
 
     stage: int
@@ -112,7 +112,7 @@ class SavedModel:
         return entries
 
     def write_rest(
-        self, folder: Path, shards: Mapping[str, Shard], sizes: Mapping[int, Mapping[str, int]]
+        self, folder: Path, shards: Mapping[str, SavedShard], sizes: Mapping[int, Mapping[str, int]]
     ) -> None:
         """Write the index, config and tokenizer. sizes: bytes, by stage and name"""
         if len(shards) > 1:
@@ -157,12 +157,12 @@ def _weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str, Shard]:
+def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str, SavedShard]:
     """The files of a folder, by their names, from the bytes of each stage's weights.
 
     Where several stages hold something under one name, such as a buffer, the first one writes it.
     """
-    shards: list[Shard] = []
+    shards: list[SavedShard] = []
     met: set[str] = set()
     for stage, held in sorted(sizes.items()):
         new = {name: size for name, size in held.items() if name not in met}
@@ -170,7 +170,7 @@ def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str,
         split = split_state_dict_into_shards_factory(
             new, get_storage_size=lambda size: size, filename_pattern="{suffix}", max_shard_size=limit
         )
-        shards += [Shard(stage, tuple(names)) for names in split.filename_to_tensors.values()]
+        shards += [SavedShard(stage, tuple(names)) for names in split.filename_to_tensors.values()]
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     count = len(shards)
@@ -229,7 +229,7 @@ class FileLayout:
         """Every tensor by its name in the files; those of one group at a time."""
         return self._converted({name: value for held in self.files for name, value in held.items()})
 
-    def write(self, file: Path, names: Collection[str]) -> Entry:
+    def write(self, file: Path, names: Collection[str]) -> ManifestEntry:
         """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
         chosen = {name: value for held in self.files for name, value in held.items() if name in names}
         layout = widest_first(chosen)

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
-from penstock.models.weights.folder import Entry, made_entry, piece_of
+from penstock.models.weights.folder import ManifestEntry, made_entry, piece_of
 from penstock.models.weights.reading import Reader
 from penstock.private import SAFETENSORS_TYPES
 from penstock.reading import LARGEST_JSON, open_regular, size
@@ -144,7 +144,7 @@ def write_tensors(
     layout: Mapping[str, Tensor],
     values: Iterable[tuple[str, Tensor]] | None = None,
     buffers: Collection[str] = (),
-) -> Entry:
+) -> ManifestEntry:
     """Write a file, and return its entry in a manifest.
 
     Args:

@@ -109,7 +109,7 @@ class ContextAttention:
             return result, None
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         uniform = self._base == "eager" and options.get("s_aux") is None
-        call = ring.Call(self._group, attention_mask, scaling, options.get("softcap"), uniform)
+        call = ring.AttentionCall(self._group, attention_mask, scaling, options.get("softcap"), uniform)
         if type(module) not in self._compared:
             ring.compare(_base_function(module, self._base), module, query, key, value, call, options)
             self._compared.add(type(module))

@@ -33,7 +33,7 @@ from penstock.private import disable_current_modes
 _BLOCKS, _GRADIENTS = 0, 1  # tags of the two kinds of messages
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One call of attention: the arguments that all of its blocks share.
 
     softcap: scores become softcap * tanh(score / softcap)
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     uniform: bool
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall) -> Tensor:
     """Attention of the local tokens, (rows, part, heads, value_dim). Collective.
 
     Args:
@@ -71,7 +71,7 @@ def compare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    call: Call,
+    call: AttentionCall,
     options: Mapping[str, Any],
 ) -> None:
     """Raise ModelError unless `base`, the model's own function, does on a few tokens what the ring does.
@@ -102,7 +102,7 @@ def compare(
         )
 
 
-class Pair(NamedTuple):
+class QueryKeyPair(NamedTuple):
     """A piece of the local queries and one of a block's keys.
 
     allowed: bool, by query and key; None for all
@@ -118,7 +118,7 @@ class Pair(NamedTuple):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: Call
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call: AttentionCall
     ) -> Tensor:
         wide = _grouped(query, key)
         best = wide.new_full((*wide.shape[:-1], 1), -torch.inf)
@@ -146,7 +146,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_second_derivative("cp")
-        call: Call = ctx.call
+        call: AttentionCall = ctx.call
         query, key, value, sinks, output, logsum = ctx.saved_tensors
         wide, above = _grouped(query, key), _grouped(gradient, key)
         delta = (above * _grouped(output, key)).sum(-1, keepdim=True)
@@ -197,12 +197,12 @@ def _grouped(tensor: Tensor, key: Tensor) -> Tensor:
     return _wide(tensor).reshape(rows, key.shape[1], heads // key.shape[1], *rest)
 
 
-def _scores(query: Tensor, key: Tensor, call: Call) -> Tensor:
+def _scores(query: Tensor, key: Tensor, call: AttentionCall) -> Tensor:
     scores = query @ key.mT * call.scaling
     return scores if call.softcap is None else call.softcap * torch.tanh(scores / call.softcap)
 
 
-def _masked(scores: Tensor, pair: Pair) -> Tensor:
+def _masked(scores: Tensor, pair: QueryKeyPair) -> Tensor:
     if pair.uniform is not None:
         scores = scores.masked_fill(pair.uniform, 0.0)
     return scores if pair.allowed is None else scores.masked_fill(~pair.allowed, -torch.inf)
@@ -218,7 +218,7 @@ def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: 
     best.copy_(new)
 
 
-def _pairs(call: Call, source: int) -> Iterator[Pair]:
+def _pairs(call: AttentionCall, source: int) -> Iterator[QueryKeyPair]:
     """Pairs of a piece of local queries and one of rank `source`'s keys that are not all masked."""
     mask, full = call.mask, call.mask.full
     uniform = mask.without_keys if call.uniform else None
@@ -228,13 +228,13 @@ def _pairs(call: Call, source: int) -> Iterator[Pair]:
         for keys, second in zip(halves, pieces(source, full.count), strict=True):
             if uniform is None:
                 if mask.reaches(first, second):
-                    yield Pair(queries, keys, mask.between(first, second), None)
+                    yield QueryKeyPair(queries, keys, mask.between(first, second), None)
                 continue
             allowed = mask.between(first, second)
             lonely = uniform[:, queries, None]
             real = torch.arange(second * size, (second + 1) * size, device=lonely.device) < full.length
             some = real & lonely if allowed is None else allowed[:, 0, 0] | (real & lonely)
-            yield Pair(queries, keys, some[:, None, None], lonely[:, None, None])
+            yield QueryKeyPair(queries, keys, some[:, None, None], lonely[:, None, None])
 
 
 class Hop:

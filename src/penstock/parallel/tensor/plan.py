@@ -32,10 +32,10 @@ from penstock.runtime.unseen import detach_hooks, unseen
 
 _HEAD_WIDTHS = ("head_dim", "head_size", "qk_head_dim")
 
-Plan = dict[str, str]  # styles by name
+TPPlan = dict[str, str]  # styles by name
 
 
-def plan_of(model: nn.Module) -> Plan:
+def plan_of(model: nn.Module) -> TPPlan:
     """The plan, with `*` for the numbers of layers. Raises ModelError for a model without one."""
     plan = getattr(model, "tp_plan", None)
     plan = dict(plan) if isinstance(plan, Mapping) else {}
@@ -48,7 +48,7 @@ def plan_of(model: nn.Module) -> Plan:
     return {name: FORMER_NAMES.get(style, style) for name, style in plan.items()}
 
 
-def assigned(model: nn.Module, tp: int) -> Plan:
+def assigned(model: nn.Module, tp: int) -> TPPlan:
     """The style of every module and parameter of `model` that the plan names, by its full name.
 
     Left out, as they stay whole and equal on every rank: experts, and modules that take and return whole
@@ -101,7 +101,7 @@ def _style(name: str) -> Style:
     return STYLES.get(name, Style())
 
 
-def _planned(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str]]:
+def _planned(model: nn.Module, plan: TPPlan) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         style = _entry(plan, name)
         if style is not None and next(module.parameters(), None) is not None:
@@ -112,7 +112,7 @@ def _planned(model: nn.Module, plan: Plan) -> Iterator[tuple[str, str]]:
                 yield full, style
 
 
-def _entry(plan: Plan, name: str) -> str | None:
+def _entry(plan: TPPlan, name: str) -> str | None:
     return plan.get(name) or plan.get(_pattern(name))
 
 
@@ -131,7 +131,7 @@ def _sizes(model: nn.Module, name: str, style: str) -> list[int]:
     return [] if dimension is None or weight is None else [weight.shape[min(dimension, weight.ndim - 1)]]
 
 
-def _tied_to_others(model: nn.Module, plan: Plan, whole: set[str]) -> set[str]:
+def _tied_to_others(model: nn.Module, plan: TPPlan, whole: set[str]) -> set[str]:
     """Modules whose weight is tied to one that stays whole, or that is sharded along another dimension.
 
     From the plan and the model's own word on ties, so that the stages at both ends of a pipeline, which have
@@ -192,7 +192,7 @@ def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None
         _check_layers(model, plan)
 
 
-def _refuse_edits(model: nn.Module, plan: Plan) -> None:
+def _refuse_edits(model: nn.Module, plan: TPPlan) -> None:
     """Refuse what would see one rank's part: parametrizations of sharded weights, and hooks around them."""
     parents = {f"{name.rpartition('.')[0]}." for name, style in plan.items() if not _style(style).closed}
     for name, module in model.named_modules():
@@ -242,7 +242,7 @@ def _fits(model: nn.Module, module: nn.Module, style: str) -> bool:
     return _style(style).kind is nn.Linear and is_linear
 
 
-def _check_sizes(model: nn.Module, plan: Plan, tp: int) -> None:
+def _check_sizes(model: nn.Module, plan: TPPlan, tp: int) -> None:
     """All sizes that `tp` has to divide, so that the remedy fits all of them."""
     sizes: dict[str, int] = {}
     for name, style in plan.items():
@@ -269,7 +269,7 @@ def _heads(model: nn.Module) -> dict[str, int]:
     return {name: heads for name, heads in counts.items() if isinstance(heads, int)}
 
 
-def _check_neighbours(model: nn.Module, path: str, plan: Plan) -> None:
+def _check_neighbours(model: nn.Module, path: str, plan: TPPlan) -> None:
     """Refuse weights that may work on one rank's heads where the plan does not say so.
 
     Each rank's gradient of such a weight covers its own heads only, without an error. A weight as wide as a
@@ -293,7 +293,7 @@ def _check_neighbours(model: nn.Module, path: str, plan: Plan) -> None:
             )
 
 
-def _check_between(model: nn.Module, path: str, plan: Plan, tp: int) -> None:
+def _check_between(model: nn.Module, path: str, plan: TPPlan, tp: int) -> None:
     """Refuse a module that mixes the outputs of projections of which each rank has some."""
     owner = model.get_submodule(path)
     styles = {name: plan.get(f"{path}.{name}") for name, _ in owner.named_children()}
@@ -307,7 +307,7 @@ def _check_between(model: nn.Module, path: str, plan: Plan, tp: int) -> None:
         )
 
 
-def _check_layers(model: nn.Module, plan: Plan) -> None:
+def _check_layers(model: nn.Module, plan: TPPlan) -> None:
     """Refuse a layer with a part that cannot be given the whole sequence, or with a hook."""
     for path, layer in layers_of(model).items():
         for name, part in layer.named_modules(prefix=path):

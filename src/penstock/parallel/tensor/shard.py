@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.tensor.plan import Plan, assigned, check, is_token_wise, layers_of, rotary_width
+from penstock.parallel.tensor.plan import TPPlan, assigned, check, is_token_wise, layers_of, rotary_width
 from penstock.parallel.tensor.styles import (
     COLUMNS,
     COLUMNS_GATHERED,
@@ -105,7 +105,7 @@ def complete_gradients(module: nn.Module) -> None:
             parameter.grad = DTensor.from_local(total.view_as(piece), mesh, (Replicate(),), run_check=False)
 
 
-def _shard_parameters(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+def _shard_parameters(module: nn.Module, mesh: DeviceMesh, plan: TPPlan) -> None:
     """Replace all parameters by DTensors. One parameter of several names stays one."""
     made: dict[int, nn.Parameter] = {}
     for name, owner in module.named_modules():
@@ -195,7 +195,7 @@ class _TensorParallel(nn.Module):
 class _Wrappers:
     """The wrappers for the modules of a model, by name."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: TPPlan) -> None:
         self._module, self._mesh, self._plan = module, mesh, plan
         self._wrappers: dict[str, list[Wrapper]] = {}
         self._partial: dict[str, set[str]] = {}

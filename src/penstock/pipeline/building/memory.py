@@ -37,10 +37,10 @@ from penstock.parallel.mesh import imagined
 from penstock.parallel.mesh_plan import Local, ParallelOptions, local_sizes
 from penstock.parallel.tensor.shard import tensor_parallel
 from penstock.pipeline.building.build_plan import BuildPlan, StagePlan
-from penstock.runtime.device.memory import Sizes
+from penstock.runtime.device.memory import MicrobatchBytes
 from penstock.runtime.device.offload import Offload
 from penstock.schedule import Costs, simulate
-from penstock.schedule.simulation.recompute import Places, counts_within, first_in_flight, mixed
+from penstock.schedule.simulation.recompute import StageMicrobatches, counts_within, first_in_flight, mixed
 
 # Bytes that an optimizer keeps of a parameter: by its name, the parameter, and how many entries are held here
 Kept = Callable[[str, Tensor, int], float]
@@ -215,7 +215,7 @@ class Account:
         sizes = self._kept_and_recomputed(shape)
         return None if sizes is None else mixed(self.plan.schedule, *sizes, self.recomputed())
 
-    def recomputed(self) -> Places:
+    def recomputed(self) -> StageMicrobatches:
         """The (stage, microbatch) whose layers run again in the backward.
 
         Raises ConfigError where recomputing all of them still exceeds the memory limit.
@@ -269,9 +269,9 @@ class Account:
         return self.plan.known_sizes[key]
 
     def _measured(self, shape: tuple[int, int], checkpointing: Checkpointing | None) -> Costs | None:
-        plan, by_stage = self.plan, list[tuple[Sizes, int]]()
+        plan, by_stage = self.plan, list[tuple[MicrobatchBytes, int]]()
         split = {stage for stage, _ in plan.schedule.split}
-        known: dict[Hashable, tuple[Sizes, int]] = {}  # by what makes stages alike
+        known: dict[Hashable, tuple[MicrobatchBytes, int]] = {}  # by what makes stages alike
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             for stage in range(plan.schedule.placement.depth):
                 info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
@@ -287,7 +287,7 @@ class Account:
                     known[key] = sizes
                 by_stage.append(known[key])
         held, in_backward = zip(*by_stage, strict=True)
-        columns = zip(Sizes._fields, zip(*held, strict=True), strict=True)
+        columns = zip(MicrobatchBytes._fields, zip(*held, strict=True), strict=True)
         rows: dict[str, Any] = {name: list(column) for name, column in columns}
         costs = Costs(held_in_backward=in_backward, **rows)
         return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
@@ -300,7 +300,7 @@ class Account:
         mesh: DeviceMesh | None,
         *,
         split: bool,
-    ) -> tuple[Sizes, int] | None:
+    ) -> tuple[MicrobatchBytes, int] | None:
         plan, computed = self.plan, self.options.sharded.param_dtype
         part = plan.model_of(stage, values=False)
         if computed is not None:

@@ -32,11 +32,11 @@ from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCal
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.ops import Placement
-from penstock.schedule.simulation.recompute import Places, first_in_flight
+from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight
 
 NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their numbers in the whole model
-Layers = Mapping[int, NumberedLayers]  # by stage
-Shard = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
+LayersByStage = Mapping[int, NumberedLayers]  # by stage
+ShardStage = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class BuiltStages:
     schedule: Schedule
     world: World
     stages: Sequence[Stage]
-    layers: Layers
+    layers: LayersByStage
     edges: EdgeShapes | None
     loss: Loss
     splitter: BatchSplitter
@@ -70,7 +70,7 @@ class BuiltStages:
     saved: SavedModel | None = None
     names: Mapping[int, frozenset[str]] | None = None
     copies: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    recomputed: Callable[[Proof], Places] = lambda proof: frozenset()
+    recomputed: Callable[[Proof], StageMicrobatches] = lambda proof: frozenset()
     offloading: Offloading | None = None
     trace_folder: str | Path | None = None
     autocast: torch.dtype | None = None
@@ -98,7 +98,7 @@ class StageFacts(NamedTuple):
 
 
 def stage_facts(
-    stages: Sequence[Stage], layers: Layers, placement: Placement, processes: Processes
+    stages: Sequence[Stage], layers: LayersByStage, placement: Placement, processes: Processes
 ) -> tuple[StageFacts, ...]:
     """The facts of all stages, on every process. Collective."""
     local = []
@@ -136,7 +136,7 @@ def make_stage(
     parallelize_fn: Parallelize | None = None,
     compile: Callable[[Sequence[nn.Module]], None] | None = None,
     call: Callable[[nn.Module], StageCall] = ProvidedCall,
-    shard: Shard | None = None,
+    shard: ShardStage | None = None,
     placed: bool = False,
     routing: Routing | None = None,
     after: Mapping[str, nn.Module] | None = None,

@@ -21,7 +21,7 @@ from penstock.schedule import Proof, Schedule, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.offload import HostCopies, host_copies
 from penstock.schedule.order import exchanges
-from penstock.schedule.simulation.recompute import Places
+from penstock.schedule.simulation.recompute import StageMicrobatches
 
 KEPT = 64  # schedules that train, and as many of forwards: those used last
 
@@ -75,7 +75,7 @@ class Schedules:
     def _lower(
         self,
         proof: Proof,
-        recomputed: Places = frozenset(),
+        recomputed: StageMicrobatches = frozenset(),
         copies: Sequence[HostCopies] | None = None,
     ) -> LoweredSchedule:
         """

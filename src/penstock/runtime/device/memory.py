@@ -22,7 +22,7 @@ from penstock.private import TorchDispatchMode, tree_leaves
 from penstock.runtime.device.footprints import Footprint
 from penstock.schedule import Op
 
-Place = tuple[int, int]  # stage and microbatch
+StageMicrobatch = tuple[int, int]  # stage and microbatch
 Storages = Callable[[], Iterable[UntypedStorage]]
 
 _BLOCK = 512  # bytes, to which the allocator of a GPU rounds
@@ -44,7 +44,7 @@ class Held(NamedTuple):
         return sum(self)
 
 
-class Sizes(NamedTuple):
+class MicrobatchBytes(NamedTuple):
     """Bytes of one microbatch on one stage, in the terms of penstock.schedule.Costs."""
 
     activation: int
@@ -85,10 +85,10 @@ class Ledger:
         self.peak_deferred = 0
         self._activations = self._deferred = self._most = 0
         self._received = 0  # not yet taken by an op
-        self._forwards: dict[Place, tuple[Footprint, int]] = {}
-        self._live: dict[Place, int] = {}  # bytes of activations, from forward to backward
-        self._for_weight: dict[Place, int] = {}
-        self._offloaded: dict[Place, int] = {}
+        self._forwards: dict[StageMicrobatch, tuple[Footprint, int]] = {}
+        self._live: dict[StageMicrobatch, int] = {}  # bytes of activations, from forward to backward
+        self._for_weight: dict[StageMicrobatch, int] = {}
+        self._offloaded: dict[StageMicrobatch, int] = {}
 
     def sample(self, buffers: int) -> None:
         total = self._activations + self._deferred + self._received + buffers
@@ -123,13 +123,13 @@ class Ledger:
                     self._live[place] += right.activation - wrong.activation
                     self._activations += right.activation - wrong.activation
 
-    def release(self, place: Place, nbytes: int) -> None:
+    def release(self, place: StageMicrobatch, nbytes: int) -> None:
         """A part of the activation waits in host memory."""
         self._offloaded[place] = nbytes
         self._live[place] -= nbytes
         self._activations -= nbytes
 
-    def reload(self, place: Place, nbytes: int) -> None:
+    def reload(self, place: StageMicrobatch, nbytes: int) -> None:
         """It is on its way back."""
         self._live[place] += nbytes
         self._activations += nbytes
@@ -147,10 +147,10 @@ class Ledger:
         self._deferred -= self._for_weight.get((op.stage, op.microbatch), 0)
 
     @property
-    def sizes(self) -> dict[Place, Sizes]:
+    def sizes(self) -> dict[StageMicrobatch, MicrobatchBytes]:
         """The bytes that each microbatch held on each stage."""
         return {
-            place: Sizes(
+            place: MicrobatchBytes(
                 footprint.activation,
                 footprint.output,
                 result,

@@ -27,7 +27,7 @@ from penstock.errors import BatchError, HandshakeError, InputError
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Schedule
 
-Facts = Mapping[str, str]  # by name
+HandshakeFacts = Mapping[str, str]  # by name
 Words = Sequence[str] | None  # an error's type, value, rule and remedy; None: no error
 
 # ---- The same errors: a rank that raises alone would leave the others waiting. So before ranks communicate,
@@ -76,7 +76,7 @@ def shared_errors(processes: Processes) -> Iterator[None]:
 # ---- The same facts
 
 
-def shake_hands(processes: Processes, facts: Facts) -> None:
+def shake_hands(processes: Processes, facts: HandshakeFacts) -> None:
     """Raise HandshakeError on every rank where any two ranks' `facts` differ. Collective."""
     if len(set(processes.gather(digest(json.dumps(sorted(facts.items())))))) == 1:
         return
@@ -88,7 +88,7 @@ def shake_hands(processes: Processes, facts: Facts) -> None:
     )
 
 
-def differences(by_rank: Sequence[Facts | None]) -> list[str]:
+def differences(by_rank: Sequence[HandshakeFacts | None]) -> list[str]:
     """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``.
 
     by_rank: None for a rank that does not count

@@ -28,7 +28,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.runtime.health.limits import ANSWERS, within
 
-End = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
+FailureKind = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
 T = TypeVar("T")
 
 
@@ -103,7 +103,7 @@ class ProcessId(NamedTuple):
     began: int | None
 
 
-class Wait(NamedTuple):
+class PeerWait(NamedTuple):
     """A wait that has lasted: for `what`, from the process `peer` (None: from all)."""
 
     what: str
@@ -122,12 +122,12 @@ class FailureNote(NamedTuple):
     host: str
     boot: str
     account: str
-    wait: Wait | None = None
+    wait: PeerWait | None = None
     last: bool = False
     process_id: ProcessId | None = None
 
 
-class Failure(NamedTuple):
+class FirstFailure(NamedTuple):
     """The first failure of its kind. process: the one that failed; None where nobody knows which"""
 
     process: int | None
@@ -143,7 +143,7 @@ class FailureNotes:
         self.host, self._boot = socket.gethostname(), boot_id()
         self.process_id: ProcessId | None = this_process()
 
-    def leave(self, account: str, wait: Wait | None, last: bool = False) -> None:
+    def leave(self, account: str, wait: PeerWait | None, last: bool = False) -> None:
         """Replace this process's note."""
         note = FailureNote(time.monotonic(), self.host, self._boot, account, wait, last, self.process_id)
         self._store.set(f"note/{self.process}", json.dumps(note))
@@ -155,7 +155,7 @@ class FailureNotes:
         notes = {process: FailureNote(*json.loads(text)) for process, text in texts if text is not None}
         return {
             process: note._replace(
-                wait=note.wait and Wait(*note.wait),
+                wait=note.wait and PeerWait(*note.wait),
                 process_id=note.process_id and ProcessId(*note.process_id),
             )
             for process, note in notes.items()
@@ -173,18 +173,18 @@ class FailureNotes:
             pause = min(2 * pause, 0.5)
         return []
 
-    def fail(self, failure: Failure, end: End = "failed") -> None:
+    def fail(self, failure: FirstFailure, end: FailureKind = "failed") -> None:
         """Record a failure; the first record of each kind stays."""
         self._store.set_first(end, json.dumps(failure))
 
-    def first_failure(self, *ends: End, patience: float = 0.0) -> Failure | None:
+    def first_failure(self, *ends: FailureKind, patience: float = 0.0) -> FirstFailure | None:
         """The first one that ended in one of these ways. Waits up to `patience` seconds."""
         until = time.monotonic() + patience
         while (text := next(filter(None, self._store.get(ends)), None)) is None:
             if self._store.gone or time.monotonic() >= until:
                 return None
             time.sleep(0.05)
-        return Failure(*json.loads(text))
+        return FirstFailure(*json.loads(text))
 
 
 class Pulse:

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.health.limits import ANSWERS, is_late
-from penstock.runtime.health.notes import Failure, FailureNotes, LimitedStore, Pulse, Wait, lives
+from penstock.runtime.health.notes import FailureNotes, FirstFailure, LimitedStore, PeerWait, Pulse, lives
 from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op
@@ -196,11 +196,11 @@ class Watch:
         self.gives_up()
 
     def _record(self, reason: str) -> None:
-        self._notes.fail(Failure(self._process, self._notes.host, reason))
+        self._notes.fail(FirstFailure(self._process, self._notes.host, reason))
 
     def _record_death(self, process: int, how: str = "died or closed its connection") -> None:
         reason = f"it {how}, as {self._own_name} noticed"
-        self._notes.fail(Failure(process, self._host(process), reason))
+        self._notes.fail(FirstFailure(process, self._host(process), reason))
 
     # ---- errors
 
@@ -233,7 +233,7 @@ class Watch:
         if culprit is None:
             reason = f"{self._own_name} {waiting.words}: {named} {silent}"
         # at once: gloo closes a rank's connections when one of its waits times out, and its peers ask why
-        self._notes.fail(Failure(culprit, self._host(culprit), reason), "silent")
+        self._notes.fail(FirstFailure(culprit, self._host(culprit), reason), "silent")
         self._freeze()
         error = StalledPeerError(
             f"rank {self._rank} {waiting.words}",
@@ -243,7 +243,9 @@ class Watch:
         self._describe(error, waiting, blamed)
         return error
 
-    def _lost(self, waiting: Waiting, lost: int | None = None, first: Failure | None = None) -> PeerLostError:
+    def _lost(
+        self, waiting: Waiting, lost: int | None = None, first: FirstFailure | None = None
+    ) -> PeerLostError:
         """lost: the rank that is known to be gone; first: the first failure, if it is known"""
         self._freeze()
         self._pulse.look()
@@ -376,7 +378,7 @@ class Watch:
         words = "" if waiting is None else waiting.words
         wait = None
         if waiting is not None and waiting.seconds > self._period:
-            wait = Wait(str(waiting), None if waiting.peer is None else self._members[waiting.peer])
+            wait = PeerWait(str(waiting), None if waiting.peer is None else self._members[waiting.peer])
         self._notes.leave(str(account(self._progress(), words)), wait, self._over)
 
     @property
@@ -396,7 +398,7 @@ class Watch:
             if self._pulse.still(process) > seconds and not (note is not None and note.last)
         ]
 
-    def _waits(self, process: int) -> Wait | None:
+    def _waits(self, process: int) -> PeerWait | None:
         """The wait that a process reports; None if its reports have stopped: then it is stuck itself."""
         note = self._pulse.note(process)
         stuck = note is None or (not note.last and self._pulse.still(process) > self._periods)

@@ -122,7 +122,7 @@ def rounded(nbytes: int) -> int:
     return max(-(-nbytes // step), 1) * step
 
 
-class Entry(NamedTuple):
+class RingEntry(NamedTuple):
     """Where a message lies: its block, its bytes, and those of the specs in front, if they come with it."""
 
     number: int
@@ -137,9 +137,9 @@ class Received:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
-        self._held: list[tuple[Entry, list[UntypedStorage]]] = []
+        self._held: list[tuple[RingEntry, list[UntypedStorage]]] = []
 
-    def tensors(self, entry: Entry, specs: Iterable[TensorSpec]) -> list[Tensor]:
+    def tensors(self, entry: RingEntry, specs: Iterable[TensorSpec]) -> list[Tensor]:
         """The tensors of a message, which lie one behind the other, each in a storage of its own."""
         tensors, begin = [], aligned(entry.header)
         for spec in specs:
@@ -149,7 +149,7 @@ class Received:
         self._held.append((entry, [tensor.untyped_storage() for tensor in tensors]))
         return tensors
 
-    def take_unused(self) -> list[Entry]:
+    def take_unused(self) -> list[RingEntry]:
         """The messages that nothing holds any more; to be given to `free`."""
         unused, held = [], []
         for entry, storages in self._held:
@@ -161,7 +161,7 @@ class Received:
         self._held = held
         return unused
 
-    def free(self, entries: Iterable[Entry]) -> None:
+    def free(self, entries: Iterable[RingEntry]) -> None:
         """Let the sender use their blocks again."""
         for entry in entries:
             self._segment.words[STATES // 8 + entry.number] = _FREE

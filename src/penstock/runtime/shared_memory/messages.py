@@ -19,17 +19,17 @@ from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, unpack_specs
 from penstock.errors import RunError
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Action, Channel, Exchange, Free, Message
-from penstock.runtime.shared_memory.blocks import Blocks, Entry, Received, aligned
+from penstock.runtime.shared_memory.blocks import Blocks, Received, RingEntry, aligned
 from penstock.runtime.shared_memory.segment import CHANNELS, RINGS, Segment
 from penstock.runtime.transport.interface import Messages, on_wire, restored
 
 ENTRIES = 1 << 16  # of a channel, in one step
-_ENTRY = 8  # words, of which an Entry fills five
+_ENTRY = 8  # words, of which a RingEntry fills five
 _SENT, _TAKEN, _FREED = range(3)  # words of a channel: messages that were sent, bytes taken, bytes freed
 _CHANNEL = 8  # words, a cache line
 
 
-class End:
+class ChannelEnd:
     """One end of a channel: its words, its entries, and the messages that went through it.
 
     segment: the sender's; index: of the channel among those of the sender
@@ -80,13 +80,13 @@ class SharedMessages(Messages):
     ) -> None:
         self._hosts, self._wire, self._watch, self._limit, self._spin = hosts, wire, watch, limit, spin
         self._segment, self._blocks = segments[rank], Blocks(segments[rank])
-        self._outgoing: dict[Channel, End] = {}
+        self._outgoing: dict[Channel, ChannelEnd] = {}
         self._incoming: dict[Channel, Arrivals] = {}
         indices = [0] * len(segments)
         for channel in channels:
             source, target = hosts[channel.source], hosts[channel.target]
             if source == rank:
-                self._outgoing[channel] = End(segments[source], indices[source])
+                self._outgoing[channel] = ChannelEnd(segments[source], indices[source])
             elif target == rank:
                 self._incoming[channel] = Arrivals(segments[source], indices[source], wire)
             indices[source] += 1
@@ -141,7 +141,7 @@ class SharedMessages(Messages):
         for tensor, spec in zip(payload.tensors, specs, strict=True):
             segment.tensor(at, spec.shape, spec.dtype).copy_(tensor.detach())
             at += aligned(spec.nbytes)
-        entry = Entry(block.number, block.at, nbytes, len(text), message.op.microbatch)
+        entry = RingEntry(block.number, block.at, nbytes, len(text), message.op.microbatch)
         place = end.entry()
         end.words[place : place + len(entry)] = list(entry)
         segment.announce(end.word + _SENT, end.count)
@@ -169,14 +169,14 @@ class SharedMessages(Messages):
         self._segment.end()
 
 
-class Arrivals(End):
+class Arrivals(ChannelEnd):
     """The receiver's end of a channel. early: entries that were read before their message was asked for"""
 
     def __init__(self, segment: Segment, index: int, wire: torch.dtype | None) -> None:
         super().__init__(segment, index)
         self._wire, self._received = wire, Received(segment)
         self._taken = self._freed = 0  # bytes
-        self.early: dict[int, Entry] = {}  # by microbatch
+        self.early: dict[int, RingEntry] = {}  # by microbatch
 
     @property
     def ready(self) -> bool:
@@ -188,7 +188,7 @@ class Arrivals(End):
 
     def read(self) -> None:
         place = self.entry()
-        entry = Entry(*self.words[place : place + len(Entry._fields)])
+        entry = RingEntry(*self.words[place : place + len(RingEntry._fields)])
         self.early[entry.microbatch] = entry
 
     def take(self, microbatch: int, specs: EdgeSpecs | None) -> Payload | None:

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from penstock.private import FakeTensor, is_any_autocast_enabled
 from penstock.private import storage_use_count as _use_count
-from penstock.runtime.split_backward.products import Form
+from penstock.runtime.split_backward.products import ProductForm
 
 # (node, which of its inputs), as in `Node.next_functions`, or with what holds the node
 Edge = tuple[Node, int] | GradientEdge
@@ -44,7 +44,7 @@ class Product(NamedTuple):
     dy: Tensor
     versions: tuple[int, int]
     counts: bool
-    form: Form
+    form: ProductForm
 
     def gradient(self) -> Tensor:
         self.check()

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.private import grouped_mm
 
 
-class Form(NamedTuple):
+class ProductForm(NamedTuple):
     """A product of activations x with a weight, and its gradients.
 
     add_weight_gradient: adds the weight's gradient in place, without a temporary tensor
@@ -56,14 +56,14 @@ def _grouped_weight_gradient(x: Tensor, dy: Tensor, offs: Tensor, transposed: bo
 
 
 # y = x Wᵀ + b, any number of dimensions
-LINEAR = Form(
+LINEAR = ProductForm(
     F.linear,
     torch.matmul,
     lambda x, dy: _transposed_product(dy, x),
     _add_of_linear,
 )
 # y = x W + b
-MATMUL = Form(
+MATMUL = ProductForm(
     _add_matmul,
     lambda dy, weight: dy @ weight.t(),
     _transposed_product,
@@ -71,9 +71,9 @@ MATMUL = Form(
 )
 
 
-def _grouped(offs: Tensor, transposed: bool) -> Form:
+def _grouped(offs: Tensor, transposed: bool) -> ProductForm:
     """y = x W[g] for the rows of group g, which ends at row offs[g]; autocast does not cover it"""
-    return Form(
+    return ProductForm(
         lambda x, weight, bias: grouped_mm(x, weight, offs),
         lambda dy, weight: grouped_mm(dy, weight.transpose(-2, -1), offs),
         partial(_grouped_weight_gradient, offs=offs, transposed=transposed),
@@ -82,35 +82,35 @@ def _grouped(offs: Tensor, transposed: bool) -> Form:
 
 
 # x, weight, bias and form of a call; None where it is left to torch
-Found = tuple[Tensor, Tensor, Tensor | None, Form] | None
+ProductCall = tuple[Tensor, Tensor, Tensor | None, ProductForm] | None
 
 
-def _find_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Found:
+def _find_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> ProductCall:
     return (input, weight, bias, LINEAR) if weight.dim() == 2 else None
 
 
-def _find_addmm(bias: Tensor, x: Tensor, weight: Tensor) -> Found:
+def _find_addmm(bias: Tensor, x: Tensor, weight: Tensor) -> ProductCall:
     return x, weight, bias, MATMUL
 
 
-def _find_matmul(x: Tensor, weight: Tensor) -> Found:
+def _find_matmul(x: Tensor, weight: Tensor) -> ProductCall:
     return (x, weight, None, MATMUL) if weight.dim() == 2 and x.dim() > 0 else None
 
 
-def _find_mm(x: Tensor, weight: Tensor) -> Found:
+def _find_mm(x: Tensor, weight: Tensor) -> ProductCall:
     return (x, weight, None, MATMUL) if x.dim() == weight.dim() == 2 else None
 
 
 def _find_grouped(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: None = None, out_dtype: None = None
-) -> Found:
+) -> ProductCall:
     if offs is None or bias is not None or out_dtype is not None or (x.dim(), weight.dim()) != (2, 3):
         return None
     return x, weight, None, _grouped(offs, not weight.is_contiguous())
 
 
 # by torch's function: the names of its arguments, and how to read them
-CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
+CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., ProductCall]]] = {
     F.linear: (("input", "weight", "bias"), _find_linear),
     torch.addmm: (("input", "mat1", "mat2"), _find_addmm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), (("input", "other"), _find_matmul)),
@@ -120,8 +120,8 @@ CALLS: Mapping[object, tuple[tuple[str, ...], Callable[..., Found]]] = {
 
 
 def find(
-    names: tuple[str, ...], read: Callable[..., Found], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Found:
+    names: tuple[str, ...], read: Callable[..., ProductCall], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ProductCall:
     """The product that a call is, with arguments by position or name; names, read: from `CALLS`"""
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     if (

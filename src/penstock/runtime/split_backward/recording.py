@@ -37,7 +37,7 @@ from penstock.private import top_saved_tensors_default_hooks as _saving_hooks
 from penstock.private import unwrap_if_dead as _unwrapped
 from penstock.runtime.split_backward.casts import WeightCasts, cast, is_weight
 from penstock.runtime.split_backward.deferred import LEAF, PLAIN, Edge, Product
-from penstock.runtime.split_backward.products import CALLS, Form, find
+from penstock.runtime.split_backward.products import CALLS, ProductForm, find
 
 _product: Callable[..., Product] = tuple.__new__
 
@@ -79,7 +79,7 @@ class Tape:
 
     # ---- in the forward
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form) -> Tensor | None:
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: ProductForm) -> Tensor | None:
         """The product, or None where torch's own call does all that there is to do."""
         if not (
             type(weight) in PLAIN
@@ -183,7 +183,7 @@ class Tape:
         if self._task is None:
             self._task = _current_task()
 
-    def defer(self, weight: Tensor | Edge, x: Tensor, dy: Tensor, form: Form) -> bool:
+    def defer(self, weight: Tensor | Edge, x: Tensor, dy: Tensor, form: ProductForm) -> bool:
         """Take over the weight gradient, unless it must be computed now.
 
         weight: the parameter itself, or the edge at which the gradient of what was made of it enters
@@ -331,7 +331,9 @@ def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: Form, tape: Tape) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, form: ProductForm, tape: Tape
+    ) -> Tensor:
         ctx.materialize_grads = (
             False  # as the functions of torch do that are named so, without calls of Python
         )

@@ -79,8 +79,8 @@ class Batches(OneByOne):
         self._ops: list[dist.P2POp] = []
         self._next = self._batch(None)
 
-    def _batch(self, before: Batch | None) -> Batch:
-        return Batch(before)
+    def _batch(self, before: P2PBatch | None) -> P2PBatch:
+        return P2PBatch(before)
 
     def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> list[Work]:
         return self._add(dist.isend, tensors, p2p.target, p2p.tag)
@@ -124,10 +124,10 @@ def ring_arguments(ops: Sequence[dist.P2POp], rank: int, size: int) -> dict[str,
     return arguments
 
 
-class Batch:
+class P2PBatch:
     """Transfers that started together, waited for as one. `before`: the batch that must complete first."""
 
-    def __init__(self, before: Batch | None) -> None:
+    def __init__(self, before: P2PBatch | None) -> None:
         self._before = before
         self._works: list[Work] | None = None
 
@@ -135,8 +135,8 @@ class Batch:
         self._works = list(works)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
-        chain: list[Batch] = []
-        batch: Batch | None = self
+        chain: list[P2PBatch] = []
+        batch: P2PBatch | None = self
         while batch is not None:
             chain.append(batch)
             batch = batch._before

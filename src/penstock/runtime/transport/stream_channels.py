@@ -25,7 +25,7 @@ from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.groups import FOREVER, GroupProcesses, Groups
-from penstock.runtime.transport.point_to_point import Batch, Batches, Work, ring_exchange
+from penstock.runtime.transport.point_to_point import Batches, P2PBatch, Work, ring_exchange
 
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
 # messages that the plan has proven to have arrived, and that have not left yet.
@@ -52,10 +52,10 @@ class Transfer:
         return True
 
 
-class StreamBatch(Batch):
+class StreamBatch(P2PBatch):
     """Transfers that start together on one stream, after those of the batch before."""
 
-    def __init__(self, before: Batch | None) -> None:
+    def __init__(self, before: P2PBatch | None) -> None:
         super().__init__(None)  # the stream keeps the order
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
@@ -66,7 +66,7 @@ class StreamBatch(Batch):
 
 
 class StreamBatches(Batches):
-    def _batch(self, before: Batch | None) -> Batch:
+    def _batch(self, before: P2PBatch | None) -> P2PBatch:
         return StreamBatch(before)
 
 

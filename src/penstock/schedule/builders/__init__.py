@@ -13,8 +13,9 @@ from penstock.schedule.builders.v_schedules import v_half, v_min, zb_v
 from penstock.schedule.builders.zero_bubble import interleaved_zero_bubble, zb_h1, zb_h2
 from penstock.schedule.ops import Schedule
 
-# each is called as builder(ranks=..., microbatches=..., **options)
-BUILDERS: dict[str, Callable[..., Schedule]] = {
+Builder = Callable[..., Schedule]  # called as builder(ranks=..., microbatches=..., **options)
+
+BUILDERS: dict[str, Builder] = {
     "inference": inference,
     "gpipe": gpipe,
     "looped_bfs": looped_bfs,
@@ -31,4 +32,4 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "dualpipe": dualpipe,
 }
 
-__all__ = ["BUILDERS"]
+__all__ = ["BUILDERS", "Builder"]

@@ -17,13 +17,13 @@ from itertools import pairwise, product
 from typing import Any, get_args
 
 from penstock.errors import InputError, ScheduleError
+from penstock.schedule.builders import Builder
 from penstock.schedule.ops import Kind, Op, Placement, Schedule
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Timeline
 from penstock.schedule.verify import verify
 
-Builder = Callable[..., Schedule]
 PeakLive = Callable[[int, int, int], int]  # ranks, microbatches, rank
 
 _SHOWN = 20
@@ -31,7 +31,7 @@ _ROUNDING = 1e-9  # sums of durations in another order differ by less than this 
 
 
 @dataclass(frozen=True)
-class Failure:
+class ConformanceFailure:
     """One rule that the builder breaks, at one size."""
 
     ranks: int
@@ -45,7 +45,7 @@ class Failure:
 class ConformanceError(InputError):
     """A builder that breaks rules; `failures` has every rule and size."""
 
-    def __init__(self, name: str, failures: Iterable[Failure]) -> None:
+    def __init__(self, name: str, failures: Iterable[ConformanceFailure]) -> None:
         self.name, self.failures = name, tuple(failures)
         shown = "".join(f"\n  {failure}" for failure in self.failures[:_SHOWN])
         more = len(self.failures) - _SHOWN
@@ -55,7 +55,7 @@ class ConformanceError(InputError):
             "Begin with the smallest size listed, and draw what it builds with penstock.schedule.render",
         )
 
-    def __reduce__(self) -> tuple[type[ConformanceError], tuple[str, tuple[Failure, ...]]]:
+    def __reduce__(self) -> tuple[type[ConformanceError], tuple[str, tuple[ConformanceFailure, ...]]]:
         return type(self), (self.name, self.failures)
 
 
@@ -77,7 +77,7 @@ def check_builder(
     failures = []
     for p, m in product(ranks, microbatches):
         broken_rules = _broken(builder, p, m, options, placement, peak_live)
-        failures += [Failure(p, m, rule) for rule in broken_rules]
+        failures += [ConformanceFailure(p, m, rule) for rule in broken_rules]
     if failures:
         raise ConformanceError(getattr(builder, "__name__", repr(builder)), failures)
 

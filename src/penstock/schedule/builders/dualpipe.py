@@ -9,7 +9,7 @@ from itertools import chain
 from penstock.errors import ConfigError
 from penstock.schedule.ops import Op, Pair, Placement, Schedule, both_ways, wave
 
-Entry = tuple[Op, ...]  # one op, or an overlapped pair
+OpOrPair = tuple[Op, ...]  # one op, or an overlapped pair
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -41,14 +41,14 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     P. Rank r holds min(2P+1, 2m, m+1+r) live activations.
     """  # noqa: E501
 
-    def entries(rank: int) -> Iterator[Entry]:
+    def entries(rank: int) -> Iterator[OpOrPair]:
         return eight_phases(ranks, rank, microbatches, [(rank, 0), (2 * ranks - 1 - rank, 0)])
 
     return paired("dualpipe_v", wave(ranks), microbatches, map(entries, range(ranks)))
 
 
 def paired(
-    name: str, placement: Placement, microbatches: int, entries: Iterable[Iterable[Entry]]
+    name: str, placement: Placement, microbatches: int, entries: Iterable[Iterable[OpOrPair]]
 ) -> Schedule:
     """A schedule from programs whose entries are single ops or overlapped pairs."""
     programs, overlaps = [], set[Pair]()
@@ -60,7 +60,7 @@ def paired(
 
 def eight_phases(
     ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
-) -> Iterator[Entry]:
+) -> Iterator[OpOrPair]:
     """The program of one rank, overlapped pairs together.
 
     chunks: the stage of chunk 0 and of chunk 1, and the first microbatch that goes through it
@@ -144,7 +144,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     _check(ranks, microbatches)
     each_way = microbatches // 2
 
-    def entries(rank: int) -> Iterator[Entry]:
+    def entries(rank: int) -> Iterator[OpOrPair]:
         from_end = min(rank, ranks - 1 - rank)
         copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # of each the stage, and the first microbatch
         if rank >= ranks // 2:  # chunk 0 is of the copy whose data enters at the nearer end

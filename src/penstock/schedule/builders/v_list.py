@@ -34,7 +34,7 @@ _KINDS: tuple[Kind, ...] = ("F", "F", "I", "I", "W", "W")
 
 
 @dataclass(frozen=True)
-class Work:
+class VDurations:
     """The durations of ops and messages on a V.
 
     takes[r][slot][microbatch]: durations
@@ -47,7 +47,7 @@ class Work:
     delays: Sequence[Sequence[Row]]
 
     @classmethod
-    def of(cls, ranks: int, microbatches: int, costs: Costs) -> Work:
+    def of(cls, ranks: int, microbatches: int, costs: Costs) -> VDurations:
         placement = wave(ranks)
         by_kind = {kind: costs.durations(kind, placement, microbatches) for kind in _KINDS}
         takes = [
@@ -62,13 +62,13 @@ class Work:
         ]
         return cls(ranks, microbatches, takes, delays)
 
-    def first(self, microbatches: int) -> Work:
+    def first(self, microbatches: int) -> VDurations:
         """The same for the first `microbatches` only."""
         takes, delays = (
             [[row[:microbatches] for row in rows] for rows in by_rank]
             for by_rank in (self.takes, self.delays)
         )
-        return Work(self.ranks, min(microbatches, self.microbatches), takes, delays)
+        return VDurations(self.ranks, min(microbatches, self.microbatches), takes, delays)
 
     @cached_property
     def interval(self) -> float:
@@ -77,7 +77,7 @@ class Work:
 
 
 @dataclass(slots=True)
-class Rank:
+class RankState:
     """The state of one rank.
 
     reached: by leg, the next microbatch; arrivals: by leg, when each input arrives, in order
@@ -117,14 +117,14 @@ class Rank:
 
 
 # Returns the slot that a rank begins now; or WAIT, and when the next input that it has room for arrives.
-Rule = Callable[[Rank, float], tuple[int, float]]
+DispatchRule = Callable[[RankState, float], tuple[int, float]]
 
 
-def in_order(orders: Sequence[Sequence[int]]) -> Rule:
+def in_order(orders: Sequence[Sequence[int]]) -> DispatchRule:
     """Each rank takes its slots in the order listed for it; W may be listed, or left out for all ranks."""
     reached = [0] * len(orders)
 
-    def next_slot(rank: Rank, time: float) -> tuple[int, float]:
+    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
         order, at = orders[rank.number], reached[rank.number]
         if at == len(order):
             return WAIT, inf
@@ -142,7 +142,7 @@ def in_order(orders: Sequence[Sequence[int]]) -> Rule:
     return next_slot
 
 
-def by_block(work: Work, spread: float, gap: float, lead: float) -> Rule:
+def by_block(work: VDurations, spread: float, gap: float, lead: float) -> DispatchRule:
     """A repeating block: microbatch i reaches leg l of rank r at ``starts[r][l] + i * interval``.
 
     A block is the path of one microbatch. Blocks may overlap on a rank. Of the ready ops, the rank takes the
@@ -159,7 +159,7 @@ def by_block(work: Work, spread: float, gap: float, lead: float) -> Rule:
             takes = fmean(work.takes[number][leg])
             start += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[number][leg])
 
-    def next_slot(rank: Rank, time: float) -> tuple[int, float]:
+    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
         due = [first + i * interval if i < work.microbatches else inf
                for first, i in zip(starts[rank.number], rank.reached, strict=True)]  # fmt: skip
         chosen, expected, best = WAIT, inf, min(due) + lead + 1e-9 * interval
@@ -177,7 +177,7 @@ def by_block(work: Work, spread: float, gap: float, lead: float) -> Rule:
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedPrograms:
     """Programs and their makespan, which is inf if the ranks got stuck."""
 
     makespan: float
@@ -189,13 +189,15 @@ class Run:
 Patience = Sequence[tuple[float, float]]
 
 
-def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | Patience | None = 0.0) -> Run:
+def run(
+    work: VDurations, limits: Sequence[int], rule: DispatchRule, patience: float | Patience | None = 0.0
+) -> TimedPrograms:
     """Let every rank follow `rule`; rank r never holds more than limits[r] live activations.
 
     patience: one number counts for all ranks, and throughout; None: the rule places every W itself
     """
     by_rank = [(patience, patience)] * work.ranks if isinstance(patience, int | float) else patience
-    ranks = [Rank(number, limit) for number, limit in enumerate(limits)]
+    ranks = [RankState(number, limit) for number, limit in enumerate(limits)]
     ranks[0].arrivals[0] = [0.0] * work.microbatches
     events = [(0.0, number) for number in range(work.ranks)]
     left = 6 * work.ranks * work.microbatches
@@ -228,10 +230,10 @@ def run(work: Work, limits: Sequence[int], rule: Rule, patience: float | Patienc
         elif slot < 3:  # the V turns here, or a new leg begins
             rank.arrivals[slot + 1].append(end)
     makespan = inf if left else max(rank.free_at for rank in ranks)
-    return Run(makespan, [rank.done for rank in ranks])
+    return TimedPrograms(makespan, [rank.done for rank in ranks])
 
 
-def schedule(name: str, work: Work, programs: Iterable[Slots]) -> Schedule:
+def schedule(name: str, work: VDurations, programs: Iterable[Slots]) -> Schedule:
     """The programs as ops."""
 
     def program(rank: int, slots: Slots) -> tuple[Op, ...]:
@@ -256,7 +258,7 @@ _BUDGET = 250_000  # ops that may be simulated, twice: a second
 _WALK = 100  # steps of the walk over the patience of each rank
 
 
-class Shape(NamedTuple):
+class BlockRule(NamedTuple):
     """A rule `by_block`, with `lead` in intervals, and the patience of its `run`."""
 
     spread: float
@@ -264,7 +266,7 @@ class Shape(NamedTuple):
     lead: float
     patience: float = 0.0
 
-    def run(self, work: Work, limits: Sequence[int]) -> Run:
+    def run(self, work: VDurations, limits: Sequence[int]) -> TimedPrograms:
         rule = by_block(work, self.spread, self.gap, self.lead * work.interval)
         attempt = run(work, limits, rule, self.patience)
         if attempt.makespan < inf or self.lead == inf:
@@ -273,7 +275,7 @@ class Shape(NamedTuple):
 
 
 _SHAPES = tuple(
-    Shape(*values)
+    BlockRule(*values)
     for values in product(
         (1.0, 2.0),
         (0.0, 1 / 6, 1 / 3, 1 / 2, 2 / 3),
@@ -288,7 +290,7 @@ def form(
     ranks: int,
     microbatches: int,
     limits: Sequence[int],
-    usual: Callable[[Work], Run],
+    usual: Callable[[VDurations], TimedPrograms],
     costs: Costs | None,
 ) -> Schedule:
     """The programs that `usual` makes for unit times; with `costs`, the best found for them.
@@ -297,10 +299,10 @@ def form(
 
     limits[r]: the most live activations of rank r, whatever the costs
     """
-    unit = Work.of(ranks, microbatches, Costs())
+    unit = VDurations.of(ranks, microbatches, Costs())
     chosen = _repeated(usual, unit)
     if costs is not None:
-        work = Work.of(ranks, microbatches, costs)
+        work = VDurations.of(ranks, microbatches, costs)
         slots = [[slot for slot, _ in program] for program in chosen.programs]
         as_usual = run(work, limits, in_order(slots), patience=None)
         sample = work.first(2 * ranks + 4)  # enough for all phases, few enough to try many
@@ -316,7 +318,7 @@ def form(
 _SETTLED = 3  # microbatches per rank after which the middle of every program is its steady state
 
 
-def _repeated(rule: Callable[[Work], Run], work: Work) -> Run:
+def _repeated(rule: Callable[[VDurations], TimedPrograms], work: VDurations) -> TimedPrograms:
     """``rule(work)`` at unit times, from fewer microbatches and their steady state repeated.
 
     A run is deterministic: once every rank does the same in each interval, it does so until the microbatches
@@ -334,7 +336,9 @@ def _repeated(rule: Callable[[Work], Run], work: Work) -> Run:
         return rule(work)
     extended = [program[:middle] + interval * more + program[middle:]
                 for program, interval in zip(slots, intervals, strict=True)]  # fmt: skip
-    return Run(short_run.makespan + more * work.interval, [_numbered(program) for program in extended])
+    return TimedPrograms(
+        short_run.makespan + more * work.interval, [_numbered(program) for program in extended]
+    )
 
 
 def _numbered(slots: Iterable[int]) -> Slots:
@@ -343,7 +347,9 @@ def _numbered(slots: Iterable[int]) -> Slots:
     return [(slot, next(reached[slot])) for slot in slots]
 
 
-def _legs_in_order(usual: Run, limits: Sequence[int], patience: float | Patience, work: Work) -> Run:
+def _legs_in_order(
+    usual: TimedPrograms, limits: Sequence[int], patience: float | Patience, work: VDurations
+) -> TimedPrograms:
     """The order of the legs in `usual`, with W placed anew."""
     legs = [[slot for slot, i in slots if slot < 4 and i < work.microbatches] for slots in usual.programs]
     return run(work, limits, in_order(legs), patience)
@@ -353,7 +359,9 @@ def _legs_in_order(usual: Run, limits: Sequence[int], patience: float | Patience
 _PAIRS = ((0.5, 0.1), (1.0, 0.1), (0.1, 1.0), (0.25, 0.0), (0.1, 0.1))
 
 
-def _refined(usual: Run, limits: Sequence[int], sample: Work, tries: int) -> Callable[[Work], Run]:
+def _refined(
+    usual: TimedPrograms, limits: Sequence[int], sample: VDurations, tries: int
+) -> Callable[[VDurations], TimedPrograms]:
     """The order of the legs in `usual`, with a patience of each rank's own: the best of a random walk."""
     draw, patience = random.Random(0), [(0.5, 0.5)] * sample.ranks
     best = _legs_in_order(usual, limits, patience, sample).makespan
@@ -366,7 +374,9 @@ def _refined(usual: Run, limits: Sequence[int], sample: Work, tries: int) -> Cal
     return partial(_legs_in_order, usual, limits, patience)
 
 
-def _candidates(limits: Sequence[int], usual: Run) -> Iterator[Callable[[Work], Run]]:
+def _candidates(
+    limits: Sequence[int], usual: TimedPrograms
+) -> Iterator[Callable[[VDurations], TimedPrograms]]:
     """The usual order of the legs with W placed for the costs; then blocks, in a fixed random order."""
 
     for patience in (0.0, 0.5, 1.0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.schedule.builders.v_list import Run, Shape, Work, form, in_order, run
+from penstock.schedule.builders.v_list import BlockRule, TimedPrograms, VDurations, form, in_order, run
 from penstock.schedule.ops import Schedule
 from penstock.schedule.simulation.costs import Costs
 
@@ -41,7 +41,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     """
     limits = [min(2 * ranks, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks)]
 
-    def usual(work: Work) -> Run:
+    def usual(work: VDurations) -> TimedPrograms:
         return run(work, limits, in_order([_legs(ranks, work.microbatches, rank) for rank in range(ranks)]))
 
     return form("zb_v", ranks, microbatches, limits, usual, costs)
@@ -69,7 +69,7 @@ def _of_the_first(legs: list[int], microbatches: int) -> Iterator[int]:
         reached[leg] += 1
 
 
-_V_HALF = Shape(spread=2, gap=1 / 3, lead=1 / 6)
+_V_HALF = BlockRule(spread=2, gap=1 / 3, lead=1 / 6)
 
 
 def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
@@ -109,7 +109,7 @@ def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedul
     return form("v_half", ranks, microbatches, limits, lambda work: _V_HALF.run(work, limits), costs)
 
 
-_V_MIN = Shape(spread=1, gap=7 / 12, lead=1 / 2)
+_V_MIN = BlockRule(spread=1, gap=7 / 12, lead=1 / 2)
 
 
 def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:

@@ -52,7 +52,7 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
     return placed if all(len(new) == len(old) for new, old in zip(placed, programs, strict=True)) else None
 
 
-Place = tuple[int, int]  # rank, position
+ProgramPosition = tuple[int, int]  # rank, position
 
 _ENDS_WEIGHT = 0.3  # of the mean of the ranks' ends, which tells programs of one value apart
 _HEAT = 0.15  # at the beginning, in cycles
@@ -97,14 +97,14 @@ def _first_difference(old: list[int], new: list[int], since: int) -> int:
     return next(at for at in range(since, len(old)) if old[at] != new[at])
 
 
-def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Place]:
+def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[ProgramPosition]:
     """The chain of ops that determines the value, the last first."""
     rank = max(
         (rank for rank in range(problem.ranks) if programs[rank]),
         key=lambda rank: ends[programs[rank][-1]] - problem.offset[rank],
     )
     at = len(programs[rank]) - 1
-    path: list[Place] = []
+    path: list[ProgramPosition] = []
     while True:
         path.append((rank, at))
         number = programs[rank][at]
@@ -119,7 +119,9 @@ def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Pla
             at = programs[rank].index(needed)
 
 
-def _drawn(problem: Problem, programs: Programs, path: list[Place], random: Random) -> tuple[int, int, int]:
+def _drawn(
+    problem: Problem, programs: Programs, path: list[ProgramPosition], random: Random
+) -> tuple[int, int, int]:
     """The rank, position and target of a random move; more often of a critical op, more often a short one."""
     if random.random() < _ON_THE_PATH:
         rank, at = random.choice(path)

@@ -15,13 +15,11 @@ from math import ceil, floor, inf, log10
 from typing import Any
 
 from penstock.errors import ConfigError, InputError
-from penstock.schedule.builders import BUILDERS
+from penstock.schedule.builders import BUILDERS, Builder
 from penstock.schedule.ops import Op, Pair, Placement, Schedule, check_size, loop
 from penstock.schedule.simulation.costs import Cost, Costs
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Timeline
-
-Builder = Callable[..., Schedule]
 
 _DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward",
             "exchange", "exchange_in_backward", "offloaded")  # fmt: skip

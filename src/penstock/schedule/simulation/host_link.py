@@ -17,10 +17,7 @@ from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.timeline import Copy
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
+    from penstock.schedule.op_arrays import Floats
 
 Change = tuple[float, float]  # when, and by how much what is held changes
 

@@ -20,12 +20,12 @@ from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.verify import verify
 
 Counts = int | Sequence[int] | None  # for all ranks or one per rank; None: every forward is recomputed
-Places = frozenset[tuple[int, int]]  # stage, microbatch
+StageMicrobatches = frozenset[tuple[int, int]]  # stage, microbatch
 
 _ROUNDING = 1e-9  # of sums in another order
 
 
-def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
+def first_in_flight(schedule: Schedule, counts: Counts) -> StageMicrobatches:
     """The (stage, microbatch) pairs that are recomputed, if each rank recomputes its first ones in flight.
 
     counts: how many of a rank's live activations are recomputed: an F is if fewer are when it starts.
@@ -47,7 +47,7 @@ def first_in_flight(schedule: Schedule, counts: Counts) -> Places:
     return frozenset(recomputed)
 
 
-def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: Places) -> Costs:
+def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: StageMicrobatches) -> Costs:
     """The costs if the forwards of `places` are recomputed and the others are kept.
 
     kept: the costs without recomputation

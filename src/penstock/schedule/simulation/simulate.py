@@ -32,10 +32,7 @@ from penstock.schedule.simulation.timeline import Curve, Span, Timeline, Wait, c
 from penstock.schedule.verify import proven
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
+    from penstock.schedule.op_arrays import Floats
 
 Times = list[tuple[float, float]]  # start and end of each op of a program
 

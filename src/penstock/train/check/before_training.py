@@ -41,7 +41,7 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.compare import (
     TOLERANCE,
     Compared,
-    Place,
+    ParameterPlace,
     Report,
     not_own,
     placed_parameters,
@@ -239,7 +239,7 @@ def compare_with_reference(
     device: torch.device,
     microbatches: Sequence[Microbatch],
     split_loss: float,
-    split: Sequence[tuple[Place, Digests]],
+    split: Sequence[tuple[ParameterPlace, Digests]],
 ) -> str | dict[str, Any]:
     """On process 0: a Report for JSON, and the numbers of near ties and of tokens; or why there is none."""
     reference_run = None

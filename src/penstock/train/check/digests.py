@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.pipeline.compare import Compared, Place, Report, allowed, only_one
+from penstock.pipeline.compare import Compared, ParameterPlace, Report, allowed, only_one
 from penstock.runtime.sharded_weights import full_tensor
 from penstock.train.check.rounding import ROUNDS
 
@@ -76,7 +76,7 @@ def distance(first: Digest, second: Digest) -> float:
 
 def compare_digests(
     losses: tuple[float, float],
-    split: Sequence[tuple[Place, Digests]],
+    split: Sequence[tuple[ParameterPlace, Digests]],
     reference: Mapping[str, Digests],
     tolerance: float,
     dtype: torch.dtype,
@@ -97,7 +97,7 @@ def compare_digests(
         return Report.of(None, wrong, tolerance, "norm")
     largest = max((each.gradient[0] for each in reference.values() if each.gradient is not None), default=0.0)
 
-    def gradient(place: Place, actual: Digest | None, expected: Digest | None) -> Compared:
+    def gradient(place: ParameterPlace, actual: Digest | None, expected: Digest | None) -> Compared:
         if actual is None and expected is None:
             return Compared("gradient", *place, 0.0, 0.0, 0.0)
         if actual is None or expected is None:
@@ -112,7 +112,7 @@ def compare_digests(
     return Report.of(losses, tensors, tolerance, "norm")
 
 
-def _weight(place: Place, actual: Digest, expected: Digests | None) -> Compared:
+def _weight(place: ParameterPlace, actual: Digest, expected: Digests | None) -> Compared:
     if expected is None:
         return only_one("weight", place)
     norm = expected.weight[0]

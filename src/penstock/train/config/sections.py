@@ -18,16 +18,16 @@ from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
 from penstock.train.config.values import (
-    Checkpointing,
-    Compile,
+    CheckpointingValue,
+    CompileValue,
     Count,
     Dtype,
     LayersPerStage,
-    Layout,
+    LayoutValue,
     Length,
     Natural,
     NotNegative,
-    Offloading,
+    OffloadingValue,
     PathText,
     Patterns,
     Positive,
@@ -37,7 +37,7 @@ from penstock.train.config.values import (
     SmallNatural,
     as_finding,
 )
-from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, Run, check_optimizer
+from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, RunFacts, check_optimizer
 from penstock.train.records.trackers import TrackerSection
 
 if TYPE_CHECKING:
@@ -338,7 +338,7 @@ class PipelineSection(Section):
     embedding_weight: SmallNatural | None = None  # evenly, where the embedding counts as so many layers
     head_weight: SmallNatural | None = None  # evenly, where the head counts as so many layers
     # such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage; see penstock.schedule.layout
-    layout: Layout = None
+    layout: LayoutValue = None
     # a list, one for each stage; or the most for any, which also chooses how many stages a rank has
     layers_per_stage: LayersPerStage = None
     first_stage_layers: Natural | None = None  # the rest evenly; 0: the embedding alone
@@ -504,12 +504,12 @@ class TrainSection(Section):
     log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
     # true or full: keep only each layer's input and run it again in the backward; selective: also keep what
     # costs most to compute; or a mapping
-    activation_checkpointing: Checkpointing = False
+    activation_checkpointing: CheckpointingValue = False
     # torch.compile. true: of each layer and of the loss; layers or loss: of these alone; or a mapping. Not
     # with replay_routing, nor with adapter.quantize
-    compile: Compile = False
+    compile: CompileValue = False
     # what layers save waits in host memory between forward and backward, copied while the GPU computes
-    activation_offloading: Offloading = False
+    activation_offloading: OffloadingValue = False
     # A layer that runs again chooses the same experts as before, even where scores are nearly tied. Refused
     # for a model without experts, or whose routers choose in an unknown way
     replay_routing: bool = False
@@ -628,7 +628,7 @@ class TrainConfig(Section):
         self._check_precision()
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
         with as_finding():
-            run = Run(self.model.dtype, self.parallel.axes)
+            run = RunFacts(self.model.dtype, self.parallel.axes)
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_ramp("train", "batch_size")

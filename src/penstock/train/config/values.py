@@ -133,7 +133,7 @@ def _layout(value: object) -> object:
     return value if isinstance(value, str) else tuple(tuple(stage) for stage in value)
 
 
-Layout = Annotated[str | tuple[tuple[str, ...], ...] | None, BeforeValidator(_layout)]
+LayoutValue = Annotated[str | tuple[tuple[str, ...], ...] | None, BeforeValidator(_layout)]
 LayersPerStage = Annotated[int | tuple[int, ...] | None, BeforeValidator(_layers_per_stage)]
 InFlight = Annotated[int | tuple[int, ...] | None, BeforeValidator(_in_flight)]
 Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]
@@ -180,12 +180,12 @@ def _mode(words: tuple[str, ...], complaint: str) -> BeforeValidator:
 # tags, so that an error in a mapping names its key, and not all the modes that it is not
 _MODE_OR_SETTINGS = Discriminator(lambda value: "settings" if isinstance(value, dict | Section) else "mode")
 
-Offloading = Annotated[
+OffloadingValue = Annotated[
     Annotated[bool, Tag("mode")] | Annotated[OffloadingSection, Tag("settings")],
     _MODE_OR_SETTINGS,
     _mode((), "does not say what is offloaded; write true, false, or a mapping, as {modules: [mlp]}"),
 ]
-Checkpointing = Annotated[
+CheckpointingValue = Annotated[
     Annotated[bool | Literal["full", "selective"], Tag("mode")]
     | Annotated[CheckpointingSection, Tag("settings")],
     _MODE_OR_SETTINGS,
@@ -209,7 +209,7 @@ class CompileSection(Section):
     dynamic: bool | None = None  # whether lengths are dynamic; null: once a second one comes
 
 
-Compile = Annotated[
+CompileValue = Annotated[
     Annotated[bool | Literal["layers", "loss"], Tag("mode")] | Annotated[CompileSection, Tag("settings")],
     _MODE_OR_SETTINGS,
     _mode(

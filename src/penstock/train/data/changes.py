@@ -11,18 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.train.data.sources import Source
-from penstock.train.data.store import Facts
+from penstock.train.data.sources import DataSource
+from penstock.train.data.store import StoreFacts
 
 Known = dict[str, Any]  # JSON: path, digest, and counts
 
 
-def of_tokens(path: str, facts: Facts) -> Known:
+def of_tokens(path: str, facts: StoreFacts) -> Known:
     """What is known of a source that is tokenised."""
     return {"path": path, "digest": facts.digest, "documents": facts.documents, "tokens": facts.tokens}
 
 
-def of_files(source: Source, digest: str) -> Known:
+def of_files(source: DataSource, digest: str) -> Known:
     """What is known of a source that is read while training. digest: of its contents"""
     sizes = [file.stat().st_size for file in source.contents()]
     return {"path": source.section.path, "digest": digest, "files": len(sizes), "bytes": sum(sizes)}

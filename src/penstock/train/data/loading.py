@@ -36,18 +36,18 @@ from penstock.train.config.sections import DataSection, SourceSection, TrainConf
 from penstock.train.data.changes import Known, changes, of_files, of_tokens
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
+    BatchLayout,
     Content,
     CutRows,
     DocumentLayout,
     Fill,
-    Layout,
     Rows,
     SourceRows,
     StoredRows,
     StreamLayout,
 )
 from penstock.train.data.sampler import Mixture, Sampler
-from penstock.train.data.sources import Source, open_source
+from penstock.train.data.sources import DataSource, open_source
 from penstock.train.data.store import (
     Cache,
     Store,
@@ -57,18 +57,18 @@ from penstock.train.data.store import (
     write_megatron,
     write_store,
 )
-from penstock.train.data.streaming import Options, Position, Stream, Streamed
-from penstock.train.encoding.encode import Block, Encoder, check_highest, encoded, make_encoder
+from penstock.train.data.streaming import Position, RowStream, Streamed, StreamOptions
+from penstock.train.encoding.encode import EncodedRecords, Encoder, check_highest, encoded, make_encoder
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.tokenizer import Tokenizer, open_tokenizer, read_template
 from penstock.train.model import tokenizer_folder
-from penstock.train.sizes import Sizes
+from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
-class Batch(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A pipeline's part of a step's batch, the fill of all of it, and the position of a stream after it."""
 
     content: Content
@@ -95,13 +95,13 @@ class Data:
 
     rows: StoredRows
     held_out: StoredRows
-    layout: Layout
-    sizes: Sizes
+    layout: BatchLayout
+    sizes: StepSizes
     sampler: Sampler | None
     digest: str = ""
     part: int = 0
     parts: int = 1
-    stream: Stream | None = None
+    stream: RowStream | None = None
     done: int = 0
     taken: int = 0
     known: tuple[Known, ...] = ()
@@ -181,7 +181,7 @@ class Data:
         """The run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> LoadedBatch:
         """The batch of step `step`, from 1."""
         if self.stream is not None:
             taken, position = self.stream.take(self._first(step), self.sizes.at(step).rows)
@@ -191,7 +191,7 @@ class Data:
         self.rows.forget()
         return batch
 
-    def batches(self, steps: range, device: torch.device) -> Generator[Batch]:
+    def batches(self, steps: range, device: torch.device) -> Generator[LoadedBatch]:
         """The batches of `steps`. A thread makes the next one while the caller works with one.
 
         Close the generator to end the thread. An error is raised when its batch is asked for.
@@ -209,7 +209,7 @@ class Data:
                 yield batch
             yield ahead.result()
 
-    def held_out_batches(self, count: int) -> list[Batch]:
+    def held_out_batches(self, count: int) -> list[LoadedBatch]:
         """At most `count` batches, spread evenly over the held-out rows."""
         held, size = len(self.held_out), self.sizes.full.rows
         rows = min(count, held // size) * size
@@ -255,27 +255,27 @@ class Data:
                 )
         self.rows.forget()
 
-    def _sized(self, rows: Rows, step: int) -> tuple[Layout, Rows]:
+    def _sized(self, rows: Rows, step: int) -> tuple[BatchLayout, Rows]:
         """The layout, and the rows, that the size of the step makes of them."""
         size = self.sizes.at(step)
         shorter = size.length < self.sizes.full.length
         return self.layout.of_calls(size.calls), CutRows(rows, size.length) if shorter else rows
 
-    def _part(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Batch:
+    def _part(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> LoadedBatch:
         mine = layout.deal(rows, chosen, self.parts)[self.part]
         fill = self._fill(layout, rows, chosen)
         if isinstance(layout, DocumentLayout) and layout.image_token is not None:
             pieces = (piece for row in chosen for piece in rows.read(row))
             fill = replace(fill, images=sum(int((each.ids == layout.image_token).sum()) for each in pieces))
-        return Batch(layout.content(rows, mine), fill)
+        return LoadedBatch(layout.content(rows, mine), fill)
 
-    def _sent_batch(self, up: Up, step: int) -> Batch:
+    def _sent_batch(self, up: Up, step: int) -> LoadedBatch:
         batch = self.batch(step)
         batch = batch._replace(content=tree_map_only(Tensor, Tensor.pin_memory, batch.content))
         send_ahead(batch.content, up)
         return batch
 
-    def _fill(self, layout: Layout, rows: Rows, chosen: Sequence[int]) -> Fill:
+    def _fill(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> Fill:
         dealt = layout.deal(rows, chosen, self.parts)
         return sum((layout.fill(rows, part) for part in dealt), Fill())
 
@@ -326,7 +326,7 @@ def load_data(
     Raises: DataError, ConfigError.
     """
     section, size = config.data, config.train.batch_size
-    layout: Layout = StreamLayout(padding)
+    layout: BatchLayout = StreamLayout(padding)
     if section.packing != "stream":
         packed = section.packing in ("sequential", "best_fit")
         calls = (config.pipeline.microbatches * config.train.accumulate,)
@@ -352,7 +352,7 @@ def load_data(
     epochs = [source.epochs for source in section.sources]
     limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
     sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
-    sizes = Sizes.of(config, parts)
+    sizes = StepSizes.of(config, parts)
     facts = [trained.store.facts for trained in rows.sources]
     whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
     known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
@@ -393,22 +393,22 @@ def _too_long(section: DataSection, rows: SourceRows) -> str:
     )
 
 
-def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Layout, parts: int) -> Data:
+def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: BatchLayout, parts: int) -> Data:
     section = config.data
     assert section.streaming is not None
     sources = [load.open(source) for source in section.sources]
-    options = Options(
+    options = StreamOptions(
         section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
         config.train.seed, load.vocabulary, section.longest_document,
     )  # fmt: skip
     weights = tuple(source.weight for source in section.sources)
-    stream = Stream(sources, Mixture(weights, (None,) * len(sources)), options)
+    stream = RowStream(sources, Mixture(weights, (None,) * len(sources)), options)
     stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
     digests = [load.cache.digest(source) for source, _ in sources]
     parts_of = [(digest, encoder.digest) for digest, (_, encoder) in zip(digests, sources, strict=True)]
     whole = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
     known = tuple(of_files(source, digest) for digest, (source, _) in zip(digests, sources, strict=True))
-    sizes = Sizes.of(config, parts)
+    sizes = StepSizes.of(config, parts)
     is_cut = any(size.length < sizes.full.length for _, size in sizes.phases)
     if some := next((source for source, encoder in sources if is_cut and encoder.labelled), None):
         raise ConfigError(
@@ -474,7 +474,7 @@ class _Loader:
         check_highest(blamed, store.facts.highest, self.vocabulary, first)
         return store
 
-    def _tokenise(self, folder: Path, source: Source, encoder: Encoder) -> None:
+    def _tokenise(self, folder: Path, source: DataSource, encoder: Encoder) -> None:
         dtype = np.dtype(np.uint32)
         if encoder.kind != "tokens":
             dtype = np.min_scalar_type(self.tokenizer.count - 1)
@@ -482,7 +482,7 @@ class _Loader:
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 
 
-def _shown(source: Source, blocks: Iterator[tuple[int, Block]]) -> Iterator[Block]:
+def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> Iterator[EncodedRecords]:
     """The blocks, with a bar over the bytes of the source where a terminal looks."""
     console, size = Console(stderr=True), source.size()
     if not console.is_terminal:  # rich ends a bar with a line, older versions one that is disabled as well

@@ -1,8 +1,8 @@
 """The rows that batches are made of: cut from one stream of tokens, or documents, alone or packed.
 
-Rows says which documents a row has, and reads them; CutRows are shorter ones. Layout makes batches of them:
-StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as long
-as its longest row.
+Rows says which documents a row has, and reads them; CutRows are shorter ones. BatchLayout makes batches of
+them: StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as
+long as its longest row.
 """
 
 from __future__ import annotations
@@ -285,4 +285,4 @@ class DocumentLayout:
         return microbatch
 
 
-Layout = StreamLayout | DocumentLayout  # how rows become a batch
+BatchLayout = StreamLayout | DocumentLayout  # how rows become a batch

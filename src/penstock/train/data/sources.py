@@ -56,7 +56,7 @@ def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """Files and how they are read.
 
     Attributes:
@@ -108,24 +108,26 @@ class Source:
         return whole.hexdigest()
 
 
-def open_source(section: SourceSection) -> Source:
+def open_source(section: SourceSection) -> DataSource:
     """Find the files. Raises DataError for what is missing, and for a kind that they are not."""
     if section.kind == "dummy":
-        return Source(section, (), "dummy")
+        return DataSource(section, (), "dummy")
     path = Path(section.path).expanduser()
     if section.kind == "megatron" or (section.kind == "auto" and path.suffix in (".bin", ".idx")):
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-        return Source(section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron")
+        return DataSource(
+            section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron"
+        )
     if not path.exists():
         raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
     of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
-        return Source(section, (path,), "dataset")
+        return DataSource(section, (path,), "dataset")
     if not path.is_dir():
         with readable(path):
             check_regular(path)
     files = _files_below(path, section) if path.is_dir() else (path,)
-    return Source(section, files, _format(section.kind, path, files))
+    return DataSource(section, files, _format(section.kind, path, files))
 
 
 def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:

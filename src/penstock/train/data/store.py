@@ -46,9 +46,9 @@ from penstock.errors import ConfigError, DataError
 from penstock.reading import check_regular, read_bytes, read_json
 from penstock.runtime.health.notes import boot_id
 from penstock.train.data.packing import Numbers
-from penstock.train.data.sources import Source, readable, wrong
+from penstock.train.data.sources import DataSource, readable, wrong
 from penstock.train.encoding.chat import Labels
-from penstock.train.encoding.encode import Block
+from penstock.train.encoding.encode import EncodedRecords
 from penstock.train.encoding.tokenizer import Ids
 
 T = TypeVar("T")
@@ -60,7 +60,7 @@ _BLOCK = 4 << 20  # bytes that a thread hashes at once
 _LARGE = 64 << 20  # bytes of an entry: up to them hashing takes no time that one would notice
 
 
-class Facts(NamedTuple):
+class StoreFacts(NamedTuple):
     """What is known of a store's tokens.
 
     documents, tokens: how many
@@ -101,7 +101,7 @@ class Store:
     tokens: Ids
     labels: Labels | None
     lengths: Numbers
-    facts: Facts
+    facts: StoreFacts
     shown: Shown | None = None
 
     def read(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -131,7 +131,7 @@ def forget(arrays: Iterable[object]) -> None:
 
 def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | None = None) -> Store:
     """A store of arrays."""
-    facts = Facts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
+    facts = StoreFacts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
     return Store(tokens, labels, np.asarray(lengths, dtype=np.int64), facts)
 
 
@@ -201,7 +201,7 @@ class Cache:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield  # the file stays: removed, it would be another one to who waits and to who comes
 
-    def digest(self, source: Source) -> str:
+    def digest(self, source: DataSource) -> str:
         """Of a source's contents; files whose names and stamps are known are not read again."""
         if source.format == "dummy":
             return source.digest()
@@ -289,7 +289,11 @@ def _unwritable(folder: Path, error: Exception) -> ConfigError:
 
 
 def write_store(
-    folder: Path, blocks: Iterable[Block], dtype: npt.DTypeLike, labelled: bool, separator: int | None
+    folder: Path,
+    blocks: Iterable[EncodedRecords],
+    dtype: npt.DTypeLike,
+    labelled: bool,
+    separator: int | None,
 ) -> None:
     """Write the documents of all blocks, with `separator` after each but the last.
 
@@ -333,7 +337,7 @@ def write_store(
         np.cumsum([len(each) for each in shown], dtype=np.int64).tofile(folder / "shown_ends")
     longest = int(array.max(initial=0))
     digest = _checksum(folder, "")  # of what is on the disk by now
-    facts = Facts(len(lengths), total, counted, dropped, highest, at, longest, digest)
+    facts = StoreFacts(len(lengths), total, counted, dropped, highest, at, longest, digest)
     _write_facts(folder, facts, dtype)
 
 
@@ -342,7 +346,7 @@ def blocks_of(total: int, size: int = 1 << 22) -> Iterator[tuple[int, int]]:
     return ((at, min(at + size, total)) for at in range(0, total, size))
 
 
-def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike) -> None:
+def _write_facts(folder: Path, facts: StoreFacts, dtype: npt.DTypeLike) -> None:
     written = {**facts._asdict(), "dtype": np.dtype(dtype).str}
     (folder / "facts.json").write_text(json.dumps(written))
 
@@ -350,7 +354,7 @@ def _write_facts(folder: Path, facts: Facts, dtype: npt.DTypeLike) -> None:
 def open_store(folder: Path, binary: Path | None = None) -> Store:
     """Map the files of a folder that `write_store` wrote; or `write_megatron`, with Megatron's `binary`."""
     written = read_json(folder / "facts.json")
-    dtype, facts = np.dtype(written.pop("dtype")), Facts(**written)
+    dtype, facts = np.dtype(written.pop("dtype")), StoreFacts(**written)
     labels, content, shown = folder / "labels", folder / "shown", None
     if content.exists():
         ends = _mapped(folder / "shown_ends", np.int64, facts.documents)
@@ -377,7 +381,7 @@ _HEADER = Struct("<9sQBQQ")  # the magic, a version, a dtype's code, and the cou
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 
 
-def write_megatron(folder: Path, source: Source) -> None:
+def write_megatron(folder: Path, source: DataSource) -> None:
     """Write lengths and facts of a Megatron dataset, whose tokens stay where they are. Raises DataError."""
     binary, index = source.files
     dtype, lengths = read_index(index, binary)
@@ -394,7 +398,7 @@ def write_megatron(folder: Path, source: Source) -> None:
     if lowest < 0:
         raise wrong(str(binary), f"token ids are 0 or more, and it holds {lowest}", "Write it again")
     document = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-    facts = Facts(
+    facts = StoreFacts(
         len(lengths), total, total, 0, highest, f"{binary} document {document}",
         int(lengths.max(initial=0)), whole.hexdigest(),
     )  # fmt: skip

@@ -21,14 +21,14 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.train.data.rows import HeldRows, Piece
 from penstock.train.data.sampler import Mixture
-from penstock.train.data.sources import Record, Source
+from penstock.train.data.sources import DataSource, Record
 from penstock.train.encoding.encode import Encoder, check_highest
 
-Streamed = tuple[Source, Encoder]  # a source, and how its records become tokens
-Position = dict[str, Any]  # JSON: rows taken, and of each source what `Reader.position` says
+Streamed = tuple[DataSource, Encoder]  # a source, and how its records become tokens
+Position = dict[str, Any]  # JSON: rows taken, and of each source what `SourceReader.position` says
 
 
-class Options(NamedTuple):
+class StreamOptions(NamedTuple):
     """How readers make rows, see the keys of the section data.
 
     vocabulary: ids are below; longest: tokens of a document at most
@@ -61,7 +61,7 @@ class _Document:
         return part
 
 
-class Reader:
+class SourceReader:
     """The rows of one source, without end.
 
     Args:
@@ -71,7 +71,7 @@ class Reader:
     """
 
     def __init__(
-        self, streamed: Streamed, number: int, options: Options, position: Mapping[str, Any] | None
+        self, streamed: Streamed, number: int, options: StreamOptions, position: Mapping[str, Any] | None
     ) -> None:
         self._source, self._encoder = streamed
         self._seed, self._options = (options.seed, number), options
@@ -204,7 +204,7 @@ class Reader:
                 row.pop()
 
 
-class Stream:
+class RowStream:
     """The rows of several sources, by weights. Rows are taken in order; going back costs a new start.
 
     Args:
@@ -212,16 +212,20 @@ class Stream:
     """
 
     def __init__(
-        self, sources: Sequence[Streamed], mixture: Mixture, options: Options, start: Position | None = None
+        self,
+        sources: Sequence[Streamed],
+        mixture: Mixture,
+        options: StreamOptions,
+        start: Position | None = None,
     ) -> None:
         self._sources, self._mixture, self._options = tuple(sources), mixture, options
         self.start: Position = start or {"rows": 0, "sources": [None] * len(sources)}
         self._taken = -1
-        self._readers: list[Reader] = []
+        self._readers: list[SourceReader] = []
 
-    def at(self, start: Position) -> Stream:
+    def at(self, start: Position) -> RowStream:
         """The same stream from a position on."""
-        return Stream(self._sources, self._mixture, self._options, start)
+        return RowStream(self._sources, self._mixture, self._options, start)
 
     def take(self, first: int, count: int) -> tuple[HeldRows, Position]:
         """Rows `first` to `first + count` of the run, and the position after them. Raises DataError."""
@@ -229,7 +233,7 @@ class Stream:
             self._taken = self.start["rows"]
             positions = enumerate(self.start["sources"])
             self._readers = [
-                Reader(self._sources[n], n, self._options, position) for n, position in positions
+                SourceReader(self._sources[n], n, self._options, position) for n, position in positions
             ]
         skipped = first - self._taken
         in_turn = self._mixture.rows(self._taken, skipped + count)

@@ -24,13 +24,13 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
-from penstock.train.data.sources import MEND, TOKENS, Record, Source, wrong
+from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, wrong
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
-Kind = Literal["text", "chat", "tokens"]  # what records hold
-Block = list[tuple[str, Encoded | None]]  # the names of records and their tokens; None for a dropped one
+RecordKind = Literal["text", "chat", "tokens"]  # what records hold
+EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _RULES = 1  # by which records become tokens: change it with them, and no cache gives tokens by older ones
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
@@ -50,7 +50,7 @@ class Encoder:
     """
 
     tokenizer: Tokenizer
-    kind: Kind
+    kind: RecordKind
     lines: bool
     text_field: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -85,7 +85,7 @@ class Encoder:
         assert isinstance(self.tokenizer, HuggingFace)
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
-    def encode(self, records: Sequence[Record]) -> Block:
+    def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
         if self.kind == "text":
             return self._texts(records)
@@ -93,7 +93,7 @@ class Encoder:
         made = self._chats.encode if self.kind == "chat" else of_tokens
         return [(record.name, made(record.name, self._row(record))) for record in records]
 
-    def _texts(self, records: Sequence[Record]) -> Block:
+    def _texts(self, records: Sequence[Record]) -> EncodedRecords:
         names = [record.name for record in records]
         texts = [
             self._field(record) if self.lines or isinstance(record.content, dict) else record.content
@@ -116,7 +116,7 @@ class Encoder:
         return text.encode("utf-8")
 
 
-def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> Encoder:
+def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
     kind, keys = _kind_of(source), source.section
     options: tuple[tuple[str, Any], ...] = (("ignored", keys.ignored_fields),) if kind != "text" else ()
@@ -128,7 +128,7 @@ def make_encoder(section: DataSection, source: Source, tokenizer: Tokenizer) -> 
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 
-def _kind_of(source: Source) -> Kind:
+def _kind_of(source: DataSource) -> RecordKind:
     if source.section.kind in ("chat", "tokens"):
         return source.section.kind
     first = next(source.records(), None) if source.format not in ("text", "megatron") else None
@@ -198,7 +198,9 @@ def check_highest(value: str, highest: int, vocabulary: int, first: str = "") ->
 # ---- Over a whole source
 
 
-def encoded(encoder: Encoder, source: Source, workers: int | None) -> Iterator[tuple[int, Block]]:
+def encoded(
+    encoder: Encoder, source: DataSource, workers: int | None
+) -> Iterator[tuple[int, EncodedRecords]]:
     """The blocks of a source in order, each with the bytes of its records.
 
     Args:
@@ -216,7 +218,7 @@ def encoded(encoder: Encoder, source: Source, workers: int | None) -> Iterator[t
         return
     # spawned: a fork would copy the threads' locks of torch and of tokenizers
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (encoder,)) as pool:
-        ahead: deque[tuple[int, Future[Block]]] = deque()
+        ahead: deque[tuple[int, Future[EncodedRecords]]] = deque()
         try:
             for size, records in blocks:
                 ahead.append((size, pool.submit(_encode, records)))
@@ -255,6 +257,6 @@ def _start_worker(encoder: Encoder) -> None:
     _worker = encoder
 
 
-def _encode(records: list[Record]) -> Block:
+def _encode(records: list[Record]) -> EncodedRecords:
     assert _worker is not None
     return _worker.encode(records)

@@ -29,7 +29,7 @@ from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, read_bytes, size
 from penstock.train.data.rows import Piece
 from penstock.train.data.sources import wrong
-from penstock.train.encoding.tokenizer import HuggingFace, Messages, read_folder
+from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace, read_folder
 
 _LARGEST = 64 * MIB  # of an image's file
 _PATHS = ("path", "image", "url")  # the names under which a message gives an image's file
@@ -93,7 +93,7 @@ class Processor(HuggingFace):
     def template(self, tools: Any = None) -> str:
         return str(self.processor.chat_template)
 
-    def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+    def resolved(self, name: str, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
         """The messages, in which each image has the path of its file and a digest of its bytes."""
         left = row.get("images") or []
         if not isinstance(left, list):
@@ -150,7 +150,7 @@ class Processor(HuggingFace):
         _opened(path, value, content)
         return {"type": "image", "path": given, "digest": _digest(content)}
 
-    def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
+    def _chat(self, messages: ChatMessages, options: Mapping[str, Any]) -> Any:
         encoded = self.processor.apply_chat_template(
             [self._with_pixels(messages)], tokenize=True, return_dict=True, **options
         )
@@ -182,7 +182,7 @@ class Processor(HuggingFace):
                 raise DataError(f"data.tokenizer={self._name}", rule, _AGAIN)
         return {name: value for name, value in encoded.items() if name not in _OURS}
 
-    def _with_pixels(self, messages: Messages) -> list[dict[str, Any]]:
+    def _with_pixels(self, messages: ChatMessages) -> list[dict[str, Any]]:
         """The messages, with opened images in the place of their files."""
 
         def opened(part: Any) -> Any:

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.reading import parse_json
 from penstock.train.config.sections import ColumnsSection
 from penstock.train.data.sources import MEND, wrong
-from penstock.train.encoding.tokenizer import HuggingFace, Messages
+from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_NAMES = {
@@ -57,7 +57,7 @@ class Chat(NamedTuple):
     prompt: how many of them are a prompt, with a completion after it; None: no such thing
     """
 
-    messages: Messages
+    messages: ChatMessages
     options: Mapping[str, Any]
     names: Sequence[str]
     trained: Sequence[bool | None]

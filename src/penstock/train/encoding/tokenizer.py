@@ -21,7 +21,7 @@ from penstock.reading import MIB, read_text
 from penstock.train.data.sources import wrong
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-Messages = Sequence[Mapping[str, Any]]
+ChatMessages = Sequence[Mapping[str, Any]]
 
 # ChatML, with the marks around what the assistant writes
 CHAT_TEMPLATE = """\
@@ -44,7 +44,7 @@ _LARGEST_TEMPLATE = MIB
 _REMEDY = "Give a local folder with a tokenizer, or the word bytes"
 
 
-class Bytes:
+class ByteTokenizer:
     """A token is a byte, its id the byte's value. separator: the id put between two documents, here byte 0"""
 
     separator = 0
@@ -69,7 +69,7 @@ class Bytes:
 
 
 class HuggingFace:
-    """The tokenizer in a local folder, used as Bytes is.
+    """The tokenizer in a local folder, used as ByteTokenizer is.
 
     With chats the word bytes stands for one too: 256 bytes and the two markers of its template.
 
@@ -128,7 +128,7 @@ class HuggingFace:
 
     # ---- Chats
 
-    def resolved(self, name: str, row: Mapping[str, Any], messages: Messages) -> Messages:
+    def resolved(self, name: str, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
         """The messages of a record, with all that belongs to them. Raises DataError."""
         return messages
 
@@ -140,20 +140,20 @@ class HuggingFace:
         """The chat template."""
         return str(self.own.get_chat_template(None, tools))
 
-    def chat_text(self, messages: Messages, options: Mapping[str, Any]) -> str:
+    def chat_text(self, messages: ChatMessages, options: Mapping[str, Any]) -> str:
         """What the template writes. options: the template's"""
         return str(self._writer.apply_chat_template(messages, tokenize=False, **options))
 
-    def chat_ids(self, messages: Messages, options: Mapping[str, Any]) -> list[int]:
+    def chat_ids(self, messages: ChatMessages, options: Mapping[str, Any]) -> list[int]:
         """The ids of what the template writes."""
         return list(self._chat(messages, options)["input_ids"])
 
-    def chat_marked(self, messages: Messages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+    def chat_marked(self, messages: ChatMessages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """The ids, and 1 for each that the template has between its marks of generation."""
         encoded = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
-    def _chat(self, messages: Messages, options: Mapping[str, Any]) -> Any:
+    def _chat(self, messages: ChatMessages, options: Mapping[str, Any]) -> Any:
         return self.own.apply_chat_template(
             messages, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
         )
@@ -165,7 +165,7 @@ class HuggingFace:
         self._writer.save_pretrained(folder)
 
 
-Tokenizer = Bytes | HuggingFace
+Tokenizer = ByteTokenizer | HuggingFace
 
 
 def open_tokenizer(
@@ -181,7 +181,7 @@ def open_tokenizer(
     Raises: DataError.
     """
     if name == "bytes" and not chat:
-        return Bytes()
+        return ByteTokenizer()
     return HuggingFace(name, read_template(template), trusted)
 
 

@@ -199,7 +199,7 @@ def _hidden_matrices(model: nn.Module, layers: str) -> frozenset[str]:
 # ---- What does not fit together
 
 
-class Run(NamedTuple):
+class RunFacts(NamedTuple):
     """What of a run decides whether an optimizer fits.
 
     dtype: of the weights
@@ -210,7 +210,7 @@ class Run(NamedTuple):
     axes: Axes
 
 
-def _check_adamw(keys: AdamWKeys, place: str, run: Run) -> None:
+def _check_adamw(keys: AdamWKeys, place: str, run: RunFacts) -> None:
     if keys.stochastic_rounding and run.dtype != "bfloat16":
         rule = f"it is of bfloat16 weights, and here they are {run.dtype}, in which no step is lost"
         remedy = "Set train.precision=bfloat16, or leave it out"
@@ -225,7 +225,7 @@ def _check_adamw(keys: AdamWKeys, place: str, run: Run) -> None:
         raise ConfigError(f"{value} on {run.axes}", rule, "Leave the axes out, or this key")
 
 
-def _check_adafactor(keys: AdafactorSection, place: str, run: Run) -> None:
+def _check_adafactor(keys: AdafactorSection, place: str, run: RunFacts) -> None:
     if run.axes != Axes():
         rule = "it takes means over whole rows and columns, and these axes shard weights"
         raise ConfigError(f"{place}.name=adafactor on {run.axes}", rule, "Leave the axes out, or take adamw")
@@ -253,11 +253,11 @@ class Share(NamedTuple):
     place: str
     make: Callable[[Any, Named], Optimizer]
     kept: Callable[[Tensor, int], float]
-    check: Callable[[Any, str, Run], None] = lambda keys, place, run: None
+    check: Callable[[Any, str, RunFacts], None] = lambda keys, place, run: None
     chosen: Callable[[nn.Module, str], Collection[str]] | None = None
 
 
-class Choice(NamedTuple):
+class OptimizerChoice(NamedTuple):
     """What `optimizer.name` stands for.
 
     title: as people write it
@@ -300,9 +300,9 @@ def _rows_and_columns(parameter: Tensor, entries: int) -> float:
 
 
 OPTIMIZERS = {
-    "adamw": Choice("AdamW", AdamWSection, _adamw_share, ("exp_avg",)),
-    "muon": Choice("Muon", MuonSection, _muon_shares, ("momentum_buffer",)),
-    "adafactor": Choice("Adafactor", AdafactorSection, _adafactor_share, ("variance",)),
+    "adamw": OptimizerChoice("AdamW", AdamWSection, _adamw_share, ("exp_avg",)),
+    "muon": OptimizerChoice("Muon", MuonSection, _muon_shares, ("momentum_buffer",)),
+    "adafactor": OptimizerChoice("Adafactor", AdafactorSection, _adafactor_share, ("variance",)),
 }
 SHAPED = tuple(part for choice in OPTIMIZERS.values() for part in choice.shaped)
 
@@ -348,7 +348,7 @@ OptimizerSection = Annotated[
 # ---- From a section to a run
 
 
-def check_optimizer(section: OptimizerSection, run: Run) -> None:
+def check_optimizer(section: OptimizerSection, run: RunFacts) -> None:
     """Raise ConfigError for an optimizer that is not exact, or not possible, in such a run."""
     for share in shares_of(section).values():
         share.check(share.keys, share.place, run)

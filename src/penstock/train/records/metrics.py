@@ -18,7 +18,7 @@ from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -62,18 +62,18 @@ class Metrics:
             os.replace(fresh, path)
         self._path, self._run = path, run
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         """Append a row. Raises RunError; ValueError for a NaN, which JSON has no word for."""
         line = json.dumps({**row, "run": self._run}, allow_nan=False) + "\n"
         with writable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
 
-def without_replaced_rows(rows: Iterable[tuple[Row, T]]) -> list[tuple[Row, T]]:
+def without_replaced_rows(rows: Iterable[tuple[MetricsRow, T]]) -> list[tuple[MetricsRow, T]]:
     """Rows, each with anything, without those that later ones replace: where a run went back to a checkpoint,
     the steps after it are done again.
     """
-    kept: list[tuple[Row, T]] = []
+    kept: list[tuple[MetricsRow, T]] = []
     for row, more in rows:
         while "loss" in row and kept and kept[-1][0]["step"] >= row["step"]:
             kept.pop()
@@ -105,7 +105,7 @@ class Display:
     def __exit__(self, *_: object) -> None:
         return None
 
-    def step(self, row: Row) -> None:
+    def step(self, row: MetricsRow) -> None:
         """Show one training step's metrics."""
 
     def say(self, text: str) -> None:
@@ -118,7 +118,7 @@ class Lines(Display):
     def __init__(self, steps: int, every: int) -> None:
         self._steps, self._every = steps, every
 
-    def step(self, row: Row) -> None:
+    def step(self, row: MetricsRow) -> None:
         if "skipped" in row:
             self.say(f"step {row['step']}/{self._steps}  skipped: {row['skipped']}")
         elif row["step"] % self._every == 0 or row["step"] in (1, self._steps):
@@ -145,7 +145,7 @@ class Bar(Display):
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def step(self, row: Row) -> None:
+    def step(self, row: MetricsRow) -> None:
         if "skipped" in row:
             self.say(f"step {row['step']}  skipped: {row['skipped']}")
             self._progress.update(self._task, completed=row["step"])
@@ -185,7 +185,7 @@ class Log:
         if kind is None:
             self.flush()
 
-    def step(self, row: Row) -> None:
+    def step(self, row: MetricsRow) -> None:
         """Show and write the row of a step soon. Raises what the row before it raised."""
         self.flush()
         if self._metrics is not None:
@@ -202,12 +202,12 @@ class Log:
         if row is not None:
             row.result()
 
-    def _write(self, row: Row, metrics: Metrics) -> None:
+    def _write(self, row: MetricsRow, metrics: Metrics) -> None:
         metrics.write(row)
         self._display.step(row)
 
 
-def _numbers(row: Row) -> str:
+def _numbers(row: MetricsRow) -> str:
     padding = f"  padding {row['padding']:.1%}" if row["padding"] else ""
     skipped = f"  skipped {row['skipped_steps']}" if "skipped_steps" in row else ""
     speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['tflops_per_device']:.3g} TFLOP/s"

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.models.split.balanced_split import LayerCosts
-from penstock.models.split.multiply_adds import Work
+from penstock.models.split.multiply_adds import MultiplyAdds
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule import Schedule
 from penstock.train.config.sections import TrainConfig
@@ -37,7 +37,7 @@ _SUMMED = ("token", "square", "image", "trained")
 _FIRST = 2  # steps of an attempt in which memory is touched and layers are compiled
 _HOSTS = 16  # shown at most, the slowest first
 
-Seconds = npt.NDArray[np.float64]  # (pipelines, ranks, kinds)
+RankSeconds = npt.NDArray[np.float64]  # (pipelines, ranks, kinds)
 
 
 class Host(NamedTuple):
@@ -60,13 +60,13 @@ class _Costs:
     """
 
     schedule: Schedule
-    token: Seconds
-    square: Seconds
-    counts: Seconds
+    token: RankSeconds
+    square: RankSeconds
+    counts: RankSeconds
     towers: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, schedule: Schedule, works: Sequence[Work]) -> _Costs:
+    def of(cls, schedule: Schedule, works: Sequence[MultiplyAdds]) -> _Costs:
         """works: of each stage of the model, without its copies"""
         depth = len(works)
         token, square, counts, towers = (np.zeros((schedule.ranks, len(KINDS))) for _ in range(4))
@@ -79,14 +79,14 @@ class _Costs:
                 towers[rank, kind] += work.image if op.kind == "F" else work.trained
         return cls(schedule, token, square, counts, towers > 0)
 
-    def at(self, fill: Fill) -> Seconds:
+    def at(self, fill: Fill) -> RankSeconds:
         """Of a batch; NaN where towers work on its images, whose cost is not known."""
         costs = self.token * fill.tokens + self.square * fill.squares
         return np.where(self.towers & (fill.images > 0), np.nan, costs)
 
 
 def watch_ranks(
-    pipe: Pipeline, works: Sequence[Work], measured: LayerCosts | None, config: TrainConfig
+    pipe: Pipeline, works: Sequence[MultiplyAdds], measured: LayerCosts | None, config: TrainConfig
 ) -> SlowRanks:
     """The watch over all ranks of a run. Collective.
 
@@ -104,7 +104,7 @@ def watch_ranks(
         parts += [embedding] * facts.info.is_first
         parts += [head] * facts.info.is_last
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
-        stages.append(Work(**sums))
+        stages.append(MultiplyAdds(**sums))
     host, place = socket.gethostname(), pipe.reductions.loss_place
     ours = [[place, rank, host] for rank in pipe._world.ranks]
     hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
@@ -123,7 +123,9 @@ class SlowRanks:
         kinds: of ops that are compared: F alone, where the backwards of stages differ by more than their work
     """
 
-    def __init__(self, works: Sequence[Work], hosts: Sequence[Host], peers: bool, kinds: str = KINDS) -> None:
+    def __init__(
+        self, works: Sequence[MultiplyAdds], hosts: Sequence[Host], peers: bool, kinds: str = KINDS
+    ) -> None:
         self._works, self._kinds = works, np.array([kind in kinds for kind in KINDS])
         self._hosts = {(host.pipeline, host.rank): host.name for host in hosts}
         self._costs: _Costs | None = None
@@ -133,13 +135,13 @@ class SlowRanks:
         self._in_a_row = np.zeros(shape, dtype=np.int64)  # steps in which it was not as its state says
         self._slow = np.zeros(shape, dtype=np.bool_)
         # of the last steps: seconds of an op and its prediction, by kind, and their ratio over all kinds
-        self._last: deque[tuple[Seconds, Seconds, Seconds]] = deque(maxlen=IN_A_ROW)
+        self._last: deque[tuple[RankSeconds, RankSeconds, RankSeconds]] = deque(maxlen=IN_A_ROW)
 
     def judge(self, pipe: Pipeline, fill: Fill) -> list[dict[str, Any]]:
         """The ranks that are found to be slow in the last step, each as an entry of its row."""
         return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill)
 
-    def after(self, schedule: Schedule, seconds: Seconds, fill: Fill) -> list[dict[str, Any]]:
+    def after(self, schedule: Schedule, seconds: RankSeconds, fill: Fill) -> list[dict[str, Any]]:
         """As `judge`, from numbers.
 
         Args:
@@ -166,7 +168,7 @@ class SlowRanks:
         self._in_a_row[turned] = 0
         return [self._entry(*place) for place in np.argwhere(turned & self._slow).tolist()]
 
-    def _predicted(self, seconds: Seconds, costs: Seconds) -> Seconds:
+    def _predicted(self, seconds: RankSeconds, costs: RankSeconds) -> RankSeconds:
         """The seconds by kind that each rank is to take; NaN where there is nothing to compare it with."""
         rates = np.where((seconds > 0) & self._kinds, seconds, np.nan)
         if self._peers:
@@ -224,7 +226,7 @@ def _numbers(entry: dict[str, Any]) -> str:
     )
 
 
-def _medians(values: Seconds) -> Seconds:
+def _medians(values: RankSeconds) -> RankSeconds:
     """Over the first dimension, of finite values; NaN where there are none."""
     if values.ndim == 1:
         known = values[np.isfinite(values)]
@@ -232,7 +234,7 @@ def _medians(values: Seconds) -> Seconds:
     return np.stack([_medians(column) for column in values.T])
 
 
-def _medians_of_others(rows: Seconds) -> Seconds:
+def _medians_of_others(rows: RankSeconds) -> RankSeconds:
     """For each value the median of the others of its column; NaN for NaN, and where there is no other."""
     return np.array([_of_others(column) for column in rows.T.tolist()]).T
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from penstock.models.split.multiply_adds import Work, works
+from penstock.models.split.multiply_adds import MultiplyAdds, works
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.runtime.device.memory import PeakMemory
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill
-from penstock.train.records.metrics import Row
+from penstock.train.records.metrics import MetricsRow
 
 _FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
 
@@ -59,7 +59,7 @@ class Throughput:
         peak: TFLOP/s of one device; None where it is unknown, and the rows have no `mfu`
     """
 
-    def __init__(self, works: Sequence[Work], devices: int, peak: float | None) -> None:
+    def __init__(self, works: Sequence[MultiplyAdds], devices: int, peak: float | None) -> None:
         self.works, self._devices, self._peak = works, devices, peak
 
     @classmethod
@@ -80,11 +80,13 @@ class Throughput:
             notes.append("towers count their parameters once for each patch of an image, without attention")
         return f"TFLOP/s: {'; '.join(notes)}" if notes else ""
 
-    def row(self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device) -> Row:
+    def row(
+        self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device
+    ) -> MetricsRow:
         """fill: of the whole batch; memory: of each process"""
         flops = _FLOPS * sum(work.of(fill.tokens, fill.squares, fill.images) for work in self.works)
         tflops = flops / seconds / self._devices / 1e12
-        row: Row = {"tflops_per_device": tflops}
+        row: MetricsRow = {"tflops_per_device": tflops}
         if self._peak is not None:
             row["mfu"] = tflops / self._peak
         if device.type == "cuda":

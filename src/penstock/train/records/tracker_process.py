@@ -30,7 +30,7 @@ _LONGEST = 500  # characters of a value of the config
 
 
 @dataclass(frozen=True)
-class Identity:
+class TrackedRun:
     """A run, as all trackers see it. done: the steps before, of a run that goes on"""
 
     id: str
@@ -40,7 +40,7 @@ class Identity:
 
 
 class Tracker(Protocol):
-    """One library. Its constructor takes the section of the config, as a mapping, and the Identity.
+    """One library. Its constructor takes the section of the config, as a mapping, and the TrackedRun.
 
     place: where people find the numbers
     """
@@ -56,7 +56,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """An event file in a folder of the run. Rows that a resumed run repeats are hidden."""
 
-    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -83,7 +83,7 @@ class TensorBoard:
 class Wandb:
     """A W&B run under the run's own id, so that a resumed run goes on in it."""
 
-    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # what this process prints is of no use
         import wandb
 
@@ -112,7 +112,7 @@ class Wandb:
 class Mlflow:
     """An MLflow run, found again by a tag with the run's id."""
 
-    def __init__(self, options: Mapping[str, Any], run: Identity) -> None:
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         if (options["uri"] or "").startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it was asked for by name
         from mlflow import MlflowClient
@@ -150,7 +150,7 @@ class Mlflow:
         return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
 
 
-_CLASSES: dict[str, Callable[[Mapping[str, Any], Identity], Tracker]] = {
+_CLASSES: dict[str, Callable[[Mapping[str, Any], TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": Mlflow,
@@ -174,7 +174,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return metrics
 
 
-class End:
+class RunEnd:
     """How the run ended: by stdin, or as it is gone. A while later this process ends, whatever it does."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class End:
         os._exit(1)
 
 
-def follow(path: Path, offset: int, tracker: Tracker, end: End) -> None:
+def follow(path: Path, offset: int, tracker: Tracker, end: RunEnd) -> None:
     """Log the rows from a byte on, until the run has ended."""
     rest = b""
     with path.open("rb") as file:
@@ -221,11 +221,11 @@ def main() -> None:
     file, name, offset = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    end = End()
+    end = RunEnd()
     try:
         run = read_json(file)
         options = next(each for each in run["config"]["output"]["trackers"] if each["name"] == name)
-        identity = Identity(run["id"], file.parent, run["config"], run["starts"][-1]["step"])
+        identity = TrackedRun(run["id"], file.parent, run["config"], run["starts"][-1]["step"])
         tracker = _CLASSES[name](options, identity)
         print(f"at {tracker.place}", file=said, flush=True)
         follow(file.with_name("metrics.jsonl"), offset, tracker, end)

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule, open_stages
-from penstock.train.records.metrics import Row, without_replaced_rows
+from penstock.train.records.metrics import MetricsRow, without_replaced_rows
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -29,12 +29,12 @@ class RecordedRun:
 
     name: str
     folder: Path
-    rows: tuple[Row, ...]
+    rows: tuple[MetricsRow, ...]
     unreadable: int
     about: Mapping[str, Any]
 
     @cached_property
-    def steps(self) -> tuple[Row, ...]:
+    def steps(self) -> tuple[MetricsRow, ...]:
         """The rows of training steps."""
         return tuple(row for row in self.rows if "loss" in row)
 
@@ -96,7 +96,7 @@ class RecordedRun:
 def read_run(folder: Path) -> RecordedRun:
     """Raises ConfigError for a folder in which no run has been."""
     file, known = folder / "metrics.jsonl", _json(folder / "run.json")
-    lines: list[Row | None] = []
+    lines: list[MetricsRow | None] = []
     try:
         with open_regular(file) as opened:
             lines += (_row(line) for line in opened)
@@ -118,7 +118,7 @@ def finite(value: object) -> float | None:
     return float(value) if -_LARGEST < value < _LARGEST else None  # false for NaN
 
 
-def _row(line: bytes) -> Row | None:
+def _row(line: bytes) -> MetricsRow | None:
     try:
         row = parse_json(line)
         return row if type(row["step"]) is int and 0 <= row["step"] < _LARGEST else None
