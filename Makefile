@@ -69,10 +69,10 @@ coverage: env  ## Branch coverage of the test suite, in all its processes
 .venv/liger: .venv/ready
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --target $@ liger-kernel triton
 
-sweep: env .venv/liger  ## The whole equivalence matrix over real processes: some minutes
+sweep: env .venv/liger  ## The whole equivalence matrix over real processes: two hours on two cores
 	$(BIN)/pytest -m sweep --timeout 900 --numprocesses 2 --dist loadgroup
 
-parallel: env  ## The pipeline beside every other axis, on eight processes: some minutes
+parallel: env  ## The pipeline beside every other axis, on eight processes: twenty minutes on two cores
 	$(BIN)/pytest -m parallel --timeout 600
 
 faults: env  ## Strike runs at set places and write docs/faults.md; five minutes on two quiet cores
