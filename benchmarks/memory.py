@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row
-from benchmarks.rivals import SCHEDULES, TORCH, Work, ours, theirs
+from benchmarks.rivals import SCHEDULES, TORCH, Block, Work, ours, theirs
 from penstock import Pipeline
 from penstock.schedule import simulate, verify
 from penstock.schedule.choose import chosen_schedule
@@ -98,19 +97,6 @@ class Curve(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.scale).sin()
-
-
-class Block(nn.Module):
-    """Half of a transformer's layer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return result
 
 
 class Layers(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -149,3 +150,16 @@ def as_schedule(name: str, programs: list[list[str]], ranks: int, microbatches: 
     computes = re.compile(r"\d+[FBIW]\d+")  # beside sharding and reducing, which take no time here
     ops = [[Op.parse(op) for text in program for op in computes.findall(text)] for program in programs]
     return Schedule(name, placement(name, ranks), microbatches, tuple(map(tuple, ops)))
+
+
+class Block(nn.Module):
+    """Half of a transformer's layer: no attention."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return result

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
@@ -37,7 +36,7 @@ from benchmarks.gpu.exactness import full_float32
 from benchmarks.gpu.models import Batch, Size, attention, batch_of, qwen3, seconds, wait_for
 from benchmarks.gpu.part import Part, nccl_version
 from benchmarks.pool import Pool, Rank
-from benchmarks.rivals import Work, ours, theirs
+from benchmarks.rivals import Block, Work, ours, theirs
 from benchmarks.rounds import interval
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import PeerError, PeerLostError, StalledPeerError
@@ -242,17 +241,6 @@ def joined(rank: Rank, job: Job) -> Iterator[None]:
 
 
 # ---- next to torch
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return result
 
 
 class HalfOfBlocks(nn.Module):
