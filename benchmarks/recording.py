@@ -35,7 +35,7 @@ from penstock.runtime import ops
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import Executor
-from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat, shake_hands
+from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, flat
 from penstock.runtime.recorder import Recorder
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Schedule
@@ -133,7 +133,7 @@ def handshake(rank: Rank) -> list[float]:
     """Seconds of each handshake: facts of a model's config and of a schedule of as many ranks."""
     pipe = rank.kept["pipe of all"]
     facts = {**facts_of_process(), **facts_of_schedule(pipe.schedule), **flat("config", CONFIG.to_dict())}
-    return _each(lambda: shake_hands(pipe.processes, facts))
+    return _each(lambda: pipe.processes.same("build()", facts))
 
 
 def prepare_handshake(rank: Rank) -> None:

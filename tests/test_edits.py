@@ -141,7 +141,7 @@ FOUND: list[tuple[tuple[str, ...], str, str, str, str]] = [
     # one rank refused its stage, and the others waited until their timeout
     (("scaled_by_a_closure",), "plain", "1f1b", "processes", "ModelError: .*, on process [01]: "),
     # of buffers, each rank named its own, and one without any went on
-    (("updated_buffer",), "plain", "dualpipe", "processes", "ModelError: .* buffer .*, on rank [01]: "),
+    (("updated_buffer",), "plain", "dualpipe", "processes", "ModelError: .* buffer .*, on process [01]: "),
     # the last stage found it within the step
     ((), "logits_to_keep", "1f1b", "processes", "BatchError: 'logits_to_keep' in a batch with labels"),
     # with all other axes of 1 the hook was lost, as if they sharded the weight

@@ -22,7 +22,7 @@ from penstock.models.stage import (
     numbered_layers,
     provided_edges,
 )
-from penstock.runtime.transport.groups import OneProcess, Processes
+from penstock.runtime.ranks import Ranks
 
 FIRST = object()  # in place of what a first stage does not receive
 BATCH = {"x": "x", "y": "y", "z": "z"}
@@ -141,7 +141,7 @@ def test_all_stages_declare_shapes_or_none() -> None:
         (Takes(), Gives(), InferredEdges),
         (Gives(), nn.Linear(1, 1), InferredEdges),
     ):
-        made = provided_edges(lambda info: first, {0: first, 1: last}, 2, OneProcess())  # noqa: B023
+        made = provided_edges(lambda info: first, {0: first, 1: last}, 2, Ranks())  # noqa: B023
         assert type(made) is kind
 
 
@@ -257,7 +257,7 @@ SPLITS = [((0,), (1, 2)), ((0, 2), (1,)), ((0, 1, 2), ())]
 def agree(split: Sequence[Sequence[int]], provider: Any, microbatches: Sequence[Any]) -> list[str]:
     """The error of each of two processes that hold these stages of three, or "agreed"."""
 
-    def work(processes: Processes) -> None:
+    def work(processes: Ranks) -> None:
         held = {stage: provider(StageInfo(stage, 3)) for stage in split[processes.index]}
         edges = DeclaredEdges(held, 3)
         try:
@@ -283,7 +283,7 @@ def test_nothing_is_run_or_built_for_what_is_declared() -> None:
     own = {0: Declaring(StageInfo(0, 2)), 1: Declaring(StageInfo(1, 2))}
     edges = DeclaredEdges(own, 2)
     edges(0, batch())
-    edges.agree([batch()], OneProcess())
+    edges.agree([batch()], Ranks())
     assert Declaring.built == [0, 1]
     assert not Declaring.runs
 
@@ -297,9 +297,9 @@ def test_each_shape_is_agreed_on_once() -> None:
     edges = DeclaredEdges({stage: Declaring(StageInfo(stage, 3)) for stage in range(3)}, 3)
     two = [batch(), batch(5, 1)]
     assert [len(microbatch["x"]) for microbatch in edges.unseen([*two, batch()])] == [2, 5]
-    edges.agree([two[0]], OneProcess())
+    edges.agree([two[0]], Ranks())
     assert [len(microbatch["x"]) for microbatch in edges.unseen([*two, batch()])] == [5]
-    edges.agree([two[1]], OneProcess())
+    edges.agree([two[1]], Ranks())
     assert edges.unseen([*two, batch()]) == []
 
 

@@ -23,9 +23,10 @@ from penstock.errors import ConfigError
 from penstock.parallel import mesh, nccl, world
 from penstock.parallel.world import World, WorldOptions, goes_in_batches, open_world
 from penstock.runtime.plan import Channel
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.transport import groups
 from penstock.runtime.transport.channels import open_p2p_groups
-from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess
+from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import LocalTransport
 from penstock.schedule import build, loop
 from support.programs import written
@@ -99,7 +100,7 @@ def test_a_job_without_a_backend_takes_that_of_the_device(monkeypatch: pytest.Mo
         assert dist.get_backend() == "undefined"
         made = Groups(init_device_mesh("cpu", (1,), mesh_dim_names=("pp",)), 1.0)
         assert (made.backend, made.control_device(torch.device("cpu"))) == ("gloo", torch.device("cpu"))
-        assert AllProcesses(1.0, torch.device("meta")).gather("x") == ["x"]
+        assert world._all_ranks(1.0, torch.device("meta"), None).gather("x") == ["x"]
     finally:
         dist.destroy_process_group()
 
@@ -156,8 +157,8 @@ def test_a_job_on_nccl_alone_exchanges_values_on_the_gpu(
     """0.5.0: its tensors were in host memory, which NCCL refuses."""
     group: Any = Group(**backends)
     group.rank, group.size = (lambda: 0), (lambda: 1)
-    monkeypatch.setattr(groups, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
-    assert AllProcesses(1.0, torch.device("cuda:1"))._device == torch.device(at)
+    monkeypatch.setattr(world, "dist", SimpleNamespace(group=SimpleNamespace(WORLD=group)))
+    assert world._all_ranks(1.0, torch.device("cuda:1"), None)._device == torch.device(at)
 
 
 def test_a_group_for_messages_takes_few_processors_first_and_no_time_limit(
@@ -296,8 +297,7 @@ def test_a_world_on_nccl_asks_for_enough_hardware_queues(monkeypatch: pytest.Mon
     schedule = build("1f1b", ranks=1, microbatches=2)
     with pytest.raises(ConfigError, match="too few"):
         open_world(schedule, WorldOptions(device="cpu"))
-    alone = OneProcess()
-    made = World((0,), torch.device("cpu"), LocalTransport(None), alone, alone)
+    made = World((0,), torch.device("cpu"), LocalTransport(None), Ranks())
     made.check(schedule)
     with pytest.raises(ConfigError, match="too few"):
         replace(made, on_nccl=True).check(schedule)

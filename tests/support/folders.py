@@ -7,13 +7,13 @@ from pathlib import Path
 
 from penstock.models.weights.folder import MANIFEST, check_lengths, write_folder
 from penstock.models.weights.hashes import hashed_meanwhile
-from penstock.runtime.transport.groups import OneProcess
+from penstock.runtime.ranks import Ranks
 
 
 def check_folder(path: str | Path) -> None:
     """Raise CheckpointError unless `path` holds every file of its manifest, unaltered."""
     check_lengths(Path(path))
-    with hashed_meanwhile(Path(path), OneProcess()):
+    with hashed_meanwhile(Path(path), Ranks()):
         pass
 
 
@@ -25,7 +25,7 @@ def relist(folder: Path) -> None:
     def copy(to: Path) -> None:
         shutil.copytree(kept, to, dirs_exist_ok=True)
 
-    write_folder(folder, copy, OneProcess())
+    write_folder(folder, copy, Ranks())
     shutil.rmtree(kept)
 
 

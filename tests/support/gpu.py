@@ -723,7 +723,7 @@ def _open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, s
     with close_on_error(transport):
         transport.open(schedule, options.wire, batched=batched, network=None)
     mesh: Any = SimpleNamespace(size=lambda: groups.size)
-    return World((gpu.rank,), device, transport, transport, transport, 0.0, batched, mesh, Reductions())
+    return World((gpu.rank,), device, transport, transport.ranks, 0.0, batched, mesh, Reductions())
 
 
 def _here() -> GPU | None:

@@ -34,7 +34,7 @@ from penstock.launch import start as launch
 from penstock.launch.failures import ERROR_FILE
 from penstock.models.stage import StageInfo
 from penstock.parallel import mesh, world
-from penstock.runtime.transport import distributed
+from penstock.runtime import ranks
 from penstock.schedule import Op
 
 MICROBATCHES = 6
@@ -42,9 +42,9 @@ MICROBATCHES = 6
 PLACES: dict[str, tuple[Any, str]] = {
     "away": (mesh, "Watch"),
     "joining": (mesh, "naming_peers"),
-    "handshake": (world, "shake_hands"),
+    "handshake": (ranks.Ranks, "same"),
     "groups": (world, "Groups"),
-    "writer": (distributed, "naming_peers"),
+    "writer": (ranks, "naming_peers"),
 }
 REPORTED = 1.2  # seconds: longer than between two notes of the watch
 

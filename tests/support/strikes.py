@@ -27,7 +27,7 @@ POINTS = {
     "the data": ("penstock.train.run", "load_data"),
     "the taking of the folder": ("penstock.train.run", "owned"),
     "the joining": ("penstock.parallel.mesh", "_await_all"),
-    "the handshake": ("penstock.parallel.world", "shake_hands"),
+    "the handshake": ("penstock.runtime.ranks", "Ranks.same"),
     "the groups": ("penstock.parallel.world", "Groups"),
     "the build": ("penstock.train.run", "make_optimizers"),
     "the load of a checkpoint": ("penstock.train.run", "load_checkpoint"),

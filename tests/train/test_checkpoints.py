@@ -16,7 +16,7 @@ from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import CheckpointError, ConfigError, FolderInUseError, RunError, UnfitError
 from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, made_entry, sha256_of, write_folder
 from penstock.models.weights.saved import SavedModel
-from penstock.runtime.transport.groups import OneProcess
+from penstock.runtime.ranks import Ranks
 from penstock.train import loop
 from penstock.train.checkpoints import (
     NEWEST,
@@ -44,7 +44,7 @@ def write(output: Path, *steps: int, run: str = UNNAMED) -> Path:
 
     for step in steps:
         path = checkpoint_folder(output, step)
-        write_folder(path, write_state, OneProcess())
+        write_folder(path, write_state, Ranks())
     return path
 
 
@@ -502,7 +502,7 @@ def test_a_checkpoint_of_0_3_0_resumes_bit_for_bit(tmp_path: Path) -> None:
     def copy(folder: Path) -> None:
         shutil.copytree(old, folder, dirs_exist_ok=True)
 
-    write_folder(half, copy, OneProcess())
+    write_folder(half, copy, Ranks())
     run(preflight(made, str(half)))
     assert_same_tensors(before, last)
 
@@ -528,7 +528,7 @@ def test_a_state_that_cannot_be_read_is_a_checkpoint_error(tmp_path: Path, kind:
         (folder / "state.json").write_text(text)
         return {"state.json": made_entry(len(text), sha256_of(folder / "state.json"))}
 
-    write_folder(path, write, OneProcess())
+    write_folder(path, write, Ranks())
     if kind == "a pipe":
         (path / "state.json").unlink()
         os.mkfifo(path / "state.json")

@@ -18,7 +18,7 @@ import pytest
 from models.weights.test_folder import on_threads
 from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
 from penstock.runtime.health import notes
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 from penstock.train import owner
 from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
 from penstock.train.run import preflight, run
@@ -200,7 +200,7 @@ def test_ranks_that_write_into_several_folders_are_refused(
     nothing looked at the folder before.
     """
 
-    def work(folders: list[Path], processes: Processes) -> None:
+    def work(folders: list[Path], processes: Ranks) -> None:
         check_shared(folders[processes.index], processes)
 
     here, there = tmp_path / "here", tmp_path / "there"

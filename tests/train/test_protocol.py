@@ -30,7 +30,7 @@ from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import check_contents, check_lengths, write_folder
 from penstock.reading import read_json
 from penstock.runtime.health import notes
-from penstock.runtime.transport.groups import OneProcess
+from penstock.runtime.ranks import Ranks
 from penstock.train import checkpoints, owner
 from penstock.train.checkpoints import (
     Start,
@@ -45,6 +45,7 @@ from penstock.train.config.sections import KeepSection
 from penstock.train.owner import OWNER, owned
 from support.covering import every
 from support.protocol import BEGINNINGS, BUGS, BrokenError, explore, program
+from support.ranks import GatheringRanks
 
 RANKS = 3
 SEEDS = 10
@@ -152,7 +153,7 @@ class Scheduler:
         return [process for process in self.processes if process.job == name]
 
 
-class Meeting:
+class Meeting(GatheringRanks):
     """The ranks of a job, which gather values, or raise where one of them is gone."""
 
     def __init__(self, scheduler: Scheduler, job: str, rank: int, table: dict[tuple[int, int], Any]) -> None:
@@ -303,7 +304,7 @@ def play(tmp_path: Path, in_turns: None) -> Play:
     def play(seed: int, *, jobs: str = "AB", crashes: int = 2, again: bool = False) -> Scheduler:
         output = tmp_path / f"{seed}-{again}"
         for step in (1, 2)[: 1 + again]:
-            write_folder(checkpoint_folder(output, step), partial(_parts, step=step), OneProcess())
+            write_folder(checkpoint_folder(output, step), partial(_parts, step=step), Ranks())
         (output / OWNER).write_text('{"run": "run", "ended": true}')
         scheduler = Scheduler(output, random.Random(seed), crashes)
         for job in jobs:

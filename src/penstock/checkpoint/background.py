@@ -7,13 +7,11 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PenstockError, RunError
-from penstock.models.weights.folder import together
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 
-Publish = Callable[[Path, Processes], None]  # writes the folder, complete or not at all; collective
+Publish = Callable[[Path, Ranks], None]  # writes the folder, complete or not at all; collective
 Then = Callable[[], None]
 
 _AT_EXIT = 30.0  # seconds for a write to end as Python ends
@@ -22,13 +20,13 @@ _AT_EXIT = 30.0  # seconds for a write to end as Python ends
 class BackgroundWrite:
     """Calls `publish`, then `then`, in a thread; the checkpoint exists once `publish` has returned."""
 
-    def __init__(self, path: Path, publish: Publish, then: Then | None, processes: Processes) -> None:
+    def __init__(self, path: Path, publish: Publish, then: Then | None, processes: Ranks) -> None:
         self.path = path
         self._publish: Publish | None = publish
         self._then, self._written = then, False
         self._error: BaseException | None = None
         self._dropped = threading.Event()
-        self._processes = _Droppable(processes, self._dropped)
+        self._processes = processes.checked(self._check)
         name = f"penstock-checkpoint-{path.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         atexit.register(self._end)  # a thread that wakes up while Python ends may abort the process
@@ -44,6 +42,11 @@ class BackgroundWrite:
             self._error = error
         finally:
             self._publish = None
+
+    def _check(self) -> None:
+        """Before each exchange of the processes that write."""
+        if self._dropped.is_set():
+            raise RunError("a checkpoint under way", "it was given up", "Go on from the one before")
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
@@ -89,20 +92,7 @@ class BackgroundWrite:
             warnings.warn(f"checkpoint {self.path}: {why}", RuntimeWarning, stacklevel=1)
 
 
-class _Droppable:
-    """Processes whose collectives fail once the write is abandoned."""
-
-    def __init__(self, processes: Processes, dropped: threading.Event) -> None:
-        self.index, self.count = processes.index, processes.count
-        self._processes, self._dropped = processes, dropped
-
-    def gather(self, value: Any) -> list[Any]:
-        if self._dropped.is_set():
-            raise RunError("a checkpoint under way", "it was given up", "Go on from the one before")
-        return self._processes.gather(value)
-
-
-def follow(path: Path, then: Then | None, processes: Processes) -> None:
+def follow(path: Path, then: Then | None, processes: Ranks) -> None:
     """Call `then` on process 0. Collective."""
     if then is None:
         return
@@ -118,4 +108,4 @@ def follow(path: Path, then: Then | None, processes: Processes) -> None:
             remedy = "Fix that; the checkpoint itself is complete"
             raise RunError(f"checkpoint {path}", rule, remedy) from error
 
-    together(processes, f"do what follows checkpoint {path}, which was written", call)
+    processes.attempt(f"do what follows checkpoint {path}, which was written", call)

@@ -29,7 +29,7 @@ from penstock.models.weights.tensor_file import write_tensors
 from penstock.pipeline.split_model import SplitModel
 from penstock.reading import read_json
 from penstock.runtime.device.copies import BackgroundCopies
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 
 STATE = "state.json"
 
@@ -39,7 +39,7 @@ RandomState = dict[str, Tensor]  # by device type
 
 def bytes_of(pipe: SplitModel, optimizers: Optimizers) -> int:
     """The bytes of what this process adds to a checkpoint, or a few more."""
-    if not pipe._writes:
+    if not pipe.writes:
         return 0
     tensors = [value for module in pipe.modules.values() for value in module.state_dict().values()]
     for optimizer in optimizers_of(optimizers):
@@ -53,9 +53,7 @@ def collector(
     optimizer: Optimizers,
     state: Mapping[str, Any] | None,
     extra: Extra | None,
-    *,
-    copies: BackgroundCopies | None,
-) -> Callable[[], Publish]:
+) -> Callable[[BackgroundCopies | None], Publish]:
     """Check what this process adds to a checkpoint; the result collects it, and returns what publishes it.
 
     The check sends nothing. Collecting is collective over the mesh, as it gathers what is sharded: every
@@ -63,9 +61,9 @@ def collector(
 
     Args:
         extra: adds files of the caller's, on process 0
-        copies: what copies it into host memory, so that training may go on while it is written, if anything
-            does
 
+    Returns a function of what copies into host memory, so that training may go on while it is written, if
+    anything does.
     Raises CheckpointError for optimizer state or `state` that a checkpoint cannot hold.
     """
     named = list(pipe.named_parameters(remove_duplicate=False))
@@ -73,15 +71,15 @@ def collector(
     _check_json(state or {}, "state")
     text = json.dumps(state or {}, indent=1) + "\n"
 
-    def collect() -> Publish:
+    def collect(copies: BackgroundCopies | None) -> Publish:
         random = _random_states(pipe)
         optimizer_state = state_of(optimizer, named, copies)
         # its result is called first: it waits until all is copied
-        write_weights = pipe._weights_writer(copies)
+        write_weights = pipe.weights_writer(copies)
         if copies is not None:
             copies.begin()
 
-        def write(folder: Path, processes: Processes) -> Hashed:
+        def write(folder: Path, processes: Ranks) -> Hashed:
             entries = write_weights(folder, processes)
             entries |= optimizer_state.write(folder, processes.index, processes.count)
             entries |= {file: write_tensors(folder / file, held) for file, held in random.items()}

@@ -42,7 +42,7 @@ from penstock.checkpoint.shards import (
     views,
 )
 from penstock.errors import CheckpointError
-from penstock.models.weights.folder import UNREADABLE, together
+from penstock.models.weights.folder import UNREADABLE
 from penstock.pipeline.pipeline import Pipeline
 from penstock.private import foreach_copy_
 from penstock.runtime.device import stream
@@ -96,7 +96,7 @@ class MemoryCheckpoints:
     def __init__(
         self, pipe: Pipeline, optimizers: Sequence[Optimizer], run: str | None, output: Path, timeout: float
     ) -> None:
-        self._everyone, self._holdings = pipe._everyone, Holdings(pipe, optimizers)
+        self._everyone, self._holdings = pipe.ranks, Holdings(pipe, optimizers)
         self._rank, self._world = self._everyone.index, self._everyone.count
         self.run, self._attempt = self._everyone.gather([run, secrets.token_hex(4)])[0]
         self._slots: dict[int, ShardFiles] = {}
@@ -106,7 +106,8 @@ class MemoryCheckpoints:
             self._slots[self._rank] = ShardFiles(self._memory, self._rank, self._world)
             return self._memory.name
 
-        self._hosts: list[str] = together(self._everyone, "keep checkpoints in memory", opened)
+        name = self._everyone.attempt("keep checkpoints in memory", opened)
+        self._hosts: list[str] = self._everyone.gather(name)
         self._neighbours = Neighbours(pipe, self._hosts, timeout)
         self._identity = self._holdings.identity(self._world)
         self._copies = CudaCopies(pipe.device) if pipe.device.type == "cuda" else None

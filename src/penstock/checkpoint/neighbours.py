@@ -11,8 +11,8 @@ On one host nobody sends anything: its memory outlives each of its processes.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.pipeline.split_model import SplitModel
-from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.groups import new_group
-
-_WHAT = "a copy of an in-memory checkpoint"
-
 
 UnderWay = tuple[dist.Work, Tensor]  # a message, and its bytes, which must live until it is complete
 
@@ -48,24 +44,19 @@ class Neighbours:
     """The ranks that keep each other's copies. Every process of the job makes one. hosts: by rank"""
 
     def __init__(self, pipe: SplitModel, hosts: Sequence[str], timeout: float) -> None:
-        rank, kept_by = pipe._everyone.index, keepers(hosts)
+        self._ranks = pipe.ranks
+        rank, kept_by = self._ranks.index, keepers(hosts)
         self.keeper = kept_by[rank]
         self.wards = [other for other, keeper in enumerate(kept_by) if keeper == rank]
-        self._transport = pipe._world.transport
         self._limit = timedelta(seconds=timeout)
         self._group: dist.ProcessGroup | None = None
         if self.keeper is not None:  # on all ranks or on none
             with self.waiting():
                 self._group = new_group(range(len(hosts)), self._limit, "in-memory checkpoints")
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Raise the error that names the rank where a message in the block fails."""
-        if not isinstance(self._transport, DistributedTransport):
-            yield
-            return
-        with self._transport.watch.waiting(_WHAT, None):
-            yield
+        return self._ranks.waiting("a copy of an in-memory checkpoint")
 
     def send(self, rank: int, about: Mapping[str, Any], data: Tensor) -> list[UnderWay]:
         """Begin to send a shard, and what it is of, in JSON. The bytes must not change until `finish`."""

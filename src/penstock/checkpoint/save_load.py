@@ -20,12 +20,12 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig
 
-from penstock.checkpoint.background import BackgroundWrite, Then, follow
+from penstock.checkpoint.background import BackgroundWrite, Publish, Then, follow
 from penstock.checkpoint.contents import (
     Extra,
     bytes_of,
@@ -37,7 +37,7 @@ from penstock.checkpoint.contents import (
 from penstock.checkpoint.optimizer_state import Optimizers, StoredState, optimizers_of, unfit
 from penstock.errors import AlteredError, CheckpointError, RunError
 from penstock.models.model_folder import config_from
-from penstock.models.weights.folder import FAILING_DISK, check_lengths, readable, together
+from penstock.models.weights.folder import FAILING_DISK, check_lengths, readable
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import BASE
@@ -47,8 +47,6 @@ from penstock.runtime.device.copies import BackgroundCopies
 from penstock.runtime.device.free_memory import room_in_memory
 from penstock.runtime.health.notes import boot_id
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.transport.calls import calling
-from penstock.runtime.transport.distributed import in_background, patient
 
 # keys of a model's config that may differ between a checkpoint and the model that loads it
 _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype", "torch_dtype", "use_cache"}
@@ -56,7 +54,6 @@ _INCIDENTAL = {"transformers_version", "_name_or_path", "architectures", "dtype"
 _NOTICE = 2.0  # seconds that an abandoned write may take to notice it
 _GRACE = 30.0  # seconds for a write to end after an error elsewhere
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -99,19 +96,20 @@ def load_checkpoint(
     they are read, so weights have changed by then, as they have where the disk fails meanwhile. They are NaN
     until another checkpoint is loaded.
     """
-    folder, saved = Path(path).expanduser(), pipe._saved_model
+    folder, saved = Path(path).expanduser(), pipe.saved_model
 
     def check() -> None:
         if pipe.processes.index == 0:
             check_lengths(folder)
 
-    _agreed(pipe, f"check checkpoint {folder}", check)
-    try:
-        with hashed_meanwhile(folder, pipe._everyone):
-            return _load(folder, pipe, saved, optimizer, learning_rates)
-    except AlteredError:
-        _spoil(pipe)
-        raise
+    with pipe.processes.calling("load_checkpoint()"):
+        pipe.ranks.attempt(f"check checkpoint {folder}", check)
+        try:
+            with hashed_meanwhile(folder, pipe.ranks):
+                return _load(folder, pipe, saved, optimizer, learning_rates)
+        except AlteredError:
+            _spoil(pipe)
+            raise
 
 
 def _spoil(pipe: Pipeline) -> None:
@@ -147,9 +145,9 @@ def _load(
 
         return apply
 
-    apply = _agreed(pipe, f"go on from checkpoint {folder}", check)
+    apply = pipe.ranks.attempt(f"go on from checkpoint {folder}", check)
     try:
-        return _agreed(pipe, f"read checkpoint {folder}", apply)
+        return pipe.ranks.attempt(f"read checkpoint {folder}", apply)
     except Exception:  # on all processes, some of which have read theirs
         _spoil(pipe)
         raise
@@ -209,7 +207,7 @@ class CheckpointWriter:
 
     def __init__(self, pipe: Pipeline, *, background: bool = True) -> None:
         self._pipe, self._background = pipe, background
-        self._processes = in_background(pipe.processes) if background else patient(pipe.processes)
+        self._processes = pipe.processes.in_background() if background else pipe.processes.patient
         self._target: Path | None = None  # of the write under way
         self._write: BackgroundWrite | None = None  # on the pipeline of a mesh that writes
         self._copies: BackgroundCopies | None = None
@@ -241,42 +239,48 @@ class CheckpointWriter:
         pipe, target = self._pipe, Path(os.path.abspath(Path(path).expanduser()))
         self._check_usable()
         self.wait()
-        pipe._saved_model  # noqa: B018  raises for a pipeline without files
+        pipe.saved_model  # noqa: B018  raises for a pipeline without files
         action = f"collect what goes into checkpoint {target}"
-        pipe._all_or_none(action, lambda: pipe._check_savable(pretrained=False))
-        copies = pipe._background_copies() if self._background and self._fits(target, optimizer) else None
-        collect = _agreed(pipe, action, lambda: collector(pipe, optimizer, state, extra, copies=copies))
-        try:
-            publish = _agreed(pipe, action, collect)
-        except BaseException:
-            if copies is not None:
-                copies.drop()  # another rank could not
-            raise
+        copies: BackgroundCopies | None = None
+
+        def check() -> Callable[[BackgroundCopies | None], Publish]:
+            pipe.check_savable(pretrained=False)
+            return collector(pipe, optimizer, state, extra)
+
+        with pipe.processes.calling("save_checkpoint()"):
+            collect = pipe.ranks.attempt(action, check)
+            if self._background and self._fits(target, optimizer):
+                copies = pipe.background_copies()
+            try:
+                publish = pipe.ranks.attempt(action, lambda: collect(copies))
+            except BaseException:
+                if copies is not None:
+                    copies.drop()  # another rank could not
+                raise
         if copies is None:
 
             def write() -> None:
                 publish(target, self._processes)
                 follow(target, then, self._processes)
 
-            pipe._first_alone(f"write checkpoint {target}", write)
+            pipe.ranks.attempt(f"write checkpoint {target}", write if pipe.writes else lambda: None)
             return
-        if pipe._copies_under_way is not None:  # of another writer: weights are loaded after all of them
-            pipe._copies_under_way.wait()
+        pipe.settle_copies()  # of another writer: weights are loaded after all of them
         self._target, self._copies = target, copies
-        pipe._copies_under_way = copies
+        pipe.copies_under_way = copies
         self._waits = [each.register_step_pre_hook(copies.before_step) for each in optimizers_of(optimizer)]
-        if pipe._writes:
+        if pipe.writes:
             self._write = BackgroundWrite(target, publish, then, self._processes)
 
     def _fits(self, target: Path, optimizer: Optimizers) -> bool:
         """Whether each host has memory for the copies of its processes. Collective."""
         pipe = self._pipe
-        everyone = pipe._everyone.gather([boot_id(), bytes_of(pipe, optimizer), room_in_memory()])
+        everyone = pipe.ranks.gather([boot_id(), bytes_of(pipe, optimizer), room_in_memory()])
         for host in {host for host, _, _ in everyone}:
             copied = sum(nbytes for other, nbytes, _ in everyone if other == host)
             room = min(free for other, _, free in everyone if other == host)
             if copied > room:
-                if pipe._everyone.index == 0:
+                if pipe.ranks.index == 0:
                     _log.warning(
                         "checkpoint %s: training stands until it is written: copies take %s, a host has %s",
                         target, size(copied), size(room),
@@ -292,8 +296,8 @@ class CheckpointWriter:
     def _forget_copies(self) -> None:
         for handle in self._waits:
             handle.remove()
-        if self._copies is not None and self._pipe._copies_under_way is self._copies:
-            self._pipe._copies_under_way = None  # or an error's traceback would keep all copies
+        if self._copies is not None and self._pipe.copies_under_way is self._copies:
+            self._pipe.copies_under_way = None  # or an error's traceback would keep all copies
         self._copies, self._waits = None, []
 
     def wait(self) -> None:
@@ -309,12 +313,7 @@ class CheckpointWriter:
         self._forget_copies()
         action, write = f"write checkpoint {self._target}", self._write
         self._target = self._write = None  # on all pipelines, also if it failed
-
-        def raise_error() -> None:
-            assert write is not None
-            together(self._pipe.processes, action, write.raise_error)
-
-        self._pipe._first_alone(action, raise_error)
+        self._pipe.ranks.attempt(action, (lambda: None) if write is None else write.raise_error)
 
     def check(self) -> None:
         """Raise the error of a write that has failed by now. Not collective, and it waits for nothing.
@@ -350,8 +349,7 @@ class CheckpointWriter:
         pipe = self._pipe
         if not self._background or (pipe.processes.count == 1 and len(pipe.reductions.stage_ranks) <= 1):
             return
-        abandoned = any(pipe.processes.gather(self._abandoned))
-        if pipe.reductions.first_problem("it gave up" if abandoned else None):
+        if any(pipe.ranks.gather(self._abandoned)):
             raise RunError(
                 "a CheckpointWriter that gave a write up",
                 "its group may still be in that write",
@@ -373,11 +371,3 @@ class CheckpointWriter:
         self.drop()
         if write is not None and write.failure is not None:
             error.add_note(f"checkpoint {write.path}: {write.failure}")
-
-
-def _agreed(pipe: Pipeline, action: str, work: Callable[[], T]) -> T:
-    """Return this process's result of `work`; raise on every process of the mesh if it fails on any."""
-    results: list[T] = []
-    with calling(pipe._world.transport, "a checkpoint"):
-        pipe._all_or_none(action, lambda: together(pipe.processes, action, lambda: results.append(work())))
-    return results[0]

@@ -35,7 +35,7 @@ from penstock.models.weights.saved_adapter import (
     load_adapter,
     read_object,
 )
-from penstock.runtime.transport.groups import OneProcess
+from penstock.runtime.ranks import Ranks
 from penstock.train.checkpoints import newest_checkpoint
 
 
@@ -78,12 +78,12 @@ def merge_folder(
         with ExitStack() as hashing:  # what penstock wrote is merged as it was written, or not at all
             for path in filter(None, (folder if (folder / MANIFEST).exists() else None, source.written)):
                 check_lengths(path, added=True)
-                hashing.enter_context(hashed_meanwhile(path, OneProcess()))
+                hashing.enter_context(hashed_meanwhile(path, Ranks()))
             return merger.write(target, limit)
 
     try:
         with source.with_room():
-            write_folder(out, write, OneProcess())
+            write_folder(out, write, Ranks())
     except OSError as error:
         rule = f"it cannot be written ({error.strerror or error})"
         raise RunError(f"--out {out}", rule, "Make room on that disk, or name another folder") from error

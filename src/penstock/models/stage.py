@@ -27,7 +27,7 @@ from penstock.models.split.partition import partition
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
 from penstock.private import tree_map_only
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.unseen import detach_hooks, unseen
 
 
@@ -216,7 +216,7 @@ def provided_edges(
     provider: Provider,
     modules: Mapping[int, nn.Module],
     stages: int,
-    processes: Processes,
+    processes: Ranks,
     autocast: torch.dtype | None = None,
 ) -> InferredEdges | DeclaredEdges:
     """Declared edges where every stage of every process declares its own, else inferred ones. Collective.
@@ -316,7 +316,7 @@ class DeclaredEdges(CachedEdges):
         by_key = {microbatch_key(microbatch): microbatch for microbatch in microbatches}
         return [microbatch for key, microbatch in by_key.items() if key not in self._agreed]
 
-    def agree(self, microbatches: Sequence[Microbatch], processes: Processes) -> None:
+    def agree(self, microbatches: Sequence[Microbatch], processes: Ranks) -> None:
         """Raise on all ranks where the ends of an edge do not fit. Collective, with the same microbatches.
 
         Raises ShapeError, and ModelError for arguments that a forward does not take.

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import CheckpointError, InputError
-from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.transport.groups import GroupProcesses
+from penstock.runtime.ranks import GroupRanks
 
 _WAITING = "the weights that another rank reads"
 
@@ -36,7 +35,7 @@ class FirstReads:
         self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device, watch: Watch
     ) -> None:
         self._group, self._limit, self._device, self._watch = group, limit, device, watch
-        self.processes = GroupProcesses(group, limit, device)
+        self.processes = GroupRanks(group, limit, device, watch, _WAITING)
 
     def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
         """What `read` returns on the first rank, on all of them. Collective.
@@ -54,11 +53,19 @@ class FirstReads:
                 value = read().to(self._device).contiguous()
         except Exception as error:
             failure = error
+
+        def fail() -> None:
+            if failure is not None and not isinstance(failure, InputError):
+                rule = f"it cannot be read ({type(failure).__name__}: {failure})"
+                raise CheckpointError(name, rule, "Copy the folder again") from failure
+            if failure is not None:
+                raise failure
+
         failed = torch.tensor([int(failure is not None)], device=self._device)
         with self._watch.waiting(_WAITING, None):
             self._send(failed)
             if failed.item():
-                self._raise(name, failure)
+                self.processes.attempt(f"read {name}", fail)
             if self.processes.index:
                 value = torch.empty(like.shape, dtype=like.dtype, device=self._device)
             self._send(value.reshape(-1).view(torch.uint8))  # bytes: gloo does not know every dtype
@@ -69,14 +76,3 @@ class FirstReads:
             work = dist.broadcast(tensor, group=self._group, group_src=0, async_op=True)
             assert work is not None
             work.wait(self._limit)
-
-    def _raise(self, name: str, failure: Exception | None) -> None:
-        """Raise `failure`, or an error of the same words where another rank has it."""
-        own = failure
-        if own is not None and not isinstance(own, InputError):
-            rule = f"it cannot be read ({type(own).__name__}: {own})"
-            own = CheckpointError(name, rule, "Copy the folder again")
-        words = self.processes.gather(in_words(own))
-        error = first_error({0: words[0]}, "")
-        assert error is not None
-        raise error from failure

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,9 @@ from penstock.errors import BatchError, InputError
 from penstock.parallel.axes import BATCH, LOSS
 from penstock.parallel.first_reads import FirstReads
 from penstock.parallel.mesh import flattened
-from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.transport.calls import call_number, different_calls
-from penstock.runtime.transport.groups import (
-    GroupProcesses,
-    PatientProcesses,
-    Processes,
-    limit_waits,
-    new_group,
-)
+from penstock.runtime.ranks import GroupRanks, Ranks, first_error, in_words
+from penstock.runtime.transport.groups import limit_waits, new_group
 
 
 class BatchFacts(NamedTuple):
@@ -66,6 +59,7 @@ class Reductions:
     Attributes:
         is_first: whether this is the first pipeline of the mesh, which writes what is written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
+        everyone: all processes of the mesh; None where there is one, and without a mesh
         stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
         asks: a number sent to all processes in each step, such as a signal's
         asked: the numbers of the last step, by process
@@ -73,15 +67,15 @@ class Reductions:
 
     def __init__(self) -> None:
         self.is_first = True
+        self.everyone: Ranks | None = None
         self.asks: Callable[[], int] = lambda: 0
         self.asked: tuple[int, ...] = ()
         self.batch_part = 0, 1
         self.stage_ranks = frozenset[int]()
-        self._all: dist.ProcessGroup | None = None
         self._batch: dist.ProcessGroup | None = None
         self._loss: dist.ProcessGroup | None = None
         self._others: dist.ProcessGroup | None = None
-        self._patient: dist.ProcessGroup | None = None
+        self._values: dist.ProcessGroup | None = None  # for values on the host
         self._device = torch.device("cpu")
 
     @classmethod
@@ -95,26 +89,17 @@ class Reductions:
         self._watch, self._limit, self._device = watch, limit, torch.device(mesh.device_type)
         axes = mesh.mesh_dim_names or ()
         others = tuple(name for name in axes if name != "pp")
-        flat = [flattened(mesh, names) for names in (axes, BATCH, LOSS, others)]
+        flat = [flattened(mesh, names) for names in (BATCH, LOSS, others)]
         groups = [None if each is None else each.get_group() for each in flat]
-        self._all, self._batch, self._loss, self._others = groups
+        self._batch, self._loss, self._others = groups
         limit_waits(filter(None, groups), limit.total_seconds())
-        self._patient = new_group(mesh.mesh.flatten().tolist(), limit, "patient")
-        if flat[1] is not None:
-            self.batch_part = flat[1].get_local_rank(), flat[1].size()
+        if mesh.size() > 1:
+            self._values = new_group(mesh.mesh.flatten().tolist(), limit, "mesh values")
+            self.everyone = GroupRanks(self._values, limit, watch=watch)
+        if flat[0] is not None:
+            self.batch_part = flat[0].get_local_rank(), flat[0].size()
         self.stage_ranks = frozenset(mesh[others].mesh.flatten().tolist() if others else [dist.get_rank()])
         self.is_first = all(mesh.get_local_rank(name) == 0 for name in others)
-
-    def same_call(self, name: str) -> None:
-        """Raise ConfigError, on all ranks, where ranks call different methods of the pipeline."""
-        if self._others is None:  # the ranks of one pipeline find out by themselves
-            return
-        number = call_number(name)
-        with self._watch.waiting(f"the other ranks to call {name}", None):
-            if self._max([number, -number]) == [number, -number]:
-                return
-            names = self._gather(name)
-        raise different_calls(names)
 
     def agree(self, mine: BatchFacts, error: InputError | None = None) -> int:
         """Agree on the next step's batch, in one collective. Returns the valid tokens of all its parts.
@@ -124,19 +109,19 @@ class Reductions:
         data of one part.
         Without a mesh nothing is raised: the ranks of a pipeline have one batch, and agree by other means.
         """
-        if self._all is None:
+        if self.everyone is None:
             return mine.tokens
         part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels), mine.total_tokens)
-        with self._watch.waiting("the other ranks' batches", None):
-            numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
-            gathered = self._all_gather([*numbers, self.asks()])
-            everyone, self.asked = [row[:-1] for row in gathered], tuple(row[-1] for row in gathered)
-            agreed = len({(refused, *counts) for _, refused, *counts, _, _ in everyone}) == 1
-            data = {(number, fingerprint) for number, *_, fingerprint, _ in everyone}
-            tokens = {number: count for number, *_, count in everyone}
-            if agreed and len(data) == len(tokens) and error is None:
-                return sum(tokens.values())
-            words = self._gather((part, *facts, mine.description, in_words(error)))
+        numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
+        gathered = self._all_gather([*numbers, self.asks()])
+        everyone, self.asked = [row[:-1] for row in gathered], tuple(row[-1] for row in gathered)
+        agreed = len({(refused, *counts) for _, refused, *counts, _, _ in everyone}) == 1
+        data = {(number, fingerprint) for number, *_, fingerprint, _ in everyone}
+        tokens = {number: count for number, *_, count in everyone}
+        if agreed and len(data) == len(tokens) and error is None:
+            return sum(tokens.values())
+        refusal_words = None if error is None else in_words(error)
+        words = dict(enumerate(self.everyone.gather((part, *facts, mine.description, refusal_words))))
         refusal = first_error({rank: text for rank, (*_, text) in words.items()}, "given to process")
         if refusal is not None:
             raise refusal from error
@@ -177,15 +162,14 @@ class Reductions:
 
     def learn(self, asked: Sequence[int]) -> None:
         """Take what ranks ask from their reports, where there is no mesh to agree on it."""
-        if self._all is None:
+        if self.everyone is None:
             self.asked = tuple(asked)
 
     def max(self, number: int) -> int:
         """The largest `number` of all ranks."""
-        if self._all is None:
+        if self.everyone is None:
             return number
-        with self._watch.waiting("the other ranks' batches", None):
-            return self._max([number])[0]
+        return max(largest for (largest,) in self._all_gather([number]))
 
     def min(self, number: int) -> int:
         """The smallest `number` of all ranks."""
@@ -226,50 +210,22 @@ class Reductions:
         return self._sum(tensor, self._others, "the norms of the other ranks of the mesh")
 
     @property
-    def everyone(self) -> Processes | None:
-        """All processes of the mesh, which wait up to an hour, as a disk may be slow. None without a mesh."""
-        if self._all is None or self._patient is None:
-            return None
-        return PatientProcesses(GroupProcesses(self._patient, self._limit, torch.device("cpu")), self._watch)
-
-    @property
     def first_reads(self) -> FirstReads | None:
         """The ranks that host the same stages, to read weights once for all. None where there is one."""
         if self._others is None:
             return None
         return FirstReads(self._others, self._limit, self._device, self._watch)
 
-    def first_problem(self, problem: str | None) -> str | None:
-        """The first process's problem, the same on all."""
-        if self.everyone is None:
-            return problem
-        return next(filter(None, self.everyone.gather(problem)), None)
-
     def close(self) -> None:
         """Free the group that only this uses; those of the mesh's axes stay, as DTensors use them too."""
-        if self._patient is not None and dist.is_initialized():  # else it has gone with all others
-            dist.destroy_process_group(self._patient)
-
-    def _max(self, numbers: list[int]) -> list[int]:
-        tensor = to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
-        self._wait(dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._all, async_op=True))
-        largest: list[int] = tensor.tolist()  # a GPU is waited for once
-        return largest
+        if self._values is not None and dist.is_initialized():  # else it has gone with all others
+            dist.destroy_process_group(self._values)
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         """Each process's `numbers`, which are as many on all of them."""
-        assert self._all is not None
-        mine = to_device(torch.tensor(numbers, dtype=torch.int64), self._device)
-        everyone = [torch.empty_like(mine) for _ in range(self._all.size())]
-        self._wait(dist.all_gather(everyone, mine, group=self._all, async_op=True))
-        rows: list[list[int]] = torch.stack(everyone).tolist()
-        return rows
-
-    def _gather(self, value: Any) -> dict[int, Any]:
-        """Each process's `value` (JSON must hold it), by its rank in the world."""
-        assert self._all is not None
-        everyone = GroupProcesses(self._all, self._limit, self._device).gather(value)
-        return dict(sorted(zip(dist.get_process_group_ranks(self._all), everyone, strict=True)))
+        assert self.everyone is not None
+        mine = torch.tensor(numbers, dtype=torch.int64)
+        return [row.tolist() for row in self.everyone.all_gather(mine, "the other ranks' batches")]
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None, waiting_for: str) -> Tensor:
         if group is not None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -17,8 +18,9 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.mesh import init_process_group, pipeline_mesh
 from penstock.parallel.nccl import check_connections, fits_batches, set_environment
 from penstock.parallel.reductions import Reductions
-from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule, shake_hands
+from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule
 from penstock.runtime.health.watch import Watch
+from penstock.runtime.ranks import GroupRanks, Ranks
 from penstock.runtime.transport.distributed import (
     DistributedTransport,
     clock_offset,
@@ -26,7 +28,7 @@ from penstock.runtime.transport.distributed import (
     watch_of,
 )
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess, Processes, naming_peers
+from penstock.runtime.transport.groups import Groups, naming_peers
 from penstock.runtime.transport.interface import LocalTransport, Transport
 from penstock.schedule import Schedule
 
@@ -88,7 +90,6 @@ class World:
 
     ranks: the pipeline's ranks that this process hosts
     processes: the pipeline's processes
-    everyone: those of all pipelines where the mesh has other axes, else the same
     clock_offset: seconds to add to this process's clock to get rank 0's
     batched: whether what a rank sends and receives between two ops goes together
     mesh: None where all ranks live in this process
@@ -99,13 +100,17 @@ class World:
     ranks: tuple[int, ...]
     device: torch.device
     transport: Transport
-    processes: Processes
-    everyone: Processes
+    processes: Ranks
     clock_offset: float = 0.0
     batched: bool = False
     mesh: DeviceMesh | None = None
     reductions: Reductions = field(default_factory=Reductions)
     on_nccl: bool = False
+
+    @property
+    def everyone(self) -> Ranks:
+        """The processes of all pipelines where the mesh has other axes, else those of this one."""
+        return self.reductions.everyone or self.processes
 
     @property
     def alone(self) -> bool:
@@ -174,13 +179,12 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         _check_one_process(options)
         local = LocalTransport(options.wire)
         batched = goes_in_batches(options, "local", schedule)
-        alone = OneProcess()
-        return World(tuple(range(schedule.ranks)), device, local, alone, alone, batched=batched)
+        return World(tuple(range(schedule.ranks)), device, local, local.ranks, batched=batched)
     started = init_process_group(device, options.timeout, options.transport)
     common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
     with _job_watch(options, started) as watch:
         if options.takes_all:  # before any group is made: ranks that differ would hang in making them
-            shake_hands(AllProcesses(options.timeout, device, watch), common)
+            _all_ranks(options.timeout, device, watch).same("build()", common)
         with nullcontext() if watch is None else naming_peers(watch, _MAKING):
             mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
             groups = Groups(mesh, options.timeout, options.transport)
@@ -188,22 +192,29 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     batched = goes_in_batches(options, groups.backend, schedule)
     with close_on_error(transport), naming_peers(transport.watch, _MAKING):
         if not options.takes_all:
-            shake_hands(transport, common)
+            transport.ranks.same("build()", common)
         if device.type == "cpu" and options.transport is None:
             transport.share_memory()
         if groups.backend == "nccl":
             check_connections(schedule, batched)
         transport.open(schedule, options.wire, batched=batched, network=options.network)
-        offset = clock_offset(transport)
-        everyone: Processes = transport
+        offset = clock_offset(transport.ranks)
         reductions = Reductions()
         if options.axes is not None:
             reductions = Reductions.over(mesh, transport.watch, groups.limit)
             transport.closers.append(reductions.close)
-            transport.same_call = reductions.same_call
-            everyone = AllProcesses(options.timeout, device, transport.watch)
+            if len(reductions.stage_ranks) > 1:
+                transport.ranks.mesh = reductions.everyone
     on_nccl, rank = groups.backend == "nccl", transport.rank
-    return World((rank,), device, transport, transport, everyone, offset, batched, mesh, reductions, on_nccl)
+    return World((rank,), device, transport, transport.ranks, offset, batched, mesh, reductions, on_nccl)
+
+
+def _all_ranks(timeout: float, device: torch.device, watch: Watch | None) -> GroupRanks:
+    """All processes of the job, before any group is made."""
+    group = dist.group.WORLD
+    assert group is not None
+    takes_cpu = any(kind.type == "cpu" for kind in group._device_types)
+    return GroupRanks(group, timedelta(seconds=timeout), torch.device("cpu") if takes_cpu else device, watch)
 
 
 @contextmanager

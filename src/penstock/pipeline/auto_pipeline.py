@@ -68,10 +68,9 @@ from penstock.pipeline.building.memory import Account
 from penstock.pipeline.building.stages import BuiltStages, ShardStage, make_stage, own_stages, parameter_names
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.health.agreement import compare_values, shared_errors
+from penstock.runtime.ranks import Ranks, compare_values
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Shards, Stage
-from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Proof, Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
@@ -468,11 +467,15 @@ class _Build:
         self._compare_values(everyone)
         # an altered file must not load silently
         hashed = nullcontext() if source.written is None else hashed_meanwhile(source.written, everyone)
-        with hashed, shared_errors(everyone), source.with_room():  # of one stage, which only its ranks make
-            return self._built()
+        with hashed:
+            return everyone.attempt("build its stages", self._built)
+
+    def _built(self) -> BuiltStages:
+        with self._plan.source.with_room():
+            return self._built_in_room()
 
     @collector_paused()
-    def _built(self) -> BuiltStages:
+    def _built_in_room(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source
         if auto.chunked_loss == "liger":
@@ -547,7 +550,7 @@ class _Build:
             base=source.base_fingerprint(self._auto.seed),
         )
 
-    def _compare_values(self, everyone: Processes) -> None:
+    def _compare_values(self, everyone: Ranks) -> None:
         """Raise an error on every rank where ranks gave a model with other values."""
         if self._world.alone:
             return

@@ -31,10 +31,10 @@ from penstock.pipeline.steps.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
+from penstock.runtime.ranks import collective
 from penstock.runtime.sharded_weights import check_not_replaced
 from penstock.runtime.shared_weights import SharedGradients
 from penstock.runtime.stage import without_gradients
-from penstock.runtime.transport.calls import collective
 from penstock.schedule import Costs, Proof, Timeline
 from penstock.schedule.ops import check_size
 

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from penstock.errors import CheckpointError, ModelError, RunError
-from penstock.models.weights.folder import Hashed, together, write_folder
+from penstock.errors import CheckpointError, ModelError
+from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.saved import MAX_SHARD_SIZE, SavedModel
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
 from penstock.private import foreach_mul_, foreach_norm
 from penstock.runtime.device.copies import BackgroundCopies, background_copies
+from penstock.runtime.ranks import Ranks, collective
 from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport.calls import collective
-from penstock.runtime.transport.distributed import patient
-from penstock.runtime.transport.groups import Processes
-
-T = TypeVar("T")
 
 
 class SplitModel:
@@ -39,7 +37,7 @@ class SplitModel:
 
     not_finite = ""
     _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
-    _copies_under_way: BackgroundCopies | None = None  # of what a checkpoint saves
+    copies_under_way: BackgroundCopies | None = None  # of what a checkpoint saves
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -70,7 +68,7 @@ class SplitModel:
     @property
     def config(self) -> Any:
         """The Hugging Face config of the whole model. Raises ModelError for one made by from_provider."""
-        return self._saved_model.config
+        return self.saved_model.config
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -91,9 +89,20 @@ class SplitModel:
         return self._world.device
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> Ranks:
         """The processes of this pipeline."""
         return self._world.processes
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks; None where they all live in this process."""
+        return self._world.mesh
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of all pipelines of the mesh, which wait for a disk; without a mesh, of this one."""
+        everyone = self.reductions.everyone
+        return self.processes if everyone is None else everyone.patient
 
     # ---- parameters and gradients
 
@@ -218,8 +227,8 @@ class SplitModel:
 
         Raises CheckpointError for a folder that is missing or holds other weights.
         """
-        self._settle_copies()
-        self._saved_model.load(folder, self._stages)
+        self.settle_copies()
+        self.saved_model.load(folder, self._stages)
 
     @collective
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -232,44 +241,45 @@ class SplitModel:
             max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
 
         Raises ModelError for weights that are not under the model's names, CheckpointError for weights of
-        another mesh; RunError on all ranks but the one that failed.
+        another mesh; RunError on the others where one rank fails otherwise.
         """
         action = f"write {path}"
-        self._all_or_none(action, lambda: self._check_savable(pretrained=True))
-        write, processes = self._weights_writer(), patient(self.processes)
+        self.ranks.attempt(action, lambda: self.check_savable(pretrained=True))
+        write, processes = self.weights_writer(), self.processes.patient
 
         def write_all(folder: Path) -> Hashed:
             return write(folder, processes, max_shard_size)
 
-        self._first_alone(action, lambda: write_folder(Path(path), write_all, processes))
+        write_whole = partial(write_folder, Path(path), write_all, processes)
+        self.ranks.attempt(action, write_whole if self.writes else lambda: None)
 
-    def _background_copies(self) -> BackgroundCopies:
+    def background_copies(self) -> BackgroundCopies:
         """What copies what is saved into host memory; nothing on a pipeline that does not write."""
-        return background_copies(self._world.device, kept=self._writes)
+        return background_copies(self._world.device, kept=self.writes)
 
-    def _settle_copies(self) -> None:
+    def settle_copies(self) -> None:
         """Wait until weights may be changed."""
-        if self._copies_under_way is not None:
-            self._copies_under_way.wait()
+        if self.copies_under_way is not None:
+            self.copies_under_way.wait()
 
-    def _weights_writer(self, copies: BackgroundCopies | None = None) -> Callable[..., Hashed]:
+    def weights_writer(self, copies: BackgroundCopies | None = None) -> Callable[..., Hashed]:
         """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
 
         Collective over the mesh; the result is collective over the processes it gets.
         copies: what copies into host memory, so that training may go on meanwhile; None: what is not sharded
             is written from where it lies
         """
-        saved, stages = self._saved_model, self._first_copy
+        saved, stages = self.saved_model, self._first_copy
         sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
         values = None
         if copies is not None or sharded:
-            to_host = copies or self._background_copies()
+            to_host = copies or self.background_copies()
             values = {i: _values(stage, saved.written(stage.module), to_host) for i, stage in stages.items()}
             if copies is None:
                 to_host.begin()
                 to_host.result()
 
-        def write(folder: Path, processes: Processes, size: int | str = MAX_SHARD_SIZE) -> Hashed:
+        def write(folder: Path, processes: Ranks, size: int | str = MAX_SHARD_SIZE) -> Hashed:
             layouts: dict[int, Any] = {}
 
             def lay_out() -> None:
@@ -277,13 +287,13 @@ class SplitModel:
                     copies.result()
                 layouts.update(saved.lay_out(stages, values))
 
-            together(processes, "lay out its weights", lay_out)
+            processes.attempt("lay out its weights", lay_out)
             return saved.write(folder, layouts, processes, size)
 
         return write
 
     @property
-    def _saved_model(self) -> SavedModel:
+    def saved_model(self) -> SavedModel:
         """The whole model's files. Raises ModelError for a pipeline made by from_provider."""
         if self._saved is None:
             raise ModelError(
@@ -293,30 +303,30 @@ class SplitModel:
             )
         return self._saved
 
-    def _check_savable(self, *, pretrained: bool) -> None:
-        """Raise, on every rank of the pipeline, ModelError for weights that are not under the model's names,
-        and CheckpointError for a weight that is sharded over another mesh.
+    def check_savable(self, *, pretrained: bool) -> None:
+        """Raise ModelError for weights of this process that are not under the model's names.
+
+        Raises CheckpointError for one that is sharded over another mesh.
 
         pretrained: whether from_pretrained is to read all of them
         """
         odd = [name for index, names in self._names.items()
                for name in names ^ parameter_names(self._stages[index].module)]  # fmt: skip
-        unread = self._saved_model.unread(self._stages, pretrained=pretrained)
+        unread = self.saved_model.unread(self._stages, pretrained=pretrained)
         odd += [] if unread is None else [unread]
         ours = self._world.reductions.stage_ranks
         foreign = [name for name, p in self.named_parameters()
                    if isinstance(p, DTensor) and not ours.issuperset(_ranks_of(p))]  # fmt: skip
-        everyone = self.processes.gather((min(odd, default=None), min(foreign, default=None)))
-        if name := next((name for name, _ in everyone if name is not None), None):
+        if odd:
             raise ModelError(
-                f"weights with {name}, which only the model or what was made of it has",
+                f"weights with {min(odd)}, which only the model or what was made of it has",
                 "a folder holds weights under the names that from_pretrained reads, or an adapter's alone",
                 "Put the model's own modules back, freeze what an adapter does not hold, or save `modules` "
                 "yourself",
             )
-        if name := next((name for _, name in everyone if name is not None), None):
+        if foreign:
             raise CheckpointError(
-                f"{name}, a DTensor",
+                f"{min(foreign)}, a DTensor",
                 "its weights are sharded over another mesh; gather them first",
                 "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
             )
@@ -324,44 +334,9 @@ class SplitModel:
     # ---- what penstock.checkpoint uses too
 
     @property
-    def _everyone(self) -> Processes:
-        """The processes of all pipelines of the mesh."""
-        return self.reductions.everyone or self.processes
-
-    @property
-    def _writes(self) -> bool:
+    def writes(self) -> bool:
         """Whether this process's pipeline is the one of the mesh that writes files."""
         return self._world.reductions.is_first
-
-    def _first_alone(self, action: str, work: Callable[[], None]) -> None:
-        """Let the first pipeline of the mesh do `work` while the others wait. Collective.
-
-        Raises the error of `work` there; RunError on the other pipelines.
-        """
-        self._all_or_none(action, lambda: work() if self._writes else None)
-
-    def _all_or_none(self, action: str, work: Callable[[], T]) -> T:
-        """Return the result of `work`, or raise on all pipelines of the mesh if it fails on one. Collective.
-
-        work: fails on all processes of a pipeline or on none
-        Raises the error of `work` there; RunError on the other pipelines.
-        """
-        results: list[T] = []
-        failure: Exception | None = None
-        try:
-            results.append(work())
-        except Exception as error:
-            failure = error
-        words = self._world.reductions.first_problem(
-            None if failure is None else f"{type(failure).__name__}: {failure}"
-        )
-        if failure is not None:
-            raise failure
-        if words is not None:
-            raise RunError(
-                "another pipeline of the mesh", f"it could not {action}: {words}", "Fix that first"
-            )
-        return results[0]
 
 
 def _values(stage: Stage, names: Collection[str], copies: BackgroundCopies) -> dict[str, Tensor]:

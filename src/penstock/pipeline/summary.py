@@ -20,14 +20,14 @@ from penstock.runtime.device import stream
 from penstock.runtime.device.memory import Held, MicrobatchBytes
 from penstock.runtime.device.stream import Time
 from penstock.runtime.executor import Executor
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 from penstock.schedule import Costs, Schedule, Timeline
 
 LayerTimes = dict[tuple[int, int], list[tuple[Time, Time]]]  # by stage and layer, start and end of each call
 
 
 def step_costs(
-    last: StepRecord, executors: Sequence[Executor], processes: Processes, offload_ahead: int = 1
+    last: StepRecord, executors: Sequence[Executor], processes: Ranks, offload_ahead: int = 1
 ) -> Costs:
     """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
     schedule = last[0]
@@ -52,7 +52,7 @@ def layer_costs(
     layers: LayersByStage,
     info: Sequence[StageFacts],
     device: torch.device,
-    processes: Processes,
+    processes: Ranks,
 ) -> LayerCosts:
     """Seconds of each layer in a microbatch's forward and backward, over `repeats` steps. Collective.
 

@@ -151,7 +151,7 @@ class Executor:
         return True
 
     def _settle(self, action: Action, step: StepInput) -> None:
-        self.transport.settle()
+        self.transport.ranks.settle()
 
     def _post(self, action: Post, step: StepInput) -> None:
         self.messages.post(action.message, self.ops.specs(action.message, step))

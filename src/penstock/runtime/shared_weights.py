@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from penstock.batch.placement import to_device
 from penstock.errors import ModelError
-from penstock.runtime.health.agreement import first_error, in_words
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.transport.groups import Processes
 from penstock.runtime.transport.interface import Transport
 from penstock.schedule import Placement
 
@@ -89,7 +88,7 @@ class SharedGradients:
         modules: Mapping[int, nn.Module],
         placement: Placement,
         transport: Transport,
-        processes: Processes,
+        processes: Ranks,
         batch_parts: int = 1,
     ) -> None:
         """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen.
@@ -138,10 +137,8 @@ class SharedGradients:
             [{where: copy.requires_grad for where, copy in copies.items()} for copies in group.copies]
             for group in self._shared
         ]
-        everyone = self._processes.gather([trained, in_words(self._written())])
-        if error := first_error({rank: words for rank, (_, words) in enumerate(everyone)}, "on rank"):
-            raise error
-        for by_process in zip(*(trained for trained, _ in everyone), strict=True):
+        self._processes.attempt("leave its buffers as they are", self._check_buffers)
+        for by_process in zip(*self._processes.gather(trained), strict=True):
             for of_weight in zip(*filter(None, by_process), strict=True):  # of processes that have copies
                 _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
         self._compared = self._trained()
@@ -166,6 +163,10 @@ class SharedGradients:
     def changed(self) -> bool:
         """Whether `compare` has something to find on this process."""
         return self._trained() != self._compared or self._written() is not None
+
+    def _check_buffers(self) -> None:
+        if error := self._written():
+            raise error
 
     def _written(self) -> ModelError | None:
         """The error where this step's forwards have written into a buffer, or put another in its place."""

@@ -197,7 +197,7 @@ def _stopped_by(run: Run, step: int) -> str:
     asked = run.pipe.reductions.asked
     if not any(asked):
         return ""
-    hosts = run.pipe._everyone.gather(socket.gethostname())
+    hosts = run.pipe.ranks.gather(socket.gethostname())
     ranks = enumerate(zip(asked, hosts, strict=True))
     got = [f"rank {rank} on {host}" for rank, (number, host) in ranks if number]
     who = f"all {len(asked)} ranks" if len(got) == len(asked) > 1 else ", ".join(got)

@@ -27,7 +27,7 @@ from penstock.errors import ConfigError, FolderInUseError, RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json, read_bytes
 from penstock.runtime.health.notes import ProcessId, lives, this_process
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 
 OWNER = "owner.json"
 BEAT = 2.0  # seconds between two touches
@@ -51,7 +51,7 @@ def last_run(output: Path) -> str | None:
     return None
 
 
-def check_shared(output: Path, processes: Processes) -> None:
+def check_shared(output: Path, processes: Ranks) -> None:
     """Raise ConfigError on all processes where one does not see what the first writes there. Collective."""
     probe = output / f".shared-{secrets.token_hex(4)}"  # a name that no file system remembers as missing
     if processes.index == 0:

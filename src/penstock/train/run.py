@@ -22,7 +22,7 @@ from penstock.batch.packing import refuse_packed
 from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.checkpoint.shards import remove_superseded
-from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError, UnfitError
+from penstock.errors import CheckpointError, ConfigError, PeerError, UnfitError
 from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
 from penstock.models import hub
@@ -36,8 +36,6 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.health.agreement import shake_hands, shared_errors
-from penstock.runtime.transport.groups import Processes
 from penstock.schedule.choose import schedule_config
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import (
@@ -330,9 +328,8 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
     with close_on_error(memory) if memory else nullcontext():
         prepared = _recalled(prepared, pipe, memory) or _resumed(prepared, pipe, optimizers)
     start = prepared.start
-    with shared_errors(pipe._everyone):
-        _make_folder(output)
-    check_shared(output, pipe._everyone)
+    pipe.ranks.attempt("make the output folder", lambda: _make_folder(output))
+    check_shared(output, pipe.ranks)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
@@ -348,7 +345,7 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
             display.say(note)
         _check_split(prepared, pipe, display)
         data = prepared.data.of(pipe.batch_part[0])
-        with _told_to_all(pipe):
+        with _noted(pipe):
             outcome = train(Run(
                 config, pipe, data, optimizers, prepared.tokenizer, display, metrics, throughput, writer,
                 start, owner, stop, memory, slow_ranks if metrics else None,
@@ -373,13 +370,13 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> Outcome:
 
 
 @contextmanager
-def _told_to_all(pipe: Pipeline) -> Iterator[None]:
+def _noted(pipe: Pipeline) -> Iterator[None]:
     """Leave a note of what this rank alone raises, as on a full disk: the others wait for it, and name it."""
     try:
         yield
     except Exception as error:
         if not isinstance(error, PeerError):
-            pipe._world.transport.fail(f"{type(error).__name__}: {error}")
+            pipe.ranks.fail(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -402,7 +399,7 @@ def _recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints | No
     config, start = prepared.config, prepared.start
     if memory is None:
         return None
-    if pipe._everyone.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
+    if pipe.ranks.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
         memory.forget()
         return None
     recalled = memory.recall(start.done)
@@ -431,28 +428,15 @@ def _resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]
     try:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
         return prepared
-    except (CheckpointError, RunError) as error:
-        unreadable = None if isinstance(error, PeerError) else _unreadable(error, pipe._everyone)
-        if unreadable is None or not start.is_newest:
+    except CheckpointError as error:  # the same on all ranks
+        if isinstance(error, UnfitError) or not start.is_newest:
             raise
-        passed = f"penstock: warning: passed over {unreadable}"
+        passed = f"penstock: warning: passed over {error}"
         older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
-        shake_hands(pipe._everyone, {"checkpoint to go on from": str(older.checkpoint)})
+        pipe.ranks.same("load_checkpoint()", {"checkpoint to go on from": str(older.checkpoint)})
     notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
     data = _data_at(config, prepared.data, older)
     return _resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
-
-
-def _unreadable(error: PenstockError, processes: Processes) -> str | None:
-    """What the first process finds that cannot read its part; None where another fails otherwise. Collective.
-
-    error: this process's; a RunError where it only heard of another's
-    """
-    unreadable = isinstance(error, CheckpointError) and not isinstance(error, UnfitError)
-    heard = isinstance(error, RunError)
-    gathered = processes.gather([unreadable, heard, str(error)])
-    words = [str(text) for own, _, text in gathered if own]
-    return words[0] if words and all(own or only_heard for own, only_heard, _ in gathered) else None
 
 
 def _balanced(prepared: Prepared) -> AutoPipeline:

@@ -24,11 +24,12 @@ from penstock.models.weights.folder import (
     unfinished,
     write_folder,
 )
-from penstock.runtime.transport.groups import OneProcess, Processes
+from penstock.runtime.ranks import Ranks
 from support.folders import check_folder
+from support.ranks import GatheringRanks
 
 
-class Threads:
+class Threads(GatheringRanks):
     """Processes that are threads: enough to try what is collective."""
 
     def __init__(self, index: int, count: int, barrier: threading.Barrier, slots: list[Any]) -> None:
@@ -42,7 +43,7 @@ class Threads:
         return values
 
 
-def on_threads(count: int, work: Callable[[Processes], None]) -> list[BaseException | None]:
+def on_threads(count: int, work: Callable[[Ranks], None]) -> list[BaseException | None]:
     """Run `work` on `count` processes; what each raised."""
     barrier, slots = threading.Barrier(count, timeout=10), [None] * count
     raised: list[BaseException | None] = [None] * count
@@ -69,7 +70,7 @@ def write_two(folder: Path) -> None:
 
 def test_a_written_folder_checks_and_leaves_nothing_else(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "checkpoint"
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
     check_folder(target)
     assert [entry.name for entry in target.parent.iterdir()] == ["checkpoint"]
     assert sorted(json.loads((target / MANIFEST).read_text())["files"]) == [
@@ -82,8 +83,8 @@ def test_a_written_folder_checks_and_leaves_nothing_else(tmp_path: Path) -> None
 
 def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    write_folder(target, write_two, OneProcess())
-    write_folder(target, lambda folder: (folder / "new").touch(), OneProcess())
+    write_folder(target, write_two, Ranks())
+    write_folder(target, lambda folder: (folder / "new").touch(), Ranks())
     check_folder(target)
     assert sorted(entry.name for entry in target.iterdir()) == [MANIFEST, "new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
@@ -93,10 +94,10 @@ def test_other_people_s_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
-        write_folder(tmp_path / "home", write_two, OneProcess())
+        write_folder(tmp_path / "home", write_two, Ranks())
     (tmp_path / "file").write_text("precious")
     with pytest.raises(CheckpointError, match="holds file"):
-        write_folder(tmp_path / "file", write_two, OneProcess())
+        write_folder(tmp_path / "file", write_two, Ranks())
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "home"]
 
@@ -104,13 +105,13 @@ def test_other_people_s_files_are_never_replaced(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot be written"):
-        write_folder(tmp_path / "file" / "checkpoint", write_two, OneProcess())
+        write_folder(tmp_path / "file" / "checkpoint", write_two, Ranks())
 
 
 def test_processes_write_one_folder_together(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
 
-    def work(processes: Processes) -> None:
+    def work(processes: Ranks) -> None:
         def write(folder: Path) -> None:
             (folder / f"part-{processes.index}").write_bytes(b"x")
 
@@ -123,9 +124,9 @@ def test_processes_write_one_folder_together(tmp_path: Path) -> None:
 
 def test_a_failure_on_one_process_fails_all_and_keeps_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
 
-    def work(processes: Processes) -> None:
+    def work(processes: Ranks) -> None:
         def write(folder: Path) -> None:
             if processes.index == 1:
                 raise OSError("disk full")
@@ -147,12 +148,12 @@ def test_a_process_that_loses_another_leaves_the_folder_to_the_first_one(tmp_pat
     just got their name; the first one then removed the older, whole folder."""
     calls: list[Any] = []
 
-    class Second:
+    class Second(GatheringRanks):
         index, count = 1, 2
 
         def gather(self, value: Any) -> list[Any]:
             calls.append(value)
-            if len(calls) == 6:  # of `publish the folder`: the first one may be at it
+            if len(calls) == 8:  # of `publish the folder`: the first one may be at it
                 raise RunError("process 2", "it is gone", "See why")
             return [value, value]
 
@@ -166,7 +167,7 @@ def test_an_older_folder_stays_until_the_new_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, rename = tmp_path / "checkpoint", Path.rename
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
 
     def losing(path: Path, to: Path) -> Path:
         if to == target:
@@ -175,7 +176,7 @@ def test_an_older_folder_stays_until_the_new_one_is_whole(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", losing)
-        write_folder(target, write_two, OneProcess())
+        write_folder(target, write_two, Ranks())
     (older,) = displaced(tmp_path, "checkpoint")
     check_folder(older)
 
@@ -186,27 +187,27 @@ def test_a_crash_while_writing_leaves_no_checkpoint(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_folder(tmp_path / "checkpoint", write, OneProcess())
+        write_folder(tmp_path / "checkpoint", write, Ranks())
     assert list(tmp_path.iterdir()) == []
 
 
 KILLED = """
 import os, sys
 from pathlib import Path
-from types import SimpleNamespace
 from penstock.models.weights.folder import write_folder
+from penstock.runtime.ranks import Ranks
 
 def write(folder):
     (folder / "new").touch()
     os.kill(os.getpid(), 9)
 
-write_folder(Path(sys.argv[1]), write, SimpleNamespace(index=0, count=1, gather=lambda value: [value]))
+write_folder(Path(sys.argv[1]), write, Ranks())
 """
 
 
 def test_a_kill_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
     child = subprocess.run(
         [sys.executable, "-c", KILLED, str(target)],
         timeout=60,
@@ -224,7 +225,7 @@ def test_a_replacement_that_is_interrupted_leaves_the_old_or_the_new_one(
 ) -> None:
     """0.5.0: Ctrl-C between the two renames left nothing under the name. moment: before or after each"""
     target, moments, rename = tmp_path / "checkpoint", iter(range(4)), Path.rename
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
 
     def interrupted(path: Path, to: Path) -> Path:
         if next(moments, None) == moment:
@@ -236,7 +237,7 @@ def test_a_replacement_that_is_interrupted_leaves_the_old_or_the_new_one(
 
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_folder(target, lambda folder: (folder / "new").touch(), OneProcess())
+        write_folder(target, lambda folder: (folder / "new").touch(), Ranks())
     check_folder(target)
     assert (target / "new").exists() == (moment == 3)
     others = [entry.name for entry in tmp_path.iterdir() if entry != target]
@@ -275,7 +276,7 @@ def damage(folder: Path, how: str) -> None:
     ],
 )
 def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
-    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    write_folder(tmp_path / "checkpoint", write_two, Ranks())
     damage(tmp_path / "checkpoint", how)
     with pytest.raises(CheckpointError, match=rule) as caught:
         check_folder(tmp_path / "checkpoint")
@@ -287,7 +288,7 @@ def test_a_torn_folder_is_refused(tmp_path: Path, how: str, rule: str) -> None:
 @pytest.mark.fault("a checkpoint's files change", "each byte of the manifest, six ways")
 def test_one_changed_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
     """0.5.0: nothing hashed it, so that a changed entry blamed a file, and a changed key nothing at all."""
-    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    write_folder(tmp_path / "checkpoint", write_two, Ranks())
     manifest = tmp_path / "checkpoint" / MANIFEST
     written = manifest.read_bytes()
     read_manifest(manifest.parent)
@@ -330,7 +331,7 @@ def test_a_manifest_that_penstock_never_wrote_is_refused(tmp_path: Path, files: 
 def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> None:
     """0.5.0: it passed, unhashed, and was read where its name fits, as one more file of the optimizer's."""
     target = tmp_path / "checkpoint"
-    write_folder(target, write_two, OneProcess())
+    write_folder(target, write_two, Ranks())
     extra = target / "optimizer-00002-of-00002.safetensors"
     extra.touch()
     for added in (False, True):
@@ -343,7 +344,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> No
 
 
 def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:
-    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    write_folder(tmp_path / "checkpoint", write_two, Ranks())
     (tmp_path / "checkpoint" / "thesis.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match=r"thesis\.tex"):
         remove_folder(tmp_path / "checkpoint")

@@ -13,7 +13,7 @@ from models.weights.test_folder import on_threads, write_two
 from penstock.errors import AlteredError, CheckpointError, ConfigError, PeerLostError
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.hashes import hashed_meanwhile, share
-from penstock.runtime.transport.groups import OneProcess, Processes
+from penstock.runtime.ranks import Ranks
 from support.folders import flip
 
 
@@ -45,14 +45,14 @@ def test_a_process_hashes_what_its_own_stage_reads() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    write_folder(tmp_path / "checkpoint", write_two, OneProcess())
+    write_folder(tmp_path / "checkpoint", write_two, Ranks())
     return tmp_path / "checkpoint"
 
 
 def raised(folder: Path, error: BaseException | None = None, on: int = 0) -> list[BaseException | None]:
     """What three processes raise, one of which raises `error` while it reads."""
 
-    def read(processes: Processes) -> None:
+    def read(processes: Ranks) -> None:
         with hashed_meanwhile(folder, processes):
             if error is not None and on in (processes.index, -1):
                 raise error
@@ -96,6 +96,6 @@ def test_who_was_interrupted_waits_for_nobody(
 
     monkeypatch.setattr("penstock.models.weights.folder.sha256_of", endless)
     flip(folder / "weights.bin")
-    with pytest.raises(type(error)), hashed_meanwhile(folder, OneProcess()):
+    with pytest.raises(type(error)), hashed_meanwhile(folder, Ranks()):
         raise error
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock-hash")]

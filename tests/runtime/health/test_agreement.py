@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -19,33 +18,32 @@ from penstock.errors import BatchError, HandshakeError, InputError, PenstockErro
 from penstock.runtime.health import agreement
 from penstock.runtime.health.agreement import (
     differences,
-    digest,
     facts_of_process,
     facts_of_schedule,
-    first_error,
     flat,
-    in_words,
     named,
-    shake_hands,
+    number_of,
 )
-from penstock.runtime.transport.groups import OneProcess
+from penstock.runtime.ranks import Ranks, call_number, first_error, in_words
 from penstock.schedule import build
 from support.families import tiny_config, tiny_model
 from support.pool import Pool
+from support.ranks import GatheringRanks
 
 
-class Rank:
+class Rank(GatheringRanks):
     """One of two ranks, with the facts of the other."""
 
     index, count = 0, 2
 
-    def __init__(self, other: dict[str, str]) -> None:
-        self._other, self.gathered = other, 0
+    def __init__(self, other: dict[str, str], call: str = "build()") -> None:
+        self._other, self._other_call, self.gathered = other, call, 0
 
     def gather(self, value: Any) -> list[Any]:
         self.gathered += 1
-        of_other = digest(json.dumps(sorted(self._other.items()))) if isinstance(value, str) else self._other
-        return [value, of_other]
+        if isinstance(value[0], str):
+            return [value, [self._other_call, self._other]]
+        return [value, [call_number(self._other_call), number_of(self._other)]]
 
 
 def test_an_error_that_takes_more_than_words_becomes_its_base_on_the_other_ranks() -> None:
@@ -59,15 +57,15 @@ def test_an_error_that_takes_more_than_words_becomes_its_base_on_the_other_ranks
 
 def test_ranks_that_agree_gather_once() -> None:
     rank = Rank({"schedule": "1f1b", "microbatches": "4"})
-    shake_hands(rank, {"microbatches": "4", "schedule": "1f1b"})
+    rank.same("build()", {"microbatches": "4", "schedule": "1f1b"})
     assert rank.gathered == 1
-    shake_hands(OneProcess(), {"schedule": "1f1b"})
+    Ranks().same("build()", {"schedule": "1f1b"})
 
 
 def test_the_differing_facts_alone_are_named() -> None:
     rank = Rank({"schedule": "1f1b", "microbatches": "8", "dtype": "bfloat16"})
     with pytest.raises(HandshakeError) as error:
-        shake_hands(rank, {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"})
+        rank.same("build()", {"schedule": "1f1b", "microbatches": "4", "dtype": "float32"})
     assert rank.gathered == 2
     assert str(error.value).splitlines() == [
         "ranks that were started on different things: all ranks of a pipeline run the same",

@@ -13,7 +13,6 @@ from penstock import Axes
 from penstock.runtime.shared_memory import processes as shared_processes
 from penstock.runtime.shared_memory import segment as shared
 from penstock.runtime.shared_memory.messages import SharedMessages
-from penstock.runtime.shared_memory.processes import SharedProcesses
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.distributed import DistributedTransport
 from support import jobs_channels as jobs
@@ -31,8 +30,8 @@ def gathered(rounds: int, slot: int) -> list[list[list[float]]]:
     pipe = jobs.pipeline()
     transport = pipe._world.transport
     assert isinstance(transport, DistributedTransport)
-    everyone = transport._everyone
-    assert isinstance(everyone, SharedProcesses)
+    everyone = transport.ranks.patient  # without the number of a call, in front of each vector
+    assert transport.messages.medium == "shared memory"
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_processes, "SLOT", slot)

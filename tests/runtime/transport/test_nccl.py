@@ -25,9 +25,9 @@ from penstock.errors import ConfigError, PeerLostError, ScheduleError, StalledPe
 from penstock.parallel import nccl
 from penstock.runtime.health import watch
 from penstock.runtime.health.limits import is_late
+from penstock.runtime.ranks import GroupRanks
 from penstock.runtime.transport import distributed, stream_channels
 from penstock.runtime.transport.distributed import DistributedTransport
-from penstock.runtime.transport.groups import GroupProcesses
 from penstock.runtime.transport.stream_channels import StreamChannels
 from penstock.schedule import Schedule, build, verify
 from penstock.schedule.order import blocked_in_line, exchanges
@@ -123,10 +123,10 @@ def test_another_group_comes_after_a_gathering_that_has_begun() -> None:
 
     def job(rank: int) -> str:
         groups = EmulatedGroups(cluster.gpus[rank], 5.0)
-        processes = GroupProcesses(groups.pipeline, groups.limit, torch.device("cpu"))
-        work, everyone = processes.start_all_gather(torch.full((1,), rank))
+        processes = GroupRanks(groups.pipeline, groups.limit)
+        work, everyone = processes._start(torch.full((1,), rank))
         last = cluster.gpus[rank].last()
-        processes.finish(work)
+        processes._finish(work)
         assert [int(each) for each in everyone] == [0, 1]
         return "" if last is None else last.name
 

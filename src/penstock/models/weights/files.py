@@ -13,7 +13,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import pairwise
@@ -42,9 +42,9 @@ from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import HostReader, maps_for_results, reader_for
 from penstock.models.weights.tensor_file import TensorFile, open_all
 from penstock.reading import path_fault, read_json
-from penstock.runtime.health.agreement import digest, shake_hands, shared_errors
+from penstock.runtime.health.agreement import digest
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.sharded_weights import own_part
-from penstock.runtime.transport.groups import Processes
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -154,7 +154,7 @@ class Reads(Protocol):
     """How the processes that need the same tensors get them: one reads each, and passes it on."""
 
     @property
-    def processes(self) -> Processes:
+    def processes(self) -> Ranks:
         """Those that call `load` with the same stage."""
 
     def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
@@ -186,10 +186,10 @@ def load(
     """
     reader, unread = reader_for(device), dict[str, Unread]()
     with ExitStack() as opened:
-        with shared_errors(reads.processes) if reads else nullcontext():
-            file_of = opened.enter_context(open_all(files))
+        processes = Ranks() if reads is None else reads.processes
+        file_of = processes.attempt("open its files", lambda: opened.enter_context(open_all(files)))
         if reads is not None:
-            _check_agreed(file_of, reads.processes)
+            processes.same("load()", _facts_of_files(file_of))
         for name, file in file_of.items():
             read, like = partial(file.read, name, reader), partial(file.like, name)
             unread[name] = Unread(partial(reads.read, name, read, like())) if reads else Unread(read, like)
@@ -254,13 +254,13 @@ class Unread:
         return Unread(partial(self._read, rows=own[0], dtype=shard.dtype))
 
 
-def _check_agreed(file_of: Mapping[str, TensorFile], processes: Processes) -> None:
-    """Raise HandshakeError on all processes unless each has opened files of the same tensors. Collective."""
+def _facts_of_files(file_of: Mapping[str, TensorFile]) -> dict[str, str]:
+    """What must be equal on all processes that read one tensor each for all."""
     known: dict[str, list[Any]] = defaultdict(list)
     for name, file in file_of.items():
         like = file.like(name)
         known[f"tensors of {file.path.name}"].append([name, [*like.shape], str(like.dtype)])
-    shake_hands(processes, {what: digest(json.dumps(tensors)) for what, tensors in known.items()})
+    return {what: digest(json.dumps(tensors)) for what, tensors in known.items()}
 
 
 def _fill(

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from safetensors import SafetensorError
 
-from penstock.errors import AlteredError, CheckpointError, RunError
+from penstock.errors import AlteredError, CheckpointError
 from penstock.reading import check_regular, read_text
 from penstock.runtime.device.copies import PIECE, Workers
 
 if TYPE_CHECKING:
-    from penstock.runtime.transport.groups import Processes
+    from penstock.runtime.ranks import Ranks
 
 
 MANIFEST = "manifest.json"
@@ -70,7 +70,7 @@ class ManifestEntry(TypedDict):
 Hashed = dict[str, ManifestEntry]  # by the file's name in the folder
 
 
-def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes: Processes) -> None:
+def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes: Ranks) -> None:
     """Make `target` hold the files of `write` from all processes, or leave it as it was. Collective.
 
     Args:
@@ -80,7 +80,8 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
 
     Raises:
         CheckpointError: anything but a checkpoint stands at `target`, or nothing can be written.
-        RunError: another process failed; that one raises its own error. The temporary folder is then gone.
+        RunError: another process failed otherwise, and raises its own error.
+        After any of them the temporary folder is gone.
     """
     target = Path(os.path.abspath(target))
     temporary = target.parent / processes.gather(f".{target.name}.{_WRITING}-{secrets.token_hex(4)}")[0]
@@ -92,17 +93,17 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
         return entries
 
     try:
-        together(processes, "make the folder", lambda: _prepare(temporary, target))
-        written = together(processes, "write its part of the folder", write_and_flush)
-        files = {name: entry for of_process in written for name, entry in of_process.items()}
-        rest = [name for name in _agreed_names(temporary, processes) if name not in files]
+        processes.attempt("make the folder", lambda: _prepare(temporary, target))
+        written = processes.attempt("write its part of the folder", write_and_flush)
+        files = _of_all(processes, written)
+        rest = [name for name in _names_on_all(temporary, processes) if name not in files]
         mine = rest[processes.index :: processes.count]
-        described = together(
-            processes, "hash its part of the folder", lambda: {n: _describe(temporary / n) for n in mine}
+        described = processes.attempt(
+            "hash its part of the folder", lambda: {name: _describe(temporary / name) for name in mine}
         )
-        files |= {name: entry for of_process in described for name, entry in of_process.items()}
+        files |= _of_all(processes, described)
         publish = partial(_publish, temporary, target, files)
-        together(processes, "publish the folder", publish if processes.index == 0 else lambda: None)
+        processes.attempt("publish the folder", publish if processes.index == 0 else lambda: None)
     except BaseException:
         if processes.index == 0:  # it alone knows that it does not publish the folder at this moment
             shutil.rmtree(temporary, ignore_errors=True)
@@ -206,23 +207,6 @@ def unfinished(folder: Path, name: str = "*") -> list[Path]:
     return sorted(folder.glob(f".{name}.{_WRITING}-*"))
 
 
-def together(processes: Processes, action: str, work: Callable[[], Any]) -> list[Any]:
-    """Every process's result of `work`, which JSON can hold, or an error on all. Collective.
-
-    A process that fails raises what `work` raised; the others a RunError that names it and the `action`.
-    """
-    try:
-        result = work()
-    except Exception as error:
-        processes.gather((None, f"{type(error).__name__}: {error}"))
-        raise
-    gathered = processes.gather((result, None))
-    for index, (_, message) in enumerate(gathered):
-        if message is not None:
-            raise RunError(f"process {index}", f"it could not {action}: {message}", "Fix that first")
-    return [value for value, _ in gathered]
-
-
 def _prepare(temporary: Path, target: Path) -> None:
     if os.path.lexists(target):
         check_replaceable(target)
@@ -250,7 +234,12 @@ def _files_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if not file.is_dir()}
 
 
-def _agreed_names(folder: Path, processes: Processes) -> list[str]:
+def _of_all(processes: Ranks, files: Hashed) -> Hashed:
+    """The entries of every process. Collective."""
+    return {name: entry for theirs in processes.gather(files) for name, entry in theirs.items()}
+
+
+def _names_on_all(folder: Path, processes: Ranks) -> list[str]:
     names = sorted(_files_in(folder))
     for index, others in enumerate(processes.gather(names)):
         if others != names:

@@ -20,12 +20,11 @@ from threading import Event
 
 from penstock.errors import PeerError
 from penstock.models.weights.folder import ManifestEntry, check_digest, read_manifest
-from penstock.runtime.health.agreement import shared_errors
-from penstock.runtime.transport.groups import Processes
+from penstock.runtime.ranks import Ranks
 
 
 @contextmanager
-def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
+def hashed_meanwhile(path: Path, processes: Ranks) -> Iterator[None]:
     """Hash the files of `path` while the block reads them. Collective.
 
     The block raises an error on all processes or on none. An altered file may be why: that error comes first.
@@ -44,8 +43,7 @@ def hashed_meanwhile(path: Path, processes: Processes) -> Iterator[None]:
             raise
         finally:
             if not stopped.is_set():
-                with shared_errors(processes):
-                    hashing.result()
+                processes.attempt("hash its files", hashing.result)
 
 
 def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:

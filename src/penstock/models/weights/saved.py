@@ -21,9 +21,9 @@ from penstock.models.weights import files as weights
 from penstock.models.weights.files import INDEX, SINGLE, Ties
 from penstock.models.weights.folder import Hashed, ManifestEntry
 from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport.groups import Processes
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own
 GENERATION = "generation_config.json"
@@ -90,7 +90,7 @@ class SavedModel:
         self,
         folder: Path,
         layouts: Mapping[int, FileLayout],
-        processes: Processes,
+        processes: Ranks,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> Hashed:
         """Write this process's stages into `folder`; process 0 adds everything else. Collective.

@@ -24,13 +24,13 @@ from penstock.errors import CheckpointError, UnfitError
 from penstock.models.adapters import Adapter
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties
-from penstock.models.weights.folder import Hashed, together
+from penstock.models.weights.folder import Hashed
 from penstock.models.weights.reading import HostReader
 from penstock.models.weights.saved import GENERATION, MAX_SHARD_SIZE, SavedModel
 from penstock.models.weights.tensor_file import TensorFile, open_all, widest_first, write_tensors
 from penstock.reading import read_json
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.stage import Stage
-from penstock.runtime.transport.groups import Processes
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -76,7 +76,7 @@ class SavedAdapter(SavedModel):
         self,
         folder: Path,
         layouts: Mapping[int, Any],
-        processes: Processes,
+        processes: Ranks,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> Hashed:
         """Write this process's stages; process 0 makes one file of all. Collective. There are no shards."""
@@ -87,10 +87,11 @@ class SavedAdapter(SavedModel):
                 write_tensors(folder / file, tensors)
             return list(files)
 
-        parts = together(processes, "write its part of the adapter", write_parts)
+        parts = processes.attempt("write its part of the adapter", write_parts)
+        every = sorted(file for files in processes.gather(parts) for file in files)
         if processes.index:
             return {}
-        entry = _join(folder, sorted(file for files in parts for file in files))
+        entry = _join(folder, every)
         self._write_rest_of_adapter(folder)
         return {ADAPTER: entry}
 

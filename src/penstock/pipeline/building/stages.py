@@ -24,12 +24,12 @@ from penstock.pipeline.building.split_module import layers_of
 from penstock.pipeline.options import Options, Parallelize
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.device.offload import Offload
-from penstock.runtime.health.agreement import compare_values, named, shared_errors
+from penstock.runtime.health.agreement import named
+from penstock.runtime.ranks import Ranks, compare_values
 from penstock.runtime.rng import StageRNG, dropouts, seeded_call
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages
 from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
-from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.ops import Placement
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight
@@ -98,7 +98,7 @@ class StageFacts(NamedTuple):
 
 
 def stage_facts(
-    stages: Sequence[Stage], layers: LayersByStage, placement: Placement, processes: Processes
+    stages: Sequence[Stage], layers: LayersByStage, placement: Placement, processes: Ranks
 ) -> tuple[StageFacts, ...]:
     """The facts of all stages, on every process. Collective."""
     local = []
@@ -282,7 +282,8 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
         compare_values(everyone, rank, values, ())
     on_every_stage = _on_every_stage(provided, everyone)
-    with shared_errors(everyone):
+
+    def make() -> tuple[list[Stage], Mapping[int, nn.Module], list[SharedWeights], dict[int, frozenset[str]]]:
         compiles = options.layer_compiler(schedule, world.device)
         stages = [
             make_stage(
@@ -304,6 +305,9 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         shared = list(shared_by_replicas(schedule.placement, modules, summed))
         if on_every_stage:
             shared.append(shared_by_stages(schedule.placement, modules, sorted(on_every_stage)))
+        return stages, modules, shared, copies
+
+    stages, modules, shared, copies = everyone.attempt("make its stages", make)
     exchanged = options.shapes == "exchanged"
     edges = None
     if not exchanged:
@@ -329,14 +333,16 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
     )
 
 
-def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Processes) -> frozenset[str]:
+def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Ranks) -> frozenset[str]:
     """The names of the weights that every stage holds. Collective.
 
     modules: this process's, by stage
     Raises ModelError, on every rank, where stages do not name the same ones of the same shapes.
     """
-    with shared_errors(everyone):
-        declared = {stage: declared_on_every_stage(module) for stage, module in modules.items()}
+    declared = everyone.attempt(
+        "read what its modules declare",
+        lambda: {stage: declared_on_every_stage(module) for stage, module in modules.items()},
+    )
     shapes = {
         stage: {name: [str(weight.dtype), *weight.shape] for name, weight in weights.items()}
         for stage, weights in declared.items()
@@ -361,7 +367,7 @@ def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
 
-def _check_offloading(offloading: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
+def _check_offloading(offloading: Offloading, provided: Iterable[nn.Module], everyone: Ranks) -> None:
     """Raise ConfigError, on every rank, for a module that no layer of any rank has. Collective."""
     names = activation_offloading.names_in(layer for module in provided for _, layer in layers_of(module))
     everywhere = {name for each in everyone.gather(sorted(names)) for name in each}

@@ -15,7 +15,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
 from penstock.parallel.world import World
 from penstock.private import tree_map_only
-from penstock.runtime.health.agreement import first_error, in_words
+from penstock.runtime.ranks import first_error, in_words
 
 BatchLike = Batch | Sequence[Microbatch]  # to be split, or microbatches as they are
 
@@ -84,7 +84,7 @@ class BatchSplitter(NamedTuple):
         vector = torch.tensor([longest], dtype=torch.float64)
         lengths = [int(each) for each in world.transport.all_gather([vector] * len(world.ranks))]
         if min(lengths) < 0:
-            refusals = world.processes.gather(in_words(refusal))
+            refusals = world.processes.gather(refusal and in_words(refusal))
             first_refusal = first_error(dict(enumerate(refusals)), "given to rank")
             assert first_refusal is not None
             raise first_refusal from refusal

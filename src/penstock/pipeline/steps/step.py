@@ -209,18 +209,18 @@ class StepRunner:
         tokens = world.reductions.agree(facts, refusal)
         if world.mesh is not None:
             transport.follow(_progress_of(executors[0]))
-            transport.agree(facts.fingerprint, facts.description)
+            world.processes.begin(facts.fingerprint, facts.description)
         if refusal is not None:
-            transport.settle()  # it raises, unless every rank refuses
+            world.processes.settle()  # it raises, unless every rank refuses
             raise refusal
         weight = total_tokens or (tokens if counts else 1)
         if weight == 0:
-            transport.settle()  # or a rank with another batch would wait for this one
+            world.processes.settle()  # or a rank with another batch would wait for this one
             raise BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
         if isinstance(built.edges, DeclaredEdges):
             with self._agreed(schedule.microbatches, counts):
                 if unseen := built.edges.unseen(microbatches):
-                    transport.settle()  # or ranks with other batches would not meet in what follows
+                    world.processes.settle()  # or ranks with other batches would not meet in what follows
                     built.edges.agree(unseen, world.processes)
         local: Sequence[Microbatch] = microbatches
         if built.mesh_plan is not None:
@@ -291,7 +291,7 @@ class StepRunner:
             self.fail()
             if not isinstance(error, PeerError):
                 ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
-                self._world.transport.fail(f"{ops}{type(error).__name__}: {error}")
+                self._world.processes.fail(f"{ops}{type(error).__name__}: {error}")
             write_post_mortem(error, executors, self._trace_folder)
         for executor in executors if begun else ():
             executor.reset()
@@ -303,7 +303,7 @@ class StepRunner:
         error: of a wait after the schedule `lowered` has run; its post-mortem is written
         """
         self._broken |= not self._world.alone
-        self._world.transport.same_call = lambda name: None  # those in this step compare no calls
+        self._world.processes.mesh = None  # ranks that are in this step compare no calls
         if error is not None and lowered is not None and error.timeline is None:
             write_post_mortem(error, lowered.executors, self._trace_folder)
 

@@ -1,9 +1,7 @@
-"""Agreement: all ranks run the same thing, start with the same values, and raise the same errors.
+"""Facts that must be the same on all ranks, as text by name, and where the ranks differ in them.
 
 Ranks that differ in schedule, microbatches, split or axes would soon disagree on which messages and groups
-there are, and hang or train on nonsense. So each rank gathers a few facts, as text by name, in collectives
-that are the same whatever the facts are: first a digest of all facts, and the facts themselves only if they
-differ.
+there are, and hang or train on nonsense. So they compare these facts first (penstock.runtime.ranks).
 """
 
 from __future__ import annotations
@@ -11,84 +9,25 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from penstock import errors
-from penstock.batch.microbatches import checksum
-from penstock.errors import BatchError, HandshakeError, InputError
-from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Schedule
 
-HandshakeFacts = Mapping[str, str]  # by name
-Words = Sequence[str] | None  # an error's type, value, rule and remedy; None: no error
-
-# ---- The same errors: a rank that raises alone would leave the others waiting. So before ranks communicate,
-# they exchange their errors, as text.
+Facts = Mapping[str, str]  # by name
 
 
-def in_words(error: InputError | None) -> Words:
-    """The error in a form that JSON can hold; of a type that takes more than words, the nearest base."""
-    if error is None:
-        return None
-    kind = next(base for base in type(error).__mro__ if "__init__" not in vars(base))
-    return [kind.__name__, error.value, error.rule, error.remedy]
+def number_of(facts: Facts) -> int:
+    """A number that is another one where the facts are others; a float64 holds it."""
+    return int(digest(json.dumps(sorted(facts.items()))), 16)
 
 
-def first_error(by_rank: Mapping[int, Words], who: str) -> InputError | None:
-    """The first error, with the ranks that have the same one unless all do; None where no rank has one.
-
-    who: what stands before their numbers, such as "given to process"
-    """
-    error_words = {rank: words for rank, words in by_rank.items() if words is not None}
-    if not error_words:
-        return None
-    first = next(iter(error_words.values()))
-    ranks = [str(rank) for rank, words in error_words.items() if words == first]
-    kind, value, rule, remedy = first
-    where = "" if len(ranks) == len(by_rank) else f", {who} {', '.join(ranks)}"
-    error: type[InputError] = getattr(errors, kind, BatchError)
-    return error(f"{value}{where}", rule, remedy)
-
-
-@contextmanager
-def shared_errors(processes: Processes) -> Iterator[None]:
-    """Raise the InputError of one process's block on all of them. Collective."""
-    own: InputError | None = None
-    try:
-        yield
-    except InputError as error:
-        if processes.count == 1:
-            raise
-        own = error
-    first = first_error(dict(enumerate(processes.gather(in_words(own)))), "on process")
-    if first is not None:
-        raise first from own
-
-
-# ---- The same facts
-
-
-def shake_hands(processes: Processes, facts: HandshakeFacts) -> None:
-    """Raise HandshakeError on every rank where any two ranks' `facts` differ. Collective."""
-    if len(set(processes.gather(digest(json.dumps(sorted(facts.items())))))) == 1:
-        return
-    lines = differences(processes.gather(dict(facts)))
-    raise HandshakeError(
-        "ranks that were started on different things",
-        "all ranks of a pipeline run the same" + "".join(f"\n  {line}" for line in lines),
-        "\nStart every rank with the same versions, config and arguments",
-    )
-
-
-def differences(by_rank: Sequence[HandshakeFacts | None]) -> list[str]:
+def differences(by_rank: Sequence[Facts | None]) -> list[str]:
     """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``.
 
     by_rank: None for a rank that does not count
@@ -156,40 +95,3 @@ def named(function: object) -> str:
 
 def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-# ---- The same values
-
-
-def compare_values(
-    processes: Processes, part: int, values: Mapping[str, Tensor], shared: Collection[str]
-) -> None:
-    """Raise HandshakeError on every process where copies or shards of one weight have different values.
-
-    For example, each process may have made its model at random. Collective.
-
-    Args:
-        part: which part of the model this process has.
-        values: the weights of that part, by name.
-        shared: the names that occur in several parts: a tied weight, or all where there are two copies of
-            the model.
-    """
-    sums = {name: f"{checksum(value):08x}" for name, value in values.items()}
-    in_parts = {name: sums[name] for name in sorted(sums.keys() & set(shared))}
-    gathered = processes.gather([part, digest(json.dumps(sorted(sums.items()))), in_parts])
-    distinct_sums: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}
-    distinct_sums |= {pair for *_, pairs in gathered for pair in pairs.items()}
-    if len(distinct_sums) == len({key for key, _ in distinct_sums}):
-        return
-    everyone = processes.gather(sums)
-    lines: list[str] = []
-    for name in sorted({name for each in everyone for name in each}):
-        lines += differences([{name: each[name]} if name in each else None for each in everyone])
-    more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
-    raise HandshakeError(
-        "ranks that were given models with other values",
-        "copies and shards of one weight begin with the same values"
-        + "".join(f"\n  sum of {line}" for line in lines[:5])
-        + more,
-        "\nGive every rank the same seed before the model is made, or give its config or folder",
-    )

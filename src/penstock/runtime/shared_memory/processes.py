@@ -1,4 +1,4 @@
-"""Values that the ranks of one host exchange through shared memory: each writes its own, all read them all.
+"""Vectors that the ranks of one host exchange through shared memory: each writes its own, all read them all.
 
 There are two slots. A rank writes its next vector but one only when everyone has written the next, and so has
 read the one that it overwrites.
@@ -11,35 +11,31 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from penstock.runtime.ranks import Started
 from penstock.runtime.shared_memory.segment import GATHERED, SLOT, SLOTS, Segment
-from penstock.runtime.transport.groups import Gathering, GroupProcesses
 
 _HEAD = 64  # bytes in front of a vector; the first word is its length
 
 
-class SharedProcesses(GroupProcesses):
-    """The processes of a group on one host.
+class SharedVectors:
+    """The exchanges of `rank`.
 
     Args:
-        segments: in their order.
+        segments: of the ranks, in order
         spin: see Segment.wait
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, limit: timedelta, segments: Sequence[Segment], spin: bool
-    ) -> None:
-        super().__init__(group, limit, torch.device("cpu"))
-        self._segments, self._spin, self._count = segments, spin, 0
+    def __init__(self, rank: int, segments: Sequence[Segment], spin: bool) -> None:
+        self._rank, self._segments, self._spin, self._count = rank, segments, spin, 0
 
-    def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
-        """Vectors, which may differ in length."""
+    def start(self, mine: Tensor) -> Started | None:
+        """Begin an exchange of vectors, which may differ in length. None where one has no room here."""
         if mine.nbytes > SLOT - _HEAD:
-            return super().start_all_gather(mine)
+            return None
         self._count += 1
-        segment, at = self._segments[self.index], self._slot(self._count)
+        segment, at = self._segments[self._rank], self._slot(self._count)
         segment.tensor(at, (1,), torch.int64).fill_(mine.nbytes)
         segment.tensor(at + _HEAD, mine.shape, mine.dtype).copy_(mine)
         segment.announce(GATHERED, self._count)
@@ -63,12 +59,10 @@ class SharedProcesses(GroupProcesses):
 
 
 class _SharedGathering:
-    def __init__(
-        self, processes: SharedProcesses, count: int, dtype: torch.dtype, into: list[Tensor]
-    ) -> None:
-        self._processes, self._count, self._dtype, self._into = processes, count, dtype, into
+    def __init__(self, vectors: SharedVectors, count: int, dtype: torch.dtype, into: list[Tensor]) -> None:
+        self._vectors, self._count, self._dtype, self._into = vectors, count, dtype, into
 
     def wait(self, limit: timedelta) -> object:
         """Fill the list."""
-        self._into[:] = self._processes.read(self._count, self._dtype, limit)
+        self._into[:] = self._vectors.read(self._count, self._dtype, limit)
         return True

@@ -28,7 +28,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.groups import GroupProcesses
+from penstock.runtime.ranks import GroupRanks
 
 RINGS = 1 << 16
 STATES = RINGS + (1 << 32)
@@ -158,15 +158,15 @@ def _timespec(seconds: float) -> _Timespec:
     return _Timespec(int(seconds), int(seconds % 1 * 1e9))
 
 
-def open_segments(processes: GroupProcesses) -> list[Segment] | None:
+def open_segments(ranks: GroupRanks) -> list[Segment] | None:
     """A segment of each process, in order; None where they cannot all map all of them. Collective."""
     token = secrets.randbits(60)
     descriptor = _create(token)
     try:
-        everyone = processes.all_gather(torch.tensor([os.getpid(), descriptor, token]))
+        everyone = ranks.all_gather(torch.tensor([os.getpid(), descriptor, token]))
         segments = _open([tuple(map(int, each)) for each in everyone])
         complete = torch.tensor([segments is not None])
-        if all(map(bool, processes.all_gather(complete))):
+        if all(map(bool, ranks.all_gather(complete))):
             return segments
         for segment in segments or ():
             segment.close()

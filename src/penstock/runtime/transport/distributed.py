@@ -1,4 +1,4 @@
-"""One rank per process: agreement, exchange and sums between ranks over torch.distributed (gloo or NCCL)."""
+"""One rank per process: messages and sums between ranks over torch.distributed (gloo or NCCL)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from penstock.errors import BatchError
 from penstock.private import (
     flatten_dense_tensors,
     foreach_copy_,
@@ -26,22 +25,14 @@ from penstock.runtime.health.limits import is_of_peer, within
 from penstock.runtime.health.notes import boot_id
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import channels
+from penstock.runtime.ranks import GroupRanks, Ranks
 from penstock.runtime.recorder import Progress
 from penstock.runtime.shared_memory.messages import SharedMessages
-from penstock.runtime.shared_memory.processes import SharedProcesses
+from penstock.runtime.shared_memory.processes import SharedVectors
 from penstock.runtime.shared_memory.segment import Segment, open_segments
-from penstock.runtime.transport.calls import call_number, different_calls, name_of_call
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.groups import (
-    Gathering,
-    GroupProcesses,
-    Groups,
-    PatientProcesses,
-    Processes,
-    gather,
-    naming_peers,
-)
+from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import Transport
 from penstock.runtime.transport.stream_channels import StreamChannels, Transfer, hold_up_until
 from penstock.schedule import Op, Schedule
@@ -50,7 +41,7 @@ _BUCKET_BYTES = 64 * 2**20  # the most that is copied together to be summed
 
 
 class DistributedTransport(Transport):
-    """The transport of one rank on the `pp` axis of a mesh; also the `Processes` of its pipeline.
+    """The transport of one rank on the `pp` axis of a mesh.
 
     It has no messages before `open`.
 
@@ -63,21 +54,22 @@ class DistributedTransport(Transport):
         self, groups: Groups, device: torch.device, timeout: float, watch: Watch | None = None
     ) -> None:
         super().__init__()
-        self.rank = self.index = groups.rank
-        self.count = groups.size
+        self.rank = groups.rank
         self._groups, self._limit = groups, groups.limit
         self._device = device
-        self._everyone = GroupProcesses(groups.host, groups.limit, torch.device("cpu"))
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._agreement: tuple[Gathering, list[Tensor], str] | None = None
         self._segments: list[Segment] | None = None
         self._spin = False
         if watch is None:  # other pipelines of the job may be anything
-            token = int(self._everyone.all_gather(torch.tensor([secrets.randbits(60)]))[0])
-            watch = watch_of(f"{token}", self.rank, groups.size, timeout)
+            drawn = GroupRanks(groups.host, groups.limit).gather(secrets.token_hex(8))
+            watch = watch_of(drawn[0], self.rank, groups.size, timeout)
         else:
             watch.number_ranks(groups.members)
         self.watch = watch
+        self.ranks: GroupRanks = GroupRanks(
+            groups.host, groups.limit, watch=watch, waits_for="the end of the step", numbered=True,
+            another=partial(groups.new_on_host, "pp background"),
+        )  # fmt: skip
         self.watch.gives_up = abort = _unless_gone(groups.abort)
         self.watch.frees = abort if groups.backend == "nccl" and groups.size > 1 else None
 
@@ -88,7 +80,7 @@ class DistributedTransport(Transport):
         edges, hosts = channels(schedule), schedule.placement.rank_of
         if self._segments is not None and not batched and network is None:
             # which other pipelines of the mesh may need
-            self._groups.pass_over("pp gradients", lambda: self.gather(None))
+            self._groups.pass_over("pp gradients", lambda: self.ranks.gather(None))
             self.messages = SharedMessages(
                 self.rank, self._segments, edges, hosts, wire, self.watch, self._limit, self._spin
             )
@@ -104,7 +96,7 @@ class DistributedTransport(Transport):
 
     def share_memory(self) -> None:
         """From now on, communicate through shared memory, if all ranks are on this host. Collective."""
-        self._segments = open_segments(self._everyone)
+        self._segments = open_segments(self.ranks)
         if self._segments is None:
             return
         self.closers += [segment.close for segment in self._segments]
@@ -112,55 +104,7 @@ class DistributedTransport(Transport):
         self.watch.gives_up = _unless_gone(self._segments[self.rank].end)
         # a rank that looks for a message keeps its core from others
         self._spin = len(os.sched_getaffinity(0)) >= dist.get_world_size()
-        self._everyone = SharedProcesses(self._groups.pipeline, self._limit, self._segments, self._spin)
-
-    def agree(self, fingerprint: int, description: str) -> None:
-        """Started here, and read before the first message: it costs no time."""
-        mine = torch.tensor([call_number(self.call), fingerprint], dtype=torch.float64)
-        with self.watch.waiting("the start of the step", None):
-            self._agreement = (*self._everyone.start_all_gather(mine), description)
-
-    def settle(self) -> None:
-        """Raises BatchError, on every rank, where the ranks do not work on the same step."""
-        if self._agreement is None:
-            return
-        work, everyone, description = self._agreement
-        self._agreement = None
-        with self.watch.waiting("the start of the step", None):
-            self._everyone.finish(work)
-        self._check_calls(everyone)
-        if len({int(fingerprint) for _, fingerprint in everyone}) == 1:
-            return
-        descriptions = self.gather(description)
-        raise BatchError(
-            "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(descriptions)),
-            "all ranks of a pipeline step on the same batch, split and schedule",
-            "Give every rank the same batch, e.g. by drawing it from the same seed and step",
-        )
-
-    def all_gather(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        self.settle()
-        (mine,) = vectors
-        numbered = mine.dtype == torch.float64  # not bytes, which a call sends after numbers
-        if numbered:  # one of one entry is then as long as that of `agree`: ranks in both calls meet in full
-            mine = torch.cat([mine.new_full((1,), call_number(self.call)), mine])
-        with self.watch.waiting("the end of the step", None):
-            work, everyone = self._everyone.start_all_gather(mine)
-            self._everyone.finish(work)
-        if numbered:
-            self._check_calls(everyone)
-        return [vector[1:] for vector in everyone] if numbered else everyone
-
-    def _check_calls(self, everyone: Sequence[Tensor]) -> None:
-        """Raise ConfigError, on every rank, where the ranks are in different methods of the pipeline."""
-        numbers = [float(vector[0]) for vector in everyone]
-        if len(set(numbers)) == 1:
-            return
-        raise different_calls({rank: name_of_call(number) for rank, number in enumerate(numbers)})
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything that JSON can hold), in order, on every rank. Collective."""
-        return gather(value, lambda vector: self.all_gather([vector]))
+        self.ranks.shared = SharedVectors(self.rank, self._segments, self._spin).start
 
     def share(self, ranks: tuple[int, ...]) -> None:
         if len(ranks) > 1 and ranks not in self._sharing:
@@ -184,20 +128,6 @@ class DistributedTransport(Transport):
         if on_stream:  # once: an error comes before an optimizer uses the gradients
             hold_up_until(Transfer(what, peer, works).over, what, peer, self.watch, self._limit)
 
-    def in_background(self) -> PatientProcesses:
-        """The same ranks for another thread, which may wait for a disk: a group serves one thread only.
-
-        Collective over the whole job.
-        """
-        with naming_peers(self.watch, "the making of a process group"):
-            group = self._groups.new_on_host("pp background")
-        return PatientProcesses(GroupProcesses(group, self._limit, torch.device("cpu")), self.watch)
-
-    @property
-    def patient(self) -> PatientProcesses:
-        """The same ranks, which may wait for a disk."""
-        return PatientProcesses(self._everyone, self.watch)
-
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
         if not is_of_peer(cause):
             return cause
@@ -208,33 +138,20 @@ class DistributedTransport(Transport):
     def follow(self, progress: Callable[[], Progress | None]) -> None:
         self.watch.follow(progress)
 
-    def fail(self, reason: str) -> None:
-        self.watch.failed(reason)
-
     def name_of(self, rank: int) -> str:
         return self.watch.name_of(rank)
 
     def reset(self) -> None:
         """A step that failed on one rank cannot be resumed: buffers may still be written to.
 
-        One that was refused before anything was sent leaves no open agreement.
+        One that was refused before anything was sent leaves no open comparison.
         """
-        self._agreement = None
+        self.ranks.begun = None
 
     def close(self) -> None:
         super().close()
         self.watch.close()
         self._groups.close()
-
-
-def in_background(processes: Processes) -> Processes:
-    """The same processes, for another thread. Collective over all processes of the job."""
-    return processes.in_background() if isinstance(processes, DistributedTransport) else processes
-
-
-def patient(processes: Processes) -> Processes:
-    """The same processes, which may wait for a disk."""
-    return processes.patient if isinstance(processes, DistributedTransport) else processes
 
 
 def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
@@ -259,12 +176,12 @@ def times_built(timeout: float) -> int:
     )
 
 
-def clock_offset(transport: DistributedTransport) -> float:
+def clock_offset(ranks: Ranks) -> float:
     """Seconds to add to this process's perf_counter to get rank 0's. Collective.
 
     Processes of one machine share that clock; between machines the wall clocks are trusted.
     """
     boot = boot_id()
-    clocks = transport.gather((boot, time.time() - time.perf_counter()))
+    clocks = ranks.gather((boot, time.time() - time.perf_counter()))
     first_boot, first = clocks[0]
-    return 0.0 if boot == first_boot else float(clocks[transport.rank][1] - first)
+    return 0.0 if boot == first_boot else float(clocks[ranks.index][1] - first)

@@ -1,198 +1,28 @@
-"""Groups of processes: values that they exchange outside of steps, and the process groups of one pipeline."""
+"""The process groups of one pipeline."""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
 import datetime
-import json
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.batch.placement import to_device
-from penstock.errors import PeerError, PeerLostError, StalledPeerError
 from penstock.private import set_pg_timeout
-from penstock.runtime.health.limits import begun, is_late, is_of_peer, within
+from penstock.runtime.health.limits import begun, is_of_peer, within
 from penstock.runtime.health.watch import Watch
 
 # where no rank waits: a thread of sends, and NCCL, whose deadlines its callers keep
 FOREVER = datetime.timedelta(days=30)
-_SLOW = datetime.timedelta(hours=1)  # a disk may be; a rank that dies closes its connections at once
 _LINGERS = datetime.timedelta(seconds=5)  # in which a process that ends lets NCCL end
 _SPARE = 2.0  # seconds after its own limit in which gloo gives up making a group
-
-
-class Processes(Protocol):
-    """The processes that one pipeline runs in: one for each rank, or a single one that holds all ranks."""
-
-    @property
-    def index(self) -> int:
-        """This process, from 0. Process 0 writes what is written once."""
-
-    @property
-    def count(self) -> int: ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value (anything that JSON can hold), in order, on every process. Collective."""
-
-
-class Gathering(Protocol):
-    """An all-gather that has begun."""
-
-    def wait(self, timeout: datetime.timedelta) -> object:
-        """Raises RuntimeError where a process is late or gone."""
-
-
-class OneProcess:
-    """All ranks live in this process."""
-
-    index = 0
-    count = 1
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
-# The tensors of the latest collectives. One of gloo's threads frees them shortly after it reports the
-# collective complete. If it held the last reference it would need Python, which may be ending by then: that
-# aborts the process.
-_LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
-
-
-class GroupProcesses:
-    """The processes of a process group.
-
-    Args:
-        limit: the longest wait for the other processes.
-        device: where the group's tensors have to be.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, limit: datetime.timedelta, device: torch.device) -> None:
-        self._group, self._limit, self._device = group, limit, device
-        self.index, self.count = group.rank(), group.size()
-        self._on_stream = backend_for(group, device.type) == "nccl"
-
-    def gather(self, value: Any) -> list[Any]:
-        return gather(value, self.all_gather)
-
-    def all_gather(self, mine: Tensor) -> list[Tensor]:
-        """Every process's tensor, in order; all have one shape and dtype. Collective."""
-        work, everyone = self.start_all_gather(mine)
-        self.finish(work)
-        return everyone
-
-    def finish(self, work: Gathering) -> None:
-        """Wait for what has begun. Raises RuntimeError where a process is late or gone."""
-        try:
-            work.wait(self._limit)
-        except RuntimeError as cause:
-            if is_late(cause):
-                self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        """Never free the group, in which a collective is under way that may not complete.
-
-        gloo would wait for that up to the group's own limit, which is 30 minutes for the group of the job: a
-        process that has raised its error would not end.
-        """
-        never_free(self._group)
-
-    def start_all_gather(self, mine: Tensor) -> tuple[Gathering, list[Tensor]]:
-        """The same, without waiting for it."""
-        mine = to_device(mine, self._device)
-        everyone = list(mine.new_empty((self.count, *mine.shape)).unbind())
-        work = dist.all_gather(everyone, mine, self._group, async_op=True)
-        assert work is not None
-        if self._on_stream:  # the GPU's stream waits, before another group may be used
-            work.wait()
-        _LATEST.append((mine, everyone))
-        return work, everyone
-
-    @contextmanager
-    def limited(self, limit: datetime.timedelta) -> Iterator[None]:
-        """What begins in the block takes up to `limit`; gloo closes the connections of what takes longer."""
-        backend: Any = self._group._get_backend(torch.device("cpu"))
-        before = backend.options._timeout
-        set_pg_timeout(limit, self._group)
-        try:
-            yield
-        finally:
-            set_pg_timeout(before, self._group)
-
-
-class PatientProcesses:
-    """The same processes, which wait up to an hour for each other: disks may be slow. Not on NCCL.
-
-    watch: notices a process that has ended or is stuck, for which nobody waits
-    """
-
-    def __init__(self, processes: GroupProcesses, watch: Watch) -> None:
-        self.index, self.count = processes.index, processes.count
-        self._processes, self._watch = processes, watch
-
-    def gather(self, value: Any) -> list[Any]:
-        """Raises StalledPeerError, PeerLostError."""
-        return gather(value, self._all_gather)
-
-    def _all_gather(self, mine: Tensor) -> list[Tensor]:
-        with self._processes.limited(_SLOW):
-            work, everyone = self._processes.start_all_gather(mine)
-        try:
-            self._watch.wait_patiently("what is read or written", work.wait, _SLOW)
-        except PeerError:
-            self._processes.abandon()
-            raise
-        return everyone
-
-
-class AllProcesses(GroupProcesses):
-    """All processes of the job. watch: names one that is late or gone; None before there is one"""
-
-    def __init__(self, timeout: float, device: torch.device, watch: Watch | None = None) -> None:
-        self._watch = watch
-        group = dist.group.WORLD
-        assert group is not None
-        takes_cpu = any(kind.type == "cpu" for kind in group._device_types)
-        on_device = torch.device("cpu") if takes_cpu else device
-        super().__init__(group, datetime.timedelta(seconds=timeout), on_device)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Raises StalledPeerError, PeerLostError."""
-        if self._watch is not None:
-            with self._watch.waiting("the handshake", None):
-                return super().gather(value)
-        try:
-            return super().gather(value)
-        except RuntimeError as cause:
-            late = is_late(cause)
-            kind = StalledPeerError if late else PeerLostError
-            seconds = self._limit.total_seconds()
-            raise kind(
-                f"process {self.index} waiting for the handshake of all {self.count}",
-                f"some of them did not come within {seconds:.0f} s" if late else "some of them are gone",
-                "Let every process of the job build the pipeline, and see what the others failed at",
-            ) from cause
-
-
-def gather(value: Any, all_gather: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-    """Everyone's `value`, by way of an all-gather of float64 vectors of one length."""
-    text = json.dumps(value).encode()
-    length = torch.tensor([len(text)], dtype=torch.float64)
-    longest = int(max(size.item() for size in all_gather(length)))
-    padded = torch.zeros(longest, dtype=torch.float64)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    received = all_gather(padded)
-    return [json.loads(bytes(t.to(torch.uint8).tolist()).rstrip(b"\0")) for t in received]
 
 
 class Groups:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
 from penstock.runtime.plan import Action, Exchange, Free, Message, Post
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.recorder import Progress
 from penstock.schedule import Op
 
@@ -115,25 +116,18 @@ class Transport:
     Attributes:
         messages: of the schedule that is run.
         closers: called by `close`.
-        same_call: called before each call of a collective method; raises where ranks of a mesh call others.
+        ranks: the processes that the ranks live in.
     """
 
     messages: Messages
-    call = ""  # the pipeline's method that the caller is in, and that every rank has to be in
 
     def __init__(self) -> None:
         self.closers: list[Callable[[], None]] = []
-        self.same_call: Callable[[str], None] = lambda name: None
-
-    def agree(self, fingerprint: int, description: str) -> None:
-        """Make sure, before the first message of a step, that all ranks work on the same step."""
-
-    def settle(self) -> None:
-        """Wait for the result of `agree`. To be called before a step's first message."""
+        self.ranks = Ranks()
 
     def all_gather(self, vectors: Sequence[Tensor]) -> list[Tensor]:
-        """Give one float64 vector for each rank of this process; get every rank's, in order. Collective."""
-        return list(vectors)
+        """Give one vector for each rank of this process; get every rank's, in order. Collective."""
+        return list(vectors) if self.ranks.count == 1 else self.ranks.all_gather(vectors[0])
 
     def share(self, ranks: tuple[int, ...]) -> None:
         """Prepare for sums over these ranks, before the first step. Collective over all ranks."""
@@ -158,9 +152,6 @@ class Transport:
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
         """The error to raise where `cause` ended an op: a typed one if another rank caused it."""
         return cause
-
-    def fail(self, reason: str) -> None:
-        """Leave a note for the other ranks that says why this one fails."""
 
     def name_of(self, rank: int) -> str:
         """A rank and its host, for messages."""

@@ -23,8 +23,9 @@ from penstock.batch.payload import Payload, TensorSpec
 from penstock.runtime.device import stream
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
+from penstock.runtime.ranks import GroupRanks
 from penstock.runtime.transport.channels import Channels
-from penstock.runtime.transport.groups import FOREVER, GroupProcesses, Groups
+from penstock.runtime.transport.groups import FOREVER, Groups
 from penstock.runtime.transport.point_to_point import Batches, P2PBatch, Work, ring_exchange
 
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
@@ -97,7 +98,7 @@ class StreamChannels(Channels):
     def _batches(self, groups: Groups) -> Batches:
         group = next(iter(self._p2p_groups.values())).group if self._p2p_groups else groups.pipeline
         # torch: the first call in a group is one of all its ranks
-        GroupProcesses(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
+        GroupRanks(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
         return StreamBatches(group, ring_exchange())
 
     def _connect(self, groups: Groups, channels: Sequence[Channel]) -> None:

@@ -31,7 +31,7 @@ from penstock.train.config.values import (
     PathText,
     Patterns,
     Positive,
-    Ranks,
+    RankCount,
     Seconds,
     Section,
     SmallNatural,
@@ -330,7 +330,7 @@ class PaddingSection(Section):
 class PipelineSection(Section):
     """Over how many ranks the model is split, and where, and in which order its microbatches run."""
 
-    ranks: Ranks = 1  # -1 under torchrun: all processes that the axes of parallel leave
+    ranks: RankCount = 1  # -1 under torchrun: all processes that the axes of parallel leave
     schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
     microbatches: Count = 4  # of a step, or of each part of its batch (section parallel)
     # Which layers go to which stage: so that the slowest rank is as fast as can be, by multiply-adds; or by

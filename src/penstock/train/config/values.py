@@ -84,7 +84,7 @@ Natural = Annotated[int, Field(ge=0), _at_most(2**63 - 1)]
 Seconds = Annotated[float, Field(gt=0), _at_most(10**8)]
 SmallNatural = Annotated[int, Field(ge=0), _at_most(10**4)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
-Ranks = Annotated[int, AfterValidator(_ranks)]
+RankCount = Annotated[int, AfterValidator(_ranks)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 

@@ -99,15 +99,15 @@ def watch_ranks(
         works = [work._replace(token=cost, square=0) for work, cost in zip(works, costs, strict=True)]
     *layers, embedding, head = works
     stages = []
-    for facts in pipe._info[: pipe.schedule.placement.depth]:
+    for facts in pipe.info[: pipe.schedule.placement.depth]:
         parts = [layers[number] for number in facts.layers]
         parts += [embedding] * facts.info.is_first
         parts += [head] * facts.info.is_last
         sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
         stages.append(MultiplyAdds(**sums))
     host, place = socket.gethostname(), pipe.reductions.loss_place
-    ours = [[place, rank, host] for rank in pipe._world.ranks]
-    hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
+    ours = [[place, rank, host] for rank in {pipe.schedule.placement.rank_of[at] for at in pipe.modules}]
+    hosts = [Host(*each) for process in pipe.ranks.gather(ours) for each in process]
     # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
     even = config.adapter is None and isinstance(config.train.activation_checkpointing, bool | str)
     return SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
