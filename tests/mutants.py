@@ -151,8 +151,8 @@ MUTANTS = [
         "checkpoint/test_save_load.py",
     ),
     Mutant(
-        "pipeline/split_model.py",
-        "            self._copies_under_way.wait()\n",
+        "pipeline/model_files.py",
+        "            self.under_way.wait()\n",
         "            pass\n",
         "checkpoint/test_save_load.py",
     ),
@@ -203,9 +203,7 @@ MUTANTS = [
         "        if False:  #",
         OF_STREAMED,
     ),
-    Mutant(
-        "runtime/transport/groups.py", "        if self._on_stream:  #", "        if False:  #", OF_STREAMED
-    ),
+    Mutant("runtime/ranks.py", "        if self._on_stream:  #", "        if False:  #", OF_STREAMED),
     Mutant(
         "parallel/nccl.py", "    if connections >= streams:\n        return\n", "    return\n", OF_STREAMED
     ),

@@ -97,12 +97,12 @@ SECOND, LAST = (1, 3), (3,)  # the processes of the second part of the batch, an
 OF_PARTS: Table = {
     ("few rows", SECOND): "BatchError: a batch of 1 rows, given to process 1, 3: .* Give 2 rows or more",
     ("few rows to evaluate", SECOND): "accepted",  # in fewer microbatches
-    ("a list", (0, 2)): "BatchError: microbatches: 1 on process 0; 2 on process 1; 1 on process 2; 2 on proc",
+    ("a list", (0, 2)): "BatchError: microbatches: 1 on rank 0, 2; 2 on rank 1, 3: all parts",
     ("a list to evaluate", SECOND): "BatchError: a list of 3 microbatches, given to process 1, 3: ",
     ("labels", SECOND): r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the next-token loss",
-    ("labels of outputs", SECOND): "BatchError: labels for some parts .*, and none given to process 1, 3: ",
-    ("labels of outputs", LAST): "BatchError: labels for some parts of a batch, .* given to process 3: ",
-    ("outputs", SECOND): r"ShapeError: a result that cannot be sent \(.*\), given to process 1, 3: ",
+    ("labels of outputs", SECOND): "BatchError: labels: given on rank 0, 2; none on rank 1, 3: ",
+    ("labels of outputs", LAST): "BatchError: labels: given on rank 0-2; none on rank 3: ",
+    ("outputs", SECOND): r"ShapeError: a result that cannot be sent \(.*\), on process 3: ",
     ("longer labels", SECOND): r"BatchError: labels of shape \[2, 24\], given to process 1, 3: .*\[2, 12\]",
     ("flat labels", SECOND): r"BatchError: labels of shape \[2\], given to process 1, 3: ",
     ("no rows", SECOND): "BatchError: microbatch 1, given to process 1, 3: it has no rows",

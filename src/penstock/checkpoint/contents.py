@@ -39,7 +39,7 @@ RandomState = dict[str, Tensor]  # by device type
 
 def bytes_of(pipe: SplitModel, optimizers: Optimizers) -> int:
     """The bytes of what this process adds to a checkpoint, or a few more."""
-    if not pipe.writes:
+    if not pipe.files.written_here:
         return 0
     tensors = [value for module in pipe.modules.values() for value in module.state_dict().values()]
     for optimizer in optimizers_of(optimizers):
@@ -75,7 +75,7 @@ def collector(
         random = _random_states(pipe)
         optimizer_state = state_of(optimizer, named, copies)
         # its result is called first: it waits until all is copied
-        write_weights = pipe.weights_writer(copies)
+        write_weights = pipe.files.collect(copies)
         if copies is not None:
             copies.begin()
 

@@ -111,7 +111,7 @@ class Holdings:
 
     def identity(self, world: int) -> StateDigests:
         """What the state fits: it goes back where all of it is the same. world: processes of the job"""
-        saved, mesh = self._pipe.saved_model, self._pipe.mesh
+        saved, mesh = self._pipe.files.saved, self._pipe.mesh
         facts: dict[str, Any] = {
             "the model's config": facts_of(type(saved.config), saved.config.to_json_string()),
             "the layout of ranks": [world, None if mesh is None else [mesh.mesh_dim_names, list(mesh.shape)]],
@@ -175,7 +175,7 @@ def _check_alike(key: str, part: str, tensor: Tensor, parameter: Tensor) -> None
 
 def _held(pipe: SplitModel) -> Iterator[tuple[Stage, str, Tensor]]:
     """What a checkpoint holds of each stage of this process, each tensor once."""
-    saved = pipe.saved_model
+    saved = pipe.files.saved
     for stage in pipe.stages:
         met, written = set[int](), {*saved.written(stage.module), *saved.copies}
         for name, value in stage.module.state_dict(keep_vars=True).items():

@@ -96,7 +96,7 @@ def load_checkpoint(
     they are read, so weights have changed by then, as they have where the disk fails meanwhile. They are NaN
     until another checkpoint is loaded.
     """
-    folder, saved = Path(path).expanduser(), pipe.saved_model
+    folder, saved = Path(path).expanduser(), pipe.files.saved
 
     def check() -> None:
         if pipe.processes.index == 0:
@@ -239,18 +239,18 @@ class CheckpointWriter:
         pipe, target = self._pipe, Path(os.path.abspath(Path(path).expanduser()))
         self._check_usable()
         self.wait()
-        pipe.saved_model  # noqa: B018  raises for a pipeline without files
+        pipe.files.saved  # noqa: B018  raises for a pipeline without files
         action = f"collect what goes into checkpoint {target}"
         copies: BackgroundCopies | None = None
 
         def check() -> Callable[[BackgroundCopies | None], Publish]:
-            pipe.check_savable(pretrained=False)
+            pipe.files.check(pretrained=False)
             return collector(pipe, optimizer, state, extra)
 
         with pipe.processes.calling("save_checkpoint()"):
             collect = pipe.ranks.attempt(action, check)
             if self._background and self._fits(target, optimizer):
-                copies = pipe.background_copies()
+                copies = pipe.files.new_copies()
             try:
                 publish = pipe.ranks.attempt(action, lambda: collect(copies))
             except BaseException:
@@ -263,13 +263,15 @@ class CheckpointWriter:
                 publish(target, self._processes)
                 follow(target, then, self._processes)
 
-            pipe.ranks.attempt(f"write checkpoint {target}", write if pipe.writes else lambda: None)
+            pipe.ranks.attempt(
+                f"write checkpoint {target}", write if pipe.files.written_here else lambda: None
+            )
             return
-        pipe.settle_copies()  # of another writer: weights are loaded after all of them
+        pipe.files.settle()  # of another writer: weights are loaded after all of them
         self._target, self._copies = target, copies
-        pipe.copies_under_way = copies
+        pipe.files.under_way = copies
         self._waits = [each.register_step_pre_hook(copies.before_step) for each in optimizers_of(optimizer)]
-        if pipe.writes:
+        if pipe.files.written_here:
             self._write = BackgroundWrite(target, publish, then, self._processes)
 
     def _fits(self, target: Path, optimizer: Optimizers) -> bool:
@@ -296,8 +298,8 @@ class CheckpointWriter:
     def _forget_copies(self) -> None:
         for handle in self._waits:
             handle.remove()
-        if self._copies is not None and self._pipe.copies_under_way is self._copies:
-            self._pipe.copies_under_way = None  # or an error's traceback would keep all copies
+        if self._copies is not None and self._pipe.files.under_way is self._copies:
+            self._pipe.files.under_way = None  # or an error's traceback would keep all copies
         self._copies, self._waits = None, []
 
     def wait(self) -> None:

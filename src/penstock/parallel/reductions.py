@@ -28,6 +28,7 @@ from penstock.errors import BatchError, InputError
 from penstock.parallel.axes import BATCH, LOSS
 from penstock.parallel.first_reads import FirstReads
 from penstock.parallel.mesh import flattened
+from penstock.runtime.health.agreement import differences
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.ranks import GroupRanks, Ranks, first_error, in_words
 from penstock.runtime.transport.groups import limit_waits, new_group
@@ -48,6 +49,29 @@ class BatchFacts(NamedTuple):
     fingerprint: int = 0
     description: str = ""
     total_tokens: int = 0
+
+    @property
+    def on_all_parts(self) -> dict[str, str]:
+        """What must be the same on all parts of a batch."""
+        labels = "given" if self.has_labels else "none"
+        counts = {"microbatches": str(self.microbatches), "total_tokens": str(self.total_tokens or "none")}
+        return {**counts, "labels": labels}
+
+
+_ON_ALL_PARTS = {  # the rule, and the remedy
+    "microbatches": (
+        "all parts of a batch are split into as many, as their ranks exchange something in each",
+        "Give every rank a list of the same length",
+    ),
+    "total_tokens": (
+        "the losses of all parts of a batch are divided by the same number",
+        "Give every rank what Pipeline.count_tokens returns",
+    ),
+    "labels": (
+        "the loss is that of all parts of a batch, or of none",
+        "Give every rank those of its part, or give none at all",
+    ),
+}
 
 
 class Reductions:
@@ -120,42 +144,20 @@ class Reductions:
         tokens = {number: count for number, *_, count in everyone}
         if agreed and len(data) == len(tokens) and error is None:
             return sum(tokens.values())
-        refusal_words = None if error is None else in_words(error)
-        words = dict(enumerate(self.everyone.gather((part, *facts, mine.description, refusal_words))))
-        refusal = first_error({rank: text for rank, (*_, text) in words.items()}, "given to process")
-        if refusal is not None:
+        refusals = self.everyone.gather(None if error is None else in_words(error))
+        if (refusal := first_error(dict(enumerate(refusals)), "given to process")) is not None:
             raise refusal from error
-        counts = {rank: count for rank, (_, count, *_) in words.items()}
-        if len(set(counts.values())) > 1:
-            raise BatchError(
-                "microbatches: " + "; ".join(f"{count} on process {rank}" for rank, count in counts.items()),
-                "all parts of a batch are split into as many, as their ranks exchange something in each",
-                "Give every rank a list of the same length",
-            )
-        totals = {rank: total for rank, (_, _, _, total, *_) in words.items()}
-        if len(set(totals.values())) > 1:
-            raise BatchError(
-                "total_tokens: "
-                + "; ".join(f"{n or 'none'} on process {rank}" for rank, n in totals.items()),
-                "the losses of all parts of a batch are divided by the same number",
-                "Give every rank what Pipeline.count_tokens returns",
-            )
-        without = [str(rank) for rank, (_, _, labels, *_) in words.items() if not labels]
-        if without and len(without) < len(words):
-            raise BatchError(
-                f"labels for some parts of a batch, and none given to process {', '.join(without)}",
-                "the loss is that of all parts, or of none",
-                "Give every rank those of its part, or give none at all",
-            )
+        all_facts = self.everyone.gather(mine.on_all_parts)
+        for name, (rule, remedy) in _ON_ALL_PARTS.items():
+            if lines := differences([{name: facts[name]} for facts in all_facts]):
+                raise BatchError(lines[0], rule, remedy)
+        descriptions = self.everyone.gather(mine.description)
         parts = [number for number, _ in data]
         differing = min(number for number in parts if parts.count(number) > 1)
         # of one part, as the others may differ in the same way
+        ranks = [rank for rank, (number, *_) in enumerate(everyone) if number == differing]
         raise BatchError(
-            "; ".join(
-                f"process {rank}: {text}"
-                for rank, (number, _, _, _, text, _) in words.items()
-                if number == differing
-            ),
+            "; ".join(f"process {rank}: {descriptions[rank]}" for rank in ranks),
             "all ranks of pp, cp and tp step on the same part of the batch",
             "Give each of them the part that pipe.batch_part names, from the same data",
         )

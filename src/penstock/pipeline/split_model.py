@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-from penstock.errors import CheckpointError, ModelError
-from penstock.models.weights.folder import Hashed, write_folder
-from penstock.models.weights.saved import MAX_SHARD_SIZE, SavedModel
+from penstock.errors import ModelError
+from penstock.models.weights.folder import write_folder
+from penstock.models.weights.saved import MAX_SHARD_SIZE
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World
-from penstock.pipeline.building.stages import BuiltStages, StageFacts, parameter_names, stage_facts
+from penstock.pipeline.building.stages import BuiltStages, StageFacts, stage_facts
+from penstock.pipeline.model_files import ModelFiles, ranks_of
 from penstock.private import foreach_mul_, foreach_norm
-from penstock.runtime.device.copies import BackgroundCopies, background_copies
 from penstock.runtime.ranks import Ranks, collective
-from penstock.runtime.sharded_weights import full_tensor, host_copy, local_shard
+from penstock.runtime.sharded_weights import full_tensor, local_shard
 from penstock.runtime.stage import Stage
 
 
@@ -32,19 +31,19 @@ class SplitModel:
     """This process's stages of a model: parameters, gradients and files. Pipeline adds the steps.
 
     Attributes:
+        files: what saving and loading need of this process's stages
         not_finite: ranks and hosts whose gradients were not finite in the last norm; empty where all were
     """
 
     not_finite = ""
     _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
-    copies_under_way: BackgroundCopies | None = None  # of what a checkpoint saves
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
         self.schedule, self._world = built.schedule, built.world
         self._stages = {stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)}
-        self._layers, self._saved, self._names = built.layers, built.saved, built.names or {}
-        self._copies = built.copies
+        self._layers, self._copies = built.layers, built.copies
+        self.files = ModelFiles(built)
         placement = built.schedule.placement
         self._info = stage_facts(built.stages, built.layers, placement, built.world.processes)
 
@@ -68,7 +67,7 @@ class SplitModel:
     @property
     def config(self) -> Any:
         """The Hugging Face config of the whole model. Raises ModelError for one made by from_provider."""
-        return self.saved_model.config
+        return self.files.saved.config
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -115,7 +114,7 @@ class SplitModel:
             remove_duplicate: give a tied weight the first of its names on every stage, so that parameter
                 groups made by name treat its copies equally; False gives the name that each stage has for it
         """
-        ties = self._saved.ties if self._saved and remove_duplicate else ()
+        ties = self.files.ties if remove_duplicate else ()
         first = {name: names[0] for names in ties for name in names}
         for stage in self._stages.values():
             for name, parameter in stage.module.named_parameters():
@@ -127,16 +126,9 @@ class SplitModel:
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters so that over all processes each weight comes once."""
-        tied = self._saved.copies if self._saved else frozenset()
-        for index, stage in self._first_copy.items():
-            copies = tied | self._copies.get(index, frozenset())
+        for index, stage in self.files.stages.items():
+            copies = self.files.tied | self._copies.get(index, frozenset())
             yield from ((n, p) for n, p in stage.module.named_parameters() if n not in copies)
-
-    @property
-    def _first_copy(self) -> dict[int, Stage]:
-        """This process's stages of the model's first copy; those of a second copy are equal."""
-        depth = self.schedule.placement.depth
-        return {index: stage for index, stage in self._stages.items() if index < depth}
 
     def zero_grad(self) -> None:
         """Set the gradients of this process's parameters to None."""
@@ -227,8 +219,7 @@ class SplitModel:
 
         Raises CheckpointError for a folder that is missing or holds other weights.
         """
-        self.settle_copies()
-        self.saved_model.load(folder, self._stages)
+        self.files.load(folder)
 
     @collective
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -244,112 +235,14 @@ class SplitModel:
         another mesh; RunError on the others where one rank fails otherwise.
         """
         action = f"write {path}"
-        self.ranks.attempt(action, lambda: self.check_savable(pretrained=True))
-        write, processes = self.weights_writer(), self.processes.patient
+        self.ranks.attempt(action, lambda: self.files.check(pretrained=True))
+        write, processes = self.files.collect(), self.processes.patient
 
-        def write_all(folder: Path) -> Hashed:
-            return write(folder, processes, max_shard_size)
+        def write_whole() -> None:
+            if self.files.written_here:
+                write_folder(Path(path), lambda folder: write(folder, processes, max_shard_size), processes)
 
-        write_whole = partial(write_folder, Path(path), write_all, processes)
-        self.ranks.attempt(action, write_whole if self.writes else lambda: None)
-
-    def background_copies(self) -> BackgroundCopies:
-        """What copies what is saved into host memory; nothing on a pipeline that does not write."""
-        return background_copies(self._world.device, kept=self.writes)
-
-    def settle_copies(self) -> None:
-        """Wait until weights may be changed."""
-        if self.copies_under_way is not None:
-            self.copies_under_way.wait()
-
-    def weights_writer(self, copies: BackgroundCopies | None = None) -> Callable[..., Hashed]:
-        """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
-
-        Collective over the mesh; the result is collective over the processes it gets.
-        copies: what copies into host memory, so that training may go on meanwhile; None: what is not sharded
-            is written from where it lies
-        """
-        saved, stages = self.saved_model, self._first_copy
-        sharded = any(isinstance(parameter, DTensor) for parameter in self.parameters())
-        values = None
-        if copies is not None or sharded:
-            to_host = copies or self.background_copies()
-            values = {i: _values(stage, saved.written(stage.module), to_host) for i, stage in stages.items()}
-            if copies is None:
-                to_host.begin()
-                to_host.result()
-
-        def write(folder: Path, processes: Ranks, size: int | str = MAX_SHARD_SIZE) -> Hashed:
-            layouts: dict[int, Any] = {}
-
-            def lay_out() -> None:
-                if copies is not None:
-                    copies.result()
-                layouts.update(saved.lay_out(stages, values))
-
-            processes.attempt("lay out its weights", lay_out)
-            return saved.write(folder, layouts, processes, size)
-
-        return write
-
-    @property
-    def saved_model(self) -> SavedModel:
-        """The whole model's files. Raises ModelError for a pipeline made by from_provider."""
-        if self._saved is None:
-            raise ModelError(
-                "a pipeline made by from_provider",
-                "only its provider knows its files",
-                "Save `modules` yourself",
-            )
-        return self._saved
-
-    def check_savable(self, *, pretrained: bool) -> None:
-        """Raise ModelError for weights of this process that are not under the model's names.
-
-        Raises CheckpointError for one that is sharded over another mesh.
-
-        pretrained: whether from_pretrained is to read all of them
-        """
-        odd = [name for index, names in self._names.items()
-               for name in names ^ parameter_names(self._stages[index].module)]  # fmt: skip
-        unread = self.saved_model.unread(self._stages, pretrained=pretrained)
-        odd += [] if unread is None else [unread]
-        ours = self._world.reductions.stage_ranks
-        foreign = [name for name, p in self.named_parameters()
-                   if isinstance(p, DTensor) and not ours.issuperset(_ranks_of(p))]  # fmt: skip
-        if odd:
-            raise ModelError(
-                f"weights with {min(odd)}, which only the model or what was made of it has",
-                "a folder holds weights under the names that from_pretrained reads, or an adapter's alone",
-                "Put the model's own modules back, freeze what an adapter does not hold, or save `modules` "
-                "yourself",
-            )
-        if foreign:
-            raise CheckpointError(
-                f"{min(foreign)}, a DTensor",
-                "its weights are sharded over another mesh; gather them first",
-                "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
-            )
-
-    # ---- what penstock.checkpoint uses too
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process's pipeline is the one of the mesh that writes files."""
-        return self._world.reductions.is_first
-
-
-def _values(stage: Stage, names: Collection[str], copies: BackgroundCopies) -> dict[str, Tensor]:
-    """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded."""
-    made: dict[int, Tensor] = {}
-    values: dict[str, Tensor] = {}
-    for name, value in stage.module.state_dict(keep_vars=True).items():
-        if name not in names:
-            continue
-        if id(value) not in made:
-            made[id(value)] = host_copy(value, copies, steady=isinstance(value, nn.Parameter))
-        values[name] = made[id(value)]
-    return values
+        self.ranks.attempt(action, write_whole)
 
 
 # ---- the norm of all gradients, over all stages and all ranks of the mesh
@@ -367,16 +260,11 @@ def _by_holders(gradients: Sequence[Tensor], world: World) -> dict[int, list[Ten
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
             held.setdefault(replicas, []).append(gradient)
-        elif world.reductions.stage_ranks.issuperset(_ranks_of(gradient)):
+        elif world.reductions.stage_ranks.issuperset(ranks_of(gradient)):
             held.setdefault(replicas // _shard_count(gradient), []).append(gradient.to_local())
         else:  # of a mesh of the user's own
             held.setdefault(replicas, []).append(full_tensor(torch.linalg.vector_norm(gradient)))
     return held
-
-
-def _ranks_of(tensor: DTensor) -> list[int]:
-    ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
-    return ranks
 
 
 def _shard_count(gradient: DTensor) -> int:

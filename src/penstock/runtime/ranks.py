@@ -162,7 +162,7 @@ class Ranks:
 
     @property
     def patient(self) -> Self:
-        """They wait for each other up to an hour, as for a disk."""
+        """They wait for each other up to an hour, as for a disk, unless one ends or is stuck. Not on NCCL."""
         return self
 
     def checked(self, check: Callable[[], None]) -> Self:
@@ -230,7 +230,6 @@ class GroupRanks(Ranks):
         device: where the group's tensors have to be
         watch: names the process that is late or gone; without it that is a RuntimeError
         waits_for: what an exchange waits for, unless its caller says so
-        patient: it waits up to an hour, and notices a process that has ended or is stuck. Not on NCCL
         numbered: whether each exchange tells the others which call this process is in
         another: makes one more group of the same processes; collective over all processes of the job
     """
@@ -243,7 +242,6 @@ class GroupRanks(Ranks):
         watch: Watch | None = None,
         waits_for: str = "the handshake",
         *,
-        patient: bool = False,
         numbered: bool = False,
         another: Callable[[], dist.ProcessGroup] | None = None,
     ) -> None:
@@ -252,7 +250,7 @@ class GroupRanks(Ranks):
         # what sends a vector through shared memory, or says None where it has no room there
         self.shared: Callable[[Tensor], Started | None] = lambda mine: None
         self._group, self._limit, self._device, self._waits_for = group, limit, device, waits_for
-        self._patient, self._numbered, self._another = patient, numbered, another
+        self._patient, self._numbered, self._another = False, numbered, another
         self._on_stream = backend_for(group, device.type) == "nccl"
         self.begun: tuple[Started, str] | None = None
 
@@ -267,7 +265,7 @@ class GroupRanks(Ranks):
         assert self.watch is not None
         with naming_peers(self.watch, "the making of a process group"):
             group = self._another()  # one group serves one thread only
-        return GroupRanks(group, self._limit, watch=self.watch, patient=True)
+        return GroupRanks(group, self._limit, watch=self.watch).patient
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.waiting(what, None)

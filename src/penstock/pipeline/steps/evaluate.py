@@ -13,7 +13,6 @@ from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.parallel.expert.replay import Recorded
-from penstock.parallel.reductions import BatchFacts
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages
 from penstock.pipeline.steps.schedules import LoweredSchedule
@@ -70,7 +69,7 @@ class Evaluations:
         scored = labelled or not isinstance(self._built.loss, OwnLoss)
         result, collected, count = self._run(batch, collect, scored)
         if everywhere:
-            collected = self._send_to_all(collected, count)
+            collected = send_to_all(collected, self._built.world)
         outputs = [collected.get(microbatch) for microbatch in range(count)] if collected else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
@@ -94,18 +93,6 @@ class Evaluations:
             collected |= executor.ops.results
             executor.ops.results = {}
         return result, dict(sorted(collected.items())), lowered.schedule.microbatches
-
-    def _send_to_all(self, collected: Mapping[int, Any], count: int) -> dict[int, Any]:
-        """As `send_to_all`; what one pipeline of a mesh refuses, all refuse. Collective over the mesh."""
-        refusal, everyone = None, dict[int, Any]()
-        try:
-            everyone = send_to_all(collected, self._built.world)
-        except ShapeError as error:
-            refusal = error
-        self._built.world.reductions.agree(BatchFacts(count, has_labels=True), refusal)
-        if refusal is not None:
-            raise refusal
-        return everyone
 
     def _forwards(self, batch: BatchLike) -> LoweredSchedule:
         """The forwards of as many microbatches as `batch` makes on every rank. Collective over the mesh."""
@@ -135,7 +122,7 @@ _SLICE = 1 << 24  # bytes in one exchange: every process receives as many from e
 
 
 def send_to_all(local_results: Mapping[int, Any], world: World) -> dict[int, Any]:
-    """Every process's results, by microbatch, on every process. Collective.
+    """Every process's results, by microbatch, on every process. Collective, over the mesh where there is one.
 
     Tensors travel as their bytes; numbers and strings in lists, tuples and dicts as text.
     Raises ShapeError, on every process, for anything else.
@@ -143,24 +130,22 @@ def send_to_all(local_results: Mapping[int, Any], world: World) -> dict[int, Any
     if world.processes.count == 1:
         return dict(local_results)
     payloads: dict[int, Payload] = {}
-    refusal, texts = None, dict[int, str]()
-    try:
-        for microbatch, value in local_results.items():
-            tensors, form = flatten(value)
-            payloads[microbatch] = Payload(tensors, EdgeSpecs.of(tensors, form))
-            texts[microbatch] = pack_specs(payloads[microbatch].specs).decode()
-    except ShapeError as error:  # the others are about to wait for this process
-        refusal, texts = error.value, {}
-    everyone = world.processes.gather([refusal, texts])
-    for refused, _ in everyone:
-        if refused is not None:
+
+    def pack() -> dict[int, str]:
+        try:
+            for microbatch, value in local_results.items():
+                tensors, form = flatten(value)
+                payloads[microbatch] = Payload(tensors, EdgeSpecs.of(tensors, form))
+        except ShapeError as error:
             rule = "tensors, numbers, strings and None go to all ranks, in lists, tuples and dicts"
-            raise ShapeError(
-                f"a result that cannot be sent ({refused})", rule, "Return these, or leave everywhere out"
-            )
+            remedy = "Return these, or leave everywhere out"
+            raise ShapeError(f"a result that cannot be sent ({error.value})", rule, remedy) from error
+        return {microbatch: pack_specs(payload.specs).decode() for microbatch, payload in payloads.items()}
+
+    texts = world.everyone.attempt("send its results to all ranks", pack)
     results: dict[int, Any] = {}
-    for owner, (_, held) in enumerate(everyone):
-        for number, text in held.items():
+    for owner, packed in enumerate(world.processes.gather(texts)):
+        for number, text in packed.items():
             specs = unpack_specs(text.encode())
             mine = payloads[int(number)].tensors if owner == world.processes.index else None
             received = [

@@ -179,7 +179,7 @@ def check_split(
 
 def _from_first(pipe: Pipeline, value: Any) -> Any:
     """The value (JSON must hold it) of process 0 of the mesh's first pipeline, on every rank. Collective."""
-    values = pipe.ranks.gather([value] if pipe.processes.index == 0 and pipe.writes else None)
+    values = pipe.ranks.gather([value] if pipe.processes.index == 0 and pipe.files.written_here else None)
     return next(filter(None, values))[0]
 
 
