@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from models.weights.test_folder import on_threads
 from penstock.batch.payload import EdgeSpecs, TensorSpec, declared
 from penstock.errors import ModelError, PartitionError, ShapeError
 from penstock.models.split.partition import even_split
@@ -23,6 +22,7 @@ from penstock.models.stage import (
     provided_edges,
 )
 from penstock.runtime.ranks import Ranks
+from support.ranks import on_threads
 
 FIRST = object()  # in place of what a first stage does not receive
 BATCH = {"x": "x", "y": "y", "z": "z"}

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from models.weights.test_folder import on_threads
 from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
 from penstock.runtime.health import notes
 from penstock.runtime.ranks import Ranks
 from penstock.train import owner
 from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
 from penstock.train.run import preflight, run
+from support.ranks import on_threads
 from support.tiny import config, metrics
 
 

@@ -70,8 +70,9 @@ def save_checkpoint(
             state_dict(): text, numbers, lists, and dicts by text. Process 0's is kept.
 
     Raises CheckpointError for state that a checkpoint cannot hold and weights sharded over another mesh;
-    ModelError for weights that are not under the model's names and a pipeline made by from_provider; on
-    processes other than the one that failed, RunError, which names it.
+    ModelError for weights that are not under the model's names and a pipeline made by from_provider: on all
+    processes. Where one fails otherwise, as on a full disk, it raises its own error, and the others a
+    RunError, which names it.
     """
     CheckpointWriter(pipe, background=False).save(path, optimizer, state)
 

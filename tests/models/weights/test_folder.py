@@ -7,8 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,40 +24,7 @@ from penstock.models.weights.folder import (
 )
 from penstock.runtime.ranks import Ranks
 from support.folders import check_folder
-from support.ranks import GatheringRanks
-
-
-class Threads(GatheringRanks):
-    """Processes that are threads: enough to try what is collective."""
-
-    def __init__(self, index: int, count: int, barrier: threading.Barrier, slots: list[Any]) -> None:
-        self.index, self.count, self._barrier, self._slots = index, count, barrier, slots
-
-    def gather(self, value: Any) -> list[Any]:
-        self._slots[self.index] = json.loads(json.dumps(value))  # as between real processes
-        self._barrier.wait()
-        values = list(self._slots)
-        self._barrier.wait()
-        return values
-
-
-def on_threads(count: int, work: Callable[[Ranks], None]) -> list[BaseException | None]:
-    """Run `work` on `count` processes; what each raised."""
-    barrier, slots = threading.Barrier(count, timeout=10), [None] * count
-    raised: list[BaseException | None] = [None] * count
-
-    def run(index: int) -> None:
-        try:
-            work(Threads(index, count, barrier, slots))
-        except BaseException as error:
-            raised[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return raised
+from support.ranks import GatheringRanks, on_threads
 
 
 def write_two(folder: Path) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from models.weights.test_folder import on_threads, write_two
+from models.weights.test_folder import write_two
 from penstock.errors import AlteredError, CheckpointError, ConfigError, PeerLostError
 from penstock.models.weights.folder import Hashed, write_folder
 from penstock.models.weights.hashes import hashed_meanwhile, share
 from penstock.runtime.ranks import Ranks
 from support.folders import flip
+from support.ranks import on_threads
 
 
 def listed(**sizes: int) -> Hashed:
