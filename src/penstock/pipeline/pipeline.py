@@ -26,13 +26,13 @@ from penstock.pipeline.steps.optimizer_step import OptimizerStep, optimizer_erro
 from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
 from penstock.pipeline.steps.put_off import warn_of_whole_backwards
 from penstock.pipeline.steps.schedules import LoweredSchedule
+from penstock.pipeline.steps.shared_gradients import SharedGradients
 from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch
 from penstock.pipeline.steps.step import StepRecord, StepResult, StepRunner
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.sharded_weights import check_not_replaced
-from penstock.runtime.shared_weights import SharedGradients
 from penstock.runtime.stage import without_gradients
 from penstock.runtime.transport.calls import collective
 from penstock.schedule import Costs, Proof, Timeline
