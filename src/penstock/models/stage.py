@@ -139,8 +139,10 @@ class ProvidedCall:
     is one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, callee: nn.Module | None = None) -> None:
+        """callee: what is called in place of `module`, a wrapper around it; None: nothing is"""
         self._module, self._signature = module, inspect.signature(module.forward)
+        self._callee = module if callee is None else callee
         kinds = [(p.name, p.kind) for p in self._signature.parameters.values()]
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -150,7 +152,7 @@ class ProvidedCall:
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         args, kwargs = _as_arguments(received[0]) if received else ((), {})
-        return self._module(*args, **self._with_entries(args, kwargs, microbatch))
+        return self._callee(*args, **self._with_entries(args, kwargs, microbatch))
 
     def check(self, value: Any, microbatch: Microbatch) -> None:
         """Raise ModelError where forward cannot be called on `value` from the stage before."""

@@ -9,44 +9,37 @@ import torch
 from torch import Tensor, nn
 
 from penstock.batch.placement import to_device
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ModelError
+from penstock.pipeline.building.stages import BuiltStages
+from penstock.pipeline.steps.step import Step, StepPart
 from penstock.runtime.health.agreement import first_error, in_words
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.shared_weights import SharedWeights, copy_name
-from penstock.runtime.transport.groups import Processes
-from penstock.runtime.transport.interface import Transport
-from penstock.schedule import Placement
+from penstock.runtime.shared_weights import copy_name
 
 
-class SharedGradients:
+class SharedGradients(StepPart):
     """Sums the gradients of shared weights over one step."""
 
-    def __init__(
-        self,
-        shared: Sequence[SharedWeights],
-        modules: Mapping[int, nn.Module],
-        placement: Placement,
-        transport: Transport,
-        processes: Processes,
-        batch_parts: int = 1,
-    ) -> None:
+    def __init__(self, built: BuiltStages, modules: Mapping[int, nn.Module]) -> None:
         """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen.
 
         modules: this process's, by stage
-        batch_parts: parts of a batch, each of which has a copy of the model
         """
+        world, shared = built.world, built.weights.shared
         for group in shared:
-            transport.share(group.ranks)
+            world.transport.share(group.ranks)
         self._shared = shared
-        self._held = [
+        self._copies_by_ranks = [
             (group.ranks, [tuple(copies.values()) for copies in group.copies])
             for group in shared
             if group.copies
         ]
-        self._transport, self._processes = transport, processes
+        self._transport, self._processes = world.transport, world.processes
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._compared: list[bool] = []
-        twice = placement.replicas * batch_parts > 1
+        parts_of_batch = world.reductions.batch_part[1]  # each has a copy of the model
+        twice = built.schedule.placement.replicas * parts_of_batch > 1
         self._buffers = [  # of what is there twice: nothing sums what a forward writes into them
             (copy_name(f"{path}.{key}".lstrip("."), stage), inner, key)
             for stage, module in modules.items()
@@ -54,15 +47,16 @@ class SharedGradients:
             for key in (inner._buffers if twice or _is_on_every_stage(module, path) else ())
         ]
         self._unwritten = self._versions()
-        held = [
+        entries = [
             (copy_name(f"{path}.{key}".lstrip("."), stage), inner._parameters, key, parameter)
             for stage, module in modules.items()
             for path, inner in module.named_modules()
             for key, parameter in inner._parameters.items()
+            if parameter is not None
         ]
         # a weight is shared by several stages, or within one
-        uses = Counter([*(id(copy) for copy in self._copies()), *(id(parameter) for *_, parameter in held)])
-        self._places = [place for place in held if place[-1] is not None and uses[id(place[-1])] > 1]
+        uses = Counter([*map(id, self._copies()), *(id(parameter) for *_, parameter in entries)])
+        self._shared_entries = [entry for entry in entries if uses[id(entry[-1])] > 1]
         if shared:
             self.compare()
 
@@ -84,21 +78,20 @@ class SharedGradients:
                 _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
         self._compared = self._trained()
 
-    def replaced(self) -> ModelError | None:
-        """The error where a stage has another parameter in place of a shared one.
+    def check(self, microbatches: Sequence[Microbatch]) -> None:
+        """Raise ModelError where a stage has another parameter in place of a shared one.
 
         Its gradients would not be summed; or, where both uses are in one stage, the norm and what is saved
         would leave it out.
         """
-        for where, table, key, parameter in self._places:
+        for where, table, key, parameter in self._shared_entries:
             if table.get(key) is not parameter:
-                return ModelError(
+                raise ModelError(
                     f"{where}, another parameter than when the pipeline was built",
                     "it is a weight that several modules share, and whose gradients are summed",
                     "Copy values into the parameter, as load_state_dict() without assign=True and "
                     "pipe.load_weights() do",
                 )
-        return None
 
     @property
     def changed(self) -> bool:
@@ -122,14 +115,14 @@ class SharedGradients:
         return None
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        held = (owner._buffers.get(key) for _, owner, key in self._buffers)
-        return [(buffer, 0 if buffer is None else buffer._version) for buffer in held]
+        buffers = (owner._buffers.get(key) for _, owner, key in self._buffers)
+        return [(buffer, 0 if buffer is None else buffer._version) for buffer in buffers]
 
     def _trained(self) -> list[bool]:
         return [copy.requires_grad for copy in self._copies()]
 
     def _copies(self) -> Iterator[nn.Parameter]:
-        return (copy for _, weights in self._held for copies in weights for copy in copies)
+        return (copy for _, weights in self._copies_by_ranks for copies in weights for copy in copies)
 
     @torch.no_grad()
     def copy_first(self, first: Sequence[nn.Parameter]) -> None:
@@ -142,27 +135,29 @@ class SharedGradients:
         for copy in self._copies():
             if id(copy) not in kept:
                 copy.zero_()
-        for ranks, weights in self._held:
+        for ranks, weights in self._copies_by_ranks:
             values = [[local_shard(copy.data) for copy in copies] for copies in weights]
             self._transport.sum_shared(ranks, values)
 
-    def begin_step(self) -> None:
+    def begin(self, step: Step) -> None:
         """Set aside the gradients of earlier steps: they are summed already."""
         self._unwritten = self._versions()
         self._before = [(copy, copy.grad) for copy in self._copies() if copy.requires_grad]
         for copy, _ in self._before:
             copy.grad = None
 
-    def restore(self) -> None:
-        """After a failed step, put the gradients of earlier steps back."""
+    def failed(self) -> None:
+        """Put the gradients of earlier steps back."""
         for copy, before in self._before:
             copy.grad = before
         self._before = []
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def end(self, step: Step) -> None:
         """Sum the gradients over all copies. Collective."""
-        for ranks, weights in self._held:
+        if any(of_rank.changed for of_rank in step.reports):
+            self.compare()
+        for ranks, weights in self._copies_by_ranks:
             self._sum([copies for copies in weights if copies[0].requires_grad], ranks)
         for copy, before in self._before:
             if before is not None:
