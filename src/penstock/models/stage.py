@@ -102,19 +102,13 @@ class DeclaresShapes(Protocol):
         """The value for the next stage. Not called on the last stage."""
 
 
-class SharesWeights(Protocol):
-    """A stage's module with weights that every other stage holds a copy of, under the same names.
-
-    All stages name the same ones. Each copy begins with the values of the first stage's, and each step gives
-    all of them the sum of their gradients, so that they stay one weight. `split` makes such modules.
-    """
-
-    on_every_stage: Sequence[str]
-    """Names of parameters, or of modules with all of theirs."""
-
-
 def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a stage's module names in `on_every_stage`. Raises ModelError for unknown names."""
+    """The parameters that a stage's module names in `on_every_stage`, of which all stages hold copies.
+
+    It lists names of parameters, or of modules with all of theirs, the same on every stage. Each copy begins
+    with the values of the first stage's, and each step gives all of them the sum of their gradients.
+    Raises ModelError for unknown names.
+    """
     parameters: dict[str, nn.Parameter] = {}
     for name in getattr(module, "on_every_stage", ()):
         path, _, last = name.rpartition(".")
