@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -327,12 +327,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
-    if offloading is not None:
-        _check_offloading(offloading, provided.values(), world.everyone)
-    if mesh_plan is not None:
-        (rank,) = world.ranks
-        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
-        compare_values(world.everyone, rank, values, ())
+    _check_provided(provided, world, offloading, on_mesh=mesh_plan is not None)
     on_every_stage = _on_every_stage(provided, world.everyone)
     with shared_errors(world.everyone):
         parts = stage_parts(
@@ -426,11 +421,22 @@ def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
 
-def _check_offloading(offloading: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
-    """Raise ConfigError, on every rank, for a module that no layer of any rank has. Collective."""
-    names = activation_offloading.names_in(layer for module in provided for _, layer in layers_of(module))
-    everywhere = {name for of_process in everyone.gather(sorted(names)) for name in of_process}
-    activation_offloading.check_names(offloading, everywhere)
+def _check_provided(
+    provided: Mapping[int, nn.Module], world: World, offloading: Offloading | None, *, on_mesh: bool
+) -> None:
+    """Check the modules of all ranks together. Collective.
+
+    Raises, on every rank, ConfigError for a module to offload that no layer has, and what `compare_values`
+    raises where the ranks of a mesh hold other values of a stage.
+    """
+    if offloading is not None:
+        names = activation_offloading.names_in(layer for m in provided.values() for _, layer in layers_of(m))
+        everywhere = {name for of_process in world.everyone.gather(sorted(names)) for name in of_process}
+        activation_offloading.check_names(offloading, everywhere)
+    if on_mesh:
+        (rank,) = world.ranks
+        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
+        compare_values(world.everyone, rank, values, ())
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:
