@@ -59,7 +59,7 @@ OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
-OF_SHARED = "runtime/test_shared_weights.py"
+OF_SHARED = "pipeline/steps/test_shared_gradients.py"
 
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
