@@ -38,7 +38,7 @@ class ModelFiles:
     under_way: BackgroundCopies | None = None
 
     def __init__(self, built: BuiltStages) -> None:
-        self._saved, self._names = built.saved, built.names or {}
+        self._saved, self._names = built.weights.saved, built.weights.names
         self._stages: Mapping[int, Stage] = {
             stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)
         }

@@ -42,7 +42,7 @@ class SplitModel:
         """Collective."""
         self.schedule, self._world = built.schedule, built.world
         self._stages = {stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)}
-        self._layers, self._copies = built.layers, built.copies
+        self._layers, self._copies = built.layers, built.weights.copies
         self.files = ModelFiles(built)
         placement = built.schedule.placement
         self._info = stage_facts(built.stages, built.layers, placement, built.world.processes)
