@@ -30,7 +30,7 @@ from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.reductions import Reductions
-from penstock.pipeline import split_model
+from penstock.pipeline import model_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.device import copies as device_copies
 from penstock.runtime.device.copies import BackgroundCopies
@@ -124,7 +124,7 @@ class LateCopies:
         def unpinned(device: torch.device, kept: bool) -> BackgroundCopies:
             return BackgroundCopies(self, kept=kept, pinned=False)
 
-        monkeypatch.setattr(split_model, "background_copies", unpinned)
+        monkeypatch.setattr(model_files, "background_copies", unpinned)
 
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor], *, made: bool = False) -> Any:
         self.asked += sum(host.nbytes for host in hosts)

@@ -135,14 +135,12 @@ class Ranks:
         except PeerError:
             raise
         except Exception as error:
-            if self.count == 1:
-                raise
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.float64)
         if not any(map(bool, self.all_gather(failed))):
             return result
         words = self.gather(None if failure is None else self._words(failure, action))
-        if failure is not None and not isinstance(failure, PenstockError):
+        if failure is not None and (self.count == 1 or not isinstance(failure, PenstockError)):
             raise failure
         first = first_error(dict(enumerate(words)), "on process")
         assert first is not None
