@@ -157,9 +157,9 @@ ALONE: Table = {  # a pipeline that is all there is
     ): "BatchError: rank 0: .*; rank 1: .* all ranks of a pipeline step on the same batch",
 }
 PADDED: Table = {
-    ("few rows", (1,)): "BatchError: a batch of 1 rows, given to rank 1: it is to be split into 2 microbatch",
-    ("nothing", (1,)): "BatchError: a batch given as NoneType, given to rank 1: ",
-    ("forbidden", (1,)): "BatchError: 'use_cache' in a batch, given to rank 1: ",
+    ("few rows", (1,)): "BatchError: a batch of 1 rows, on process 1: it is to be split into 2 microbatch",
+    ("nothing", (1,)): "BatchError: a batch given as NoneType, on process 1: ",
+    ("forbidden", (1,)): "BatchError: 'use_cache' in a batch, on process 1: ",
 }
 
 

@@ -356,7 +356,7 @@ def test_ranks_that_disagree_on_the_count_raise_the_same_error(pool: Pool) -> No
             total := "BatchError: rank 0: .* total_tokens=7; rank 1: .* total_tokens=8",
             r"BatchError: rank 0: it refuses its batch \(microbatches=3: .*; rank 1: schedule",
             total,
-            "ConfigError: microbatches=5, given to rank 1: DualPipe sends half of the microbatches each way",
+            "ConfigError: microbatches=5, on process 1: DualPipe sends half of the microbatches each way",
             total,
         ),
         strict=True,

@@ -83,7 +83,7 @@ class Reductions:
     Attributes:
         is_first: whether this is the first pipeline of the mesh, which writes what is written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
-        everyone: all processes of the mesh; None where there is one, and without a mesh
+        everyone: all processes of the mesh; None where they are those of one pipeline
         stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
         asks: a number sent to all processes in each step, such as a signal's
         asked: the numbers of the last step, by process
@@ -117,13 +117,13 @@ class Reductions:
         groups = [None if each is None else each.get_group() for each in flat]
         self._batch, self._loss, self._others = groups
         limit_waits(filter(None, groups), limit.total_seconds())
-        if mesh.size() > 1:
-            self._values = new_group(mesh.mesh.flatten().tolist(), limit, "mesh values")
-            self.everyone = GroupRanks(self._values, limit, watch=watch)
         if flat[0] is not None:
             self.batch_part = flat[0].get_local_rank(), flat[0].size()
         self.stage_ranks = frozenset(mesh[others].mesh.flatten().tolist() if others else [dist.get_rank()])
         self.is_first = all(mesh.get_local_rank(name) == 0 for name in others)
+        if len(self.stage_ranks) > 1:
+            self._values = new_group(mesh.mesh.flatten().tolist(), limit, "mesh values")
+            self.everyone = GroupRanks(self._values, limit, watch=watch)
 
     def agree(self, mine: BatchFacts, error: InputError | None = None) -> int:
         """Agree on the next step's batch, in one collective. Returns the valid tokens of all its parts.

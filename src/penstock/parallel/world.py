@@ -203,8 +203,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         if options.axes is not None:
             reductions = Reductions.over(mesh, transport.watch, groups.limit)
             transport.closers.append(reductions.close)
-            if len(reductions.stage_ranks) > 1:
-                transport.ranks.mesh = reductions.everyone
+            transport.ranks.mesh = reductions.everyone
     on_nccl, rank = groups.backend == "nccl", transport.rank
     return World((rank,), device, transport, transport.ranks, offset, batched, mesh, reductions, on_nccl)
 

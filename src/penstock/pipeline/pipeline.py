@@ -36,7 +36,7 @@ from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import run_together
 from penstock.runtime.ranks import collective
 from penstock.runtime.stage import without_gradients
-from penstock.schedule import Costs, Proof, Timeline
+from penstock.schedule import Costs, Proof, Schedule, Timeline
 from penstock.schedule.ops import check_size
 
 
@@ -312,6 +312,11 @@ class Pipeline(SplitModel):
     def proof(self) -> Proof:
         """The proof of the schedule, from `verify`."""
         return self._proof
+
+    @property
+    def last_schedule(self) -> Schedule:
+        """The schedule of the last step; before the first step, that of the build."""
+        return self._training.schedule
 
     @property
     def draws(self) -> bool:

@@ -36,6 +36,7 @@ def agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputErr
     tokens = world.reductions.agree(facts, refusal)
     if world.mesh is not None:
         world.transport.follow(_progress_of(executor))
+    if world.reductions.everyone is None:  # else all parts are compared by now
         world.processes.begin(facts.fingerprint, facts.description)
     if refusal is None and not (facts.total_tokens or tokens):
         refusal = BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")

@@ -15,7 +15,6 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, InputError
 from penstock.parallel.world import World
 from penstock.private import tree_map_only
-from penstock.runtime.ranks import first_error, in_words
 
 BatchLike = Batch | Sequence[Microbatch]  # to be split, or microbatches as they are
 
@@ -83,11 +82,13 @@ class BatchSplitter(NamedTuple):
             refusal = error
         vector = torch.tensor([longest], dtype=torch.float64)
         lengths = [int(length) for length in world.transport.all_gather([vector] * len(world.ranks))]
+
+        def refuse() -> None:
+            if refusal is not None:
+                raise refusal
+
         if min(lengths) < 0:
-            refusals = world.processes.gather(refusal and in_words(refusal))
-            first_refusal = first_error(dict(enumerate(refusals)), "given to rank")
-            assert first_refusal is not None
-            raise first_refusal from refusal
+            world.processes.attempt("split its part of the batch", refuse)
         return microbatches, max(lengths)
 
     def _divide(self, batch: BatchLike, count: int) -> list[Microbatch]:

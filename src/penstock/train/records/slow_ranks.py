@@ -139,7 +139,7 @@ class SlowRanks:
 
     def judge(self, pipe: Pipeline, fill: Fill) -> list[dict[str, Any]]:
         """The ranks that are found to be slow in the last step, each as an entry of its row."""
-        return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill)
+        return self.after(pipe.last_schedule, np.array(pipe.op_seconds), fill)
 
     def after(self, schedule: Schedule, seconds: RankSeconds, fill: Fill) -> list[dict[str, Any]]:
         """As `judge`, from numbers.
