@@ -113,7 +113,7 @@ OF_PARTS: Table = {
     (
         "split",
         LAST,
-    ): "BatchError: .*position_ids: 1, given to process 3: all tensors of a batch have the same length",
+    ): "BatchError: .*position_ids: 1, on process 3: all tensors of a batch have the same length",
     ("other data", LAST): r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
     ("other data to evaluate", LAST): r"BatchError: process 1: .*; process 3: .* pipe.batch_part names",
     (
@@ -229,6 +229,6 @@ def test_a_shape_error_of_one_part_is_raised_by_all(pool: Pool) -> None:
         "BatchError: rows of 9, given to process 1, 3: they hold 8 numbers at most. Cut them"
     )
     assert re.match(
-        "ModelError: the shapes that stages 0 and 1 declare .*, given to process 1, 3: .*a declared row",
+        "ModelError: the shapes that stages 0 and 1 declare .*, on process 1, 3: .*a declared row",
         declared,
     )

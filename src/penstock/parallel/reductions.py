@@ -83,7 +83,8 @@ class Reductions:
     Attributes:
         is_first: whether this is the first pipeline of the mesh, which writes what is written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
-        everyone: all processes of the mesh; None where they are those of one pipeline
+        everyone: all processes of the mesh; this one alone where the mesh is one pipeline, whose ranks have
+            the same batch
         stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
         asks: a number sent to all processes in each step, such as a signal's
         asked: the numbers of the last step, by process
@@ -91,7 +92,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self.is_first = True
-        self.everyone: Ranks | None = None
+        self.everyone = Ranks()
         self.asks: Callable[[], int] = lambda: 0
         self.asked: tuple[int, ...] = ()
         self.batch_part = 0, 1
@@ -133,7 +134,7 @@ class Reductions:
         data of one part.
         Without a mesh nothing is raised: the ranks of a pipeline have one batch, and agree by other means.
         """
-        if self.everyone is None:
+        if self.everyone.count == 1:
             return mine.tokens
         part, facts = self.batch_part[0], (mine.microbatches, int(mine.has_labels), mine.total_tokens)
         numbers = [part, int(error is not None), *facts, mine.fingerprint, mine.tokens]
@@ -164,13 +165,11 @@ class Reductions:
 
     def learn(self, asked: Sequence[int]) -> None:
         """Take what ranks ask from their reports, where there is no mesh to agree on it."""
-        if self.everyone is None:
+        if self.everyone.count == 1:
             self.asked = tuple(asked)
 
     def max(self, number: int) -> int:
         """The largest `number` of all ranks."""
-        if self.everyone is None:
-            return number
         return max(largest for (largest,) in self._all_gather([number]))
 
     def min(self, number: int) -> int:
@@ -225,7 +224,6 @@ class Reductions:
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
         """Each process's `numbers`, which are as many on all of them."""
-        assert self.everyone is not None
         mine = torch.tensor(numbers, dtype=torch.int64)
         return [row.tolist() for row in self.everyone.all_gather(mine, "the other ranks' batches")]
 

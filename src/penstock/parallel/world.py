@@ -110,7 +110,8 @@ class World:
     @property
     def everyone(self) -> Ranks:
         """The processes of all pipelines where the mesh has other axes, else those of this one."""
-        return self.reductions.everyone or self.processes
+        everyone = self.reductions.everyone
+        return self.processes if everyone.count == 1 else everyone
 
     @property
     def alone(self) -> bool:

@@ -101,7 +101,7 @@ class SplitModel:
     def ranks(self) -> Ranks:
         """The processes of all pipelines of the mesh, which wait for a disk; without a mesh, of this one."""
         everyone = self.reductions.everyone
-        return self.processes if everyone is None else everyone.patient
+        return self.processes if everyone.count == 1 else everyone.patient
 
     # ---- parameters and gradients
 

@@ -238,7 +238,7 @@ class GroupRanks(Ranks):
         limit: datetime.timedelta,
         device: torch.device = _ON_HOST,
         watch: Watch | None = None,
-        waits_for: str = "the handshake",
+        waits_for: str = "an answer",
         *,
         numbered: bool = False,
         another: Callable[[], dist.ProcessGroup] | None = None,

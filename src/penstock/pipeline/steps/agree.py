@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from penstock.batch.microbatches import fingerprint
 from penstock.errors import BatchError, InputError
@@ -36,7 +35,7 @@ def agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputErr
     tokens = world.reductions.agree(facts, refusal)
     if world.mesh is not None:
         world.transport.follow(_progress_of(executor))
-    if world.reductions.everyone is None:  # else all parts are compared by now
+    if world.reductions.everyone.count == 1:  # else all parts are compared by now
         world.processes.begin(facts.fingerprint, facts.description)
     if refusal is None and not (facts.total_tokens or tokens):
         refusal = BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
@@ -44,19 +43,6 @@ def agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputErr
         world.processes.settle()  # raises where another rank accepts another batch, and would wait
         raise refusal
     return tokens
-
-
-@contextmanager
-def agreed(world: World, count: int, has_labels: bool = True) -> Iterator[None]:
-    """Raise an InputError of one rank on all ranks of the mesh: they are about to exchange something."""
-    refusal = None
-    try:
-        yield
-    except InputError as error:
-        refusal = error
-    world.reductions.agree(BatchFacts(count, has_labels), refusal)
-    if refusal is not None:
-        raise refusal
 
 
 def with_fingerprint(

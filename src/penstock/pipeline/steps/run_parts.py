@@ -10,7 +10,6 @@ import torch
 from penstock.batch.shapes import Microbatch
 from penstock.models.stage import DeclaredEdges
 from penstock.pipeline.building.stages import BuiltStages
-from penstock.pipeline.steps.agree import agreed
 from penstock.pipeline.steps.step import Step, StepPart
 from penstock.runtime.rng import StageRNG, draw_seed, next_seed, seeded_step
 from penstock.runtime.sharded_weights import check_not_replaced
@@ -46,10 +45,14 @@ class Edges(StepPart):
         """Compare what both ends of each edge declare, once for each shape of a microbatch. Collective."""
         if not isinstance(self._edges, DeclaredEdges):
             return
-        with agreed(self._world, len(step.microbatches), step.input.scored):
-            if unseen := self._edges.unseen(step.microbatches):
+        edges = self._edges
+
+        def compare() -> None:
+            if unseen := edges.unseen(step.microbatches):
                 self._world.processes.settle()  # or ranks with other batches would not meet in what follows
-                self._edges.agree(unseen, self._world.processes)
+                edges.agree(unseen, self._world.processes)
+
+        self._world.reductions.everyone.attempt("declare the edges between its stages", compare)
 
 
 class Seeds(StepPart):

@@ -23,7 +23,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.parallel.reductions import BatchFacts
 from penstock.pipeline.building.stages import BuiltStages
-from penstock.pipeline.steps.agree import agree, agreed, refused, with_fingerprint
+from penstock.pipeline.steps.agree import agree, refused, with_fingerprint
 from penstock.pipeline.steps.schedules import LoweredSchedule, Schedules
 from penstock.pipeline.steps.split_batch import BatchLike, on_host
 from penstock.pipeline.steps.step import Step, StepPart, StepResult
@@ -137,9 +137,10 @@ class StepRunner:
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
-        with agreed(self._world, count):
-            microbatches = self._split(on_host(batch, self._world.device), count)
-            return list(placed(microbatches, self._world.device))
+        device = self._world.device
+        return self._world.reductions.everyone.attempt(
+            "split its batch", lambda: list(placed(self._split(on_host(batch, device), count), device))
+        )
 
     def _split(self, batch: BatchLike, count: int) -> list[Microbatch]:
         """The microbatches of a batch `on_host`, on the host. Collective where they are padded."""
@@ -150,13 +151,15 @@ class StepRunner:
 
     def count_tokens(self, batches: Sequence[BatchLike]) -> int:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
-        tokens, built = 0, self._built
+        built, device = self._built, self._world.device
         # these weigh a batch as its microbatches, another loss may not
         count = 1 if isinstance(built.loss, OwnLoss | MeanOverRows) else built.schedule.microbatches
-        with agreed(self._world, len(batches)):
-            for batch in batches:
-                tokens += self._weight(built.splitter.unpadded(on_host(batch, self._world.device), count))
-        return self._world.reductions.sum_tokens(tokens)
+
+        def count_own() -> int:
+            return sum(self._weight(built.splitter.unpadded(on_host(b, device), count)) for b in batches)
+
+        reductions = self._world.reductions
+        return reductions.sum_tokens(reductions.everyone.attempt("count its tokens", count_own))
 
     def _weight(self, microbatches: Sequence[Microbatch]) -> int:
         """The valid items of microbatches.
