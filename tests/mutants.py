@@ -59,6 +59,7 @@ OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
+OF_RANKS = "runtime/test_ranks.py"
 OF_SHARED = "pipeline/steps/test_shared_gradients.py"
 
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
@@ -205,6 +206,10 @@ MUTANTS = [
         OF_STREAMED,
     ),
     Mutant("runtime/ranks.py", "        if self._on_stream:  #", "        if False:  #", OF_STREAMED),
+    Mutant("runtime/ranks.py", "raise first from failure", "return result", OF_RANKS),
+    Mutant("runtime/ranks.py", "if len(set(calls)) > 1:", "if False:", OF_RANKS),
+    Mutant("runtime/ranks.py", "        except PeerError:\n            raise\n", "", OF_RANKS),
+    Mutant("runtime/ranks.py", "self.mesh.same(name)", "pass", "pipeline/test_collective.py"),
     Mutant(
         "parallel/nccl.py", "    if connections >= streams:\n        return\n", "    return\n", OF_STREAMED
     ),
