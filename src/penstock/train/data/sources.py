@@ -50,6 +50,22 @@ class Record(NamedTuple):
     content: bytes | dict[str, Any]
 
 
+class RecordError(Exception):
+    """What is wrong with a record: the rule and the remedy, to which `blaming` adds whose they are."""
+
+    def __init__(self, rule: str, remedy: str = MEND) -> None:
+        super().__init__(rule, remedy)
+
+
+@contextmanager
+def blaming(value: str) -> Iterator[None]:
+    """Raise DataError of `value` for a RecordError."""
+    try:
+        yield
+    except RecordError as refusal:
+        raise DataError(value, *refusal.args) from None
+
+
 def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
     """The error of a record, or of a file."""
     return DataError(f"data file {name}", rule, remedy)
