@@ -11,7 +11,7 @@ from penstock.train.data.store import StoreFacts
 
 
 def facts(documents: int, tokens: int, digest: str) -> StoreFacts:
-    return StoreFacts(documents, tokens, tokens, 0, 0, "", 0, digest)
+    return StoreFacts(documents, tokens, tokens, 0, 0, "", digest)
 
 
 NOW = of_tokens("b", facts(2, 1200, "now"))

@@ -12,7 +12,6 @@ its pipeline's part.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -47,12 +46,12 @@ from penstock.train.data.rows import (
     StreamLayout,
 )
 from penstock.train.data.sampler import Mixture, Sampler
-from penstock.train.data.sources import DataSource, open_source
+from penstock.train.data.sources import DataSource, digest_of, open_source
 from penstock.train.data.store import (
     Cache,
     Store,
-    blocks_of,
     forget,
+    mapped,
     open_store,
     write_megatron,
     write_store,
@@ -65,6 +64,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
+_FORGOTTEN = 1 << 14  # pieces, after whose labels the pages read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
@@ -97,7 +97,7 @@ class Data:
     held_out: StoredRows
     layout: BatchLayout
     sizes: StepSizes
-    sampler: Sampler | None
+    sampler: Sampler | None = None
     digest: str = ""
     part: int = 0
     parts: int = 1
@@ -224,8 +224,8 @@ class Data:
         if self.stream is not None:
             return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
         sampled = range(self.done + 1, min(steps, self.done + _SAMPLED) + 1)
-        fills = (self._fill(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
-        return sum(fills, Fill())
+        dealt = (self._dealt(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
+        return sum((fill for _, fill in dealt), Fill())
 
     def check(self, steps: int) -> None:
         """Raise ConfigError where rows end before step `steps`, and DataError for one of the steps with
@@ -257,17 +257,17 @@ class Data:
 
     def _sized(self, rows: Rows, step: int) -> tuple[BatchLayout, Rows]:
         """The layout, and the rows, that the size of the step makes of them."""
-        size = self.sizes.at(step)
-        shorter = size.length < self.sizes.full.length
-        return self.layout.of_calls(size.calls), CutRows(rows, size.length) if shorter else rows
+        size, layout = self.sizes.at(step), self.layout
+        if isinstance(layout, DocumentLayout):
+            layout = replace(layout, calls=size.calls)
+        return layout, CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
 
     def _part(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> LoadedBatch:
-        mine = layout.deal(rows, chosen, self.parts)[self.part]
-        fill = self._fill(layout, rows, chosen)
+        dealt, fill = self._dealt(layout, rows, chosen)
         if isinstance(layout, DocumentLayout) and layout.image_token is not None:
             pieces = (piece for row in chosen for piece in rows.read(row))
             fill = replace(fill, images=sum(int((each.ids == layout.image_token).sum()) for each in pieces))
-        return LoadedBatch(layout.content(rows, mine), fill)
+        return LoadedBatch(layout.content(rows, dealt[self.part]), fill)
 
     def _sent_batch(self, up: Up, step: int) -> LoadedBatch:
         batch = self.batch(step)
@@ -275,9 +275,10 @@ class Data:
         send_ahead(batch.content, up)
         return batch
 
-    def _fill(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> Fill:
+    def _dealt(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> tuple[list[list[int]], Fill]:
+        """The rows of each pipeline, and the fill of all but for images."""
         dealt = layout.deal(rows, chosen, self.parts)
-        return sum((layout.fill(rows, part) for part in dealt), Fill())
+        return dealt, sum((layout.fill(rows, part) for part in dealt), Fill())
 
     def _chosen(self, step: int) -> list[int]:
         assert self.sampler is not None
@@ -341,24 +342,27 @@ def load_data(
             value = f"data.validation.path={section.validation.path}"
             remedy = "Give more of it, or lower train.batch_size or data.sequence_length"
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
-    weights = tuple(source.weight for source in section.sources)
+    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts)
     if section.streaming is not None:
-        return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
+        return _streamed(config, load, data)
     splits = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in splits))
-    held = StoredRows(tuple(held_out or (rest for _, rest in splits)))
+    held = data.held_out if held_out else StoredRows(tuple(rest for _, rest in splits))
     _check_size(config, splits, rows, held)
     counts = tuple(map(len, rows.sources))
-    epochs = [source.epochs for source in section.sources]
-    limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
-    sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
-    sizes = StepSizes.of(config, parts)
+    limits = tuple(source.epochs and source.epochs * count
+                   for source, count in zip(section.sources, counts, strict=True))  # fmt: skip
+    sampler = Sampler(Mixture(_weights(section), limits), counts, config.train.seed)
     facts = [trained.store.facts for trained in rows.sources]
-    whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
-    known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
-    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, known=known)
+    known = tuple(of_tokens(source.path, of) for source, of in zip(section.sources, facts, strict=True))
+    whole = digest_of("".join(of.digest for of in facts))
+    data = replace(data, rows=rows, held_out=held, sampler=sampler, digest=whole, known=known)
     data.check(config.train.steps)
     return data
+
+
+def _weights(section: DataSection) -> tuple[float, ...]:
+    return tuple(source.weight for source in section.sources)
 
 
 def _check_size(
@@ -393,7 +397,8 @@ def _too_long(section: DataSection, rows: SourceRows) -> str:
     )
 
 
-def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: BatchLayout, parts: int) -> Data:
+def _streamed(config: TrainConfig, load: _Loader, data: Data) -> Data:
+    """`data` with a stream. Raises DataError, ConfigError."""
     section = config.data
     assert section.streaming is not None
     sources = [load.open(source) for source in section.sources]
@@ -401,15 +406,9 @@ def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Batc
         section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
         config.train.seed, load.vocabulary, section.longest_document,
     )  # fmt: skip
-    weights = tuple(source.weight for source in section.sources)
-    stream = RowStream(sources, Mixture(weights, (None,) * len(sources)), options)
+    stream = RowStream(sources, Mixture(_weights(section), (None,) * len(sources)), options)
     stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
-    digests = [load.cache.digest(source) for source, _ in sources]
-    parts_of = [(digest, encoder.digest) for digest, (_, encoder) in zip(digests, sources, strict=True)]
-    whole = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
-    known = tuple(of_files(source, digest) for digest, (source, _) in zip(digests, sources, strict=True))
-    sizes = StepSizes.of(config, parts)
-    is_cut = any(size.length < sizes.full.length for _, size in sizes.phases)
+    is_cut = any(size.length < data.sizes.full.length for _, size in data.sizes.phases)
     if some := next((source for source, encoder in sources if is_cut and encoder.labelled), None):
         raise ConfigError(
             "train.ramp with sequence_length, and data.streaming",
@@ -417,8 +416,12 @@ def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Batc
             "which shows once they are read",
             "Leave data.streaming out, or give a ramp of batch_size alone",
         )
-    rows = StoredRows(())
-    return Data(rows, held, layout, sizes, None, whole, parts=parts, stream=stream, known=known)
+    digests = [load.cache.digest(source) for source, _ in sources]
+    read = [(of_source, encoder.digest) for of_source, (_, encoder) in zip(digests, sources, strict=True)]
+    known = tuple(of_files(source, of) for of, (source, _) in zip(digests, sources, strict=True))
+    return replace(
+        data, stream=stream, digest=digest_of(repr((read, options, _weights(section)))), known=known
+    )
 
 
 @dataclass(frozen=True)
@@ -441,7 +444,9 @@ class _Loader:
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
                  keys.longest_document)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
-            ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least), _read_rows
+            ("rows", parts),
+            lambda folder: _write_rows(folder, store, keys, share, least),
+            lambda folder: [mapped(folder / name, np.int64) for name in _ARRAYS],
         )
         pieces = Pieces(starts, lengths)
         trained, held_out = (Packing(*packings[at : at + 2]) for at in (0, 2))
@@ -450,34 +455,31 @@ class _Loader:
     def store(self, section: SourceSection) -> Store:
         """The tokens of one source, tokenised now unless they are in the cache. Raises DataError."""
         source, encoder = self.open(section)
-        value, digest = f"data.path={section.path}", self.cache.digest(source)
-        is_megatron = source.format == "megatron"
-        binary = source.files[0] if is_megatron else None
+        value, contents = f"data.path={section.path}", self.cache.digest(source)
+        key: tuple[object, ...] = ("tokens", source.format, contents, encoder.digest)
+        write = partial(self._tokenise, encoder)
+        if source.format == "megatron":
+            key = ("megatron", *(str(file.absolute()) for file in source.files), contents)
+            write = write_megatron
 
         def build(folder: Path) -> None:
-            if is_megatron:
-                write_megatron(folder, source)
-            else:
-                self._tokenise(folder, source, encoder)
-            if self.cache.digest(source) != digest:  # these tokens must not be known by that digest
+            write(folder, source)
+            if self.cache.digest(source) != contents:  # these tokens must not be known by that digest
                 raise DataError(value, "it changed while it was read", "Start again once it is whole")
 
-        of = (*map(str, source.files), digest) if is_megatron else (source.format, digest, encoder.digest)
-        key = ("megatron" if is_megatron else "tokens", *of)
-        store = self.cache.entry(key, build, partial(open_store, binary=binary))
+        store = self.cache.entry(key, build, open_store)
         if store.facts.tokens == 0:
             raise DataError(value, "it holds no text", "Give a file with text in it")
         blamed, first = f"data file {store.facts.at}", ""
-        if not is_megatron and encoder.kind != "tokens":
+        if source.format != "megatron" and encoder.kind != "tokens":
             blamed = f"{value} with data.tokenizer={self.section.tokenizer}"
             first = f", first in {store.facts.at}"
         check_highest(blamed, store.facts.highest, self.vocabulary, first)
         return store
 
-    def _tokenise(self, folder: Path, source: DataSource, encoder: Encoder) -> None:
-        dtype = np.dtype(np.uint32)
-        if encoder.kind != "tokens":
-            dtype = np.min_scalar_type(self.tokenizer.count - 1)
+    def _tokenise(self, encoder: Encoder, folder: Path, source: DataSource) -> None:
+        whole = encoder.kind == "tokens"
+        dtype = np.dtype(np.uint32) if whole else np.min_scalar_type(self.tokenizer.count - 1)
         blocks = _shown(source, encoded(encoder, source, self.section.workers))
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 
@@ -497,14 +499,9 @@ def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> 
             bar.update(task, completed=min(done, size))
 
 
-# ---- Which tokens each row has: arrays in files, mapped as the tokens are
+# ---- Which tokens each row has: arrays in files, as the tokens are
 
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
-
-
-def _read_rows(folder: Path) -> list[Any]:
-    files = (folder / f"{name}.npy" for name in _ARRAYS)
-    return [np.load(file, mmap_mode="r" if file.stat().st_size > 1 << 16 else None) for file in files]
 
 
 def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:
@@ -539,7 +536,7 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         held = min(count, max(held + 1, held * least // held_out.size))
         held_out = packed(count - held, count)
     for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - held), *held_out), strict=True):
-        np.save(folder / f"{name}.npy", array)
+        array.tofile(folder / name)
 
 
 def _that_count(store: Store, pieces: Pieces) -> Pieces:
@@ -547,9 +544,8 @@ def _that_count(store: Store, pieces: Pieces) -> Pieces:
     if store.labels is None:
         return pieces
     kept = np.zeros(len(pieces.starts), dtype=np.bool_)
-    for at, to in blocks_of(len(pieces.starts), 1 << 14):
-        for number in range(at, to):
-            start = pieces.starts[number]
-            kept[number] = (store.labels[start + 1 : start + pieces.lengths[number]] != IGNORED).any()
-        forget([store.labels])
+    for number, (start, length) in enumerate(zip(*pieces, strict=True)):
+        kept[number] = (store.labels[start + 1 : start + length] != IGNORED).any()
+        if number % _FORGOTTEN == 0:
+            forget([store.labels])
     return Pieces(pieces.starts[kept], pieces.lengths[kept])

@@ -71,6 +71,11 @@ def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
     return DataError(f"data file {name}", rule, remedy)
 
 
+def digest_of(text: str) -> str:
+    """32 letters and digits that stand for a text."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
 @dataclass(frozen=True)
 class DataSource:
     """Files and how they are read.
@@ -116,7 +121,7 @@ class DataSource:
     def digest(self) -> str:
         """Of the bytes of all files, in their order; of made-up tokens, of what they follow from."""
         if self.format == "dummy":
-            return hashlib.blake2b(repr(self.section.dummy).encode(), digest_size=16).hexdigest()
+            return digest_of(repr(self.section.dummy))
         whole = hashlib.blake2b(digest_size=16)
         for file in self.contents():
             with readable(file), open_regular(file) as opened:
