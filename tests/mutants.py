@@ -98,7 +98,7 @@ MUTANTS = [
         OF_LENGTHS,
     ),
     Mutant(
-        "train/encoding/record.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
+        "train/encoding/record.py", "return said[index]", "return said[0]", "train/encoding/test_columns.py"
     ),
     # ---- the reader of chats: nothing of a record is lost
     Mutant(

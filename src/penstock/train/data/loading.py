@@ -32,7 +32,7 @@ from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
-from penstock.train.data.changes import Known, changes, of_files, of_tokens
+from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
     BatchLayout,
@@ -174,8 +174,8 @@ class Data:
 
     def state(self, step: int, position: Position | None) -> dict[str, Any]:
         """What `at` goes on from after `step`, in JSON. position: of its batch"""
-        place = {"rows": self._first(step + 1), "position": position}
-        return {"digest": self.digest, **place, "sources": list(self.known)}
+        reached = {"rows": self._first(step + 1), "position": position}
+        return {"digest": self.digest, **reached, "sources": list(self.known)}
 
     def _first(self, step: int) -> int:
         """The run's rows before `step`."""
@@ -211,9 +211,9 @@ class Data:
 
     def held_out_batches(self, count: int) -> list[LoadedBatch]:
         """At most `count` batches, spread evenly over the held-out rows."""
-        held, size = len(self.held_out), self.sizes.full.rows
-        rows = min(count, held // size) * size
-        spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
+        available, size = len(self.held_out), self.sizes.full.rows
+        rows = min(count, available // size) * size
+        spread = np.linspace(0, available - 1, rows).round().astype(int).tolist()
         return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
@@ -247,7 +247,7 @@ class Data:
         for step in range(self.done + 1, min(last, steps) + 1):
             _, rows = self._sized(self.rows, step)
             pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
-            if isinstance(rows, CutRows) and not any((each.labels[1:] != IGNORED).any() for each in pieces):
+            if isinstance(rows, CutRows) and not any((piece.labels[1:] != IGNORED).any() for piece in pieces):
                 raise DataError(
                     f"train.ramp with sequence_length={rows.longest}",
                     f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
@@ -266,7 +266,7 @@ class Data:
         dealt, fill = self._dealt(layout, rows, chosen)
         if isinstance(layout, DocumentLayout) and layout.image_token is not None:
             pieces = (piece for row in chosen for piece in rows.read(row))
-            fill = replace(fill, images=sum(int((each.ids == layout.image_token).sum()) for each in pieces))
+            fill = replace(fill, images=sum(int((piece.ids == layout.image_token).sum()) for piece in pieces))
         return LoadedBatch(layout.content(rows, dealt[self.part]), fill)
 
     def _sent_batch(self, up: Up, step: int) -> LoadedBatch:
@@ -347,16 +347,19 @@ def load_data(
         return _streamed(config, load, data)
     splits = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in splits))
-    held = data.held_out if held_out else StoredRows(tuple(rest for _, rest in splits))
-    _check_size(config, splits, rows, held)
+    evaluated = data.held_out if held_out else StoredRows(tuple(rest for _, rest in splits))
+    _check_size(config, splits, rows, evaluated)
     counts = tuple(map(len, rows.sources))
     limits = tuple(source.epochs and source.epochs * count
                    for source, count in zip(section.sources, counts, strict=True))  # fmt: skip
     sampler = Sampler(Mixture(_weights(section), limits), counts, config.train.seed)
     facts = [trained.store.facts for trained in rows.sources]
-    known = tuple(of_tokens(source.path, of) for source, of in zip(section.sources, facts, strict=True))
+    known = tuple(
+        {"path": source.path, "digest": of.digest, "documents": of.documents, "tokens": of.tokens}
+        for source, of in zip(section.sources, facts, strict=True)
+    )
     whole = digest_of("".join(of.digest for of in facts))
-    data = replace(data, rows=rows, held_out=held, sampler=sampler, digest=whole, known=known)
+    data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
     data.check(config.train.steps)
     return data
 
@@ -366,12 +369,12 @@ def _weights(section: DataSection) -> tuple[float, ...]:
 
 
 def _check_size(
-    config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, held: StoredRows
+    config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, rest: StoredRows
 ) -> None:
     """Raise DataError where there is no batch to train on, or none held out, or a source has no row."""
     section, size = config.data, config.train.batch_size
     for source, (trained, own) in zip(section.sources, splits, strict=True):
-        few = min(len(rows), len(held)) < size
+        few = min(len(rows), len(rest)) < size
         if not few and (len(trained) or not source.weight):
             continue
         most = "" if section.packing == "stream" else "at most "
@@ -416,12 +419,14 @@ def _streamed(config: TrainConfig, load: _Loader, data: Data) -> Data:
             "which shows once they are read",
             "Leave data.streaming out, or give a ramp of batch_size alone",
         )
-    digests = [load.cache.digest(source) for source, _ in sources]
-    read = [(of_source, encoder.digest) for of_source, (_, encoder) in zip(digests, sources, strict=True)]
-    known = tuple(of_files(source, of) for of, (source, _) in zip(digests, sources, strict=True))
-    return replace(
-        data, stream=stream, digest=digest_of(repr((read, options, _weights(section)))), known=known
-    )
+    known, read = [], []
+    for source, encoder in sources:
+        contents, sizes = load.cache.digest(source), [file.stat().st_size for file in source.contents()]
+        path, count = source.section.path, len(sizes)
+        known.append({"path": path, "digest": contents, "files": count, "bytes": sum(sizes)})
+        read.append((contents, encoder.digest))
+    whole = digest_of(repr((read, options, _weights(section))))
+    return replace(data, stream=stream, digest=whole, known=tuple(known))
 
 
 @dataclass(frozen=True)
@@ -526,16 +531,16 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         return made._replace(pieces=made.pieces + first)
 
     if stream:
-        held = min(count, max(least, round(count * share)))
+        left_out = min(count, max(least, round(count * share)))
     else:
         ends = np.cumsum(pieces.lengths)
         kept = (1 - share) * (ends[-1] if count else 0)
-        held = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
-    held_out = packed(count - held, count)
-    while held_out.size < least and held < count:  # a row may take many documents
-        held = min(count, max(held + 1, held * least // held_out.size))
-        held_out = packed(count - held, count)
-    for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - held), *held_out), strict=True):
+        left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
+    held_out = packed(count - left_out, count)
+    while held_out.size < least and left_out < count:  # a row may take many documents
+        left_out = min(count, max(left_out + 1, left_out * least // held_out.size))
+        held_out = packed(count - left_out, count)
+    for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
         array.tofile(folder / name)
 
 
@@ -544,8 +549,8 @@ def _that_count(store: Store, pieces: Pieces) -> Pieces:
     if store.labels is None:
         return pieces
     kept = np.zeros(len(pieces.starts), dtype=np.bool_)
-    for number, (start, length) in enumerate(zip(*pieces, strict=True)):
-        kept[number] = (store.labels[start + 1 : start + length] != IGNORED).any()
-        if number % _FORGOTTEN == 0:
+    for piece, (start, length) in enumerate(zip(*pieces, strict=True)):
+        kept[piece] = (store.labels[start + 1 : start + length] != IGNORED).any()
+        if piece % _FORGOTTEN == 0:
             forget([store.labels])
     return Pieces(pieces.starts[kept], pieces.lengths[kept])

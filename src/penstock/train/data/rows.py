@@ -209,8 +209,8 @@ class DocumentLayout:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
         order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
-        for number, group in enumerate(self._groups(rows, chosen, sum(self.calls) * parts)):
-            dealt[order[number % len(order)]] += group
+        for index, group in enumerate(self._groups(rows, chosen, sum(self.calls) * parts)):
+            dealt[order[index % len(order)]] += group
         return dealt
 
     def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:

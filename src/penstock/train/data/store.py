@@ -118,9 +118,9 @@ class Store:
 
 def forget(arrays: Iterable[object]) -> None:
     """Unmap the pages that were read: else they count to the memory of the process until it is scarce."""
-    for each in arrays:
-        if isinstance(each, np.memmap):
-            each._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
+    for array in arrays:
+        if isinstance(array, np.memmap):
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 # ---- The cache
@@ -324,7 +324,7 @@ def write_store(
         (folder / "labels").unlink()
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
-        np.cumsum([len(each) for each in shown], dtype=np.int64).tofile(folder / "shown_ends")
+        np.cumsum([len(of_document) for of_document in shown], dtype=np.int64).tofile(folder / "shown_ends")
     whole = _checksum(folder, "")  # of what is on the disk by now
     facts = StoreFacts(len(lengths), total, counted, dropped, max(highest, 0), at, whole)
     _write_facts(folder, facts, dtype, "tokens")
@@ -366,19 +366,19 @@ def write_megatron(folder: Path, source: DataSource) -> None:
     binary, index = source.files
     dtype, lengths = read_index(index, binary)
     lengths.tofile(folder / "lengths")
-    tokens, highest, lowest, place = mapped(binary, dtype), -1, 0, 0
+    tokens, highest, lowest, at_highest = mapped(binary, dtype), -1, 0, 0
     whole = hashlib.blake2b(lengths.tobytes(), digest_size=16)
     for at in range(0, len(tokens), _BLOCK):
         block = tokens[at : at + _BLOCK]  # so that no array of all tokens is made
         whole.update(block.data)
         lowest = min(lowest, int(block.min()))
         if int(block.max()) > highest:
-            highest, place = int(block.max()), at + int(block.argmax())
+            highest, at_highest = int(block.max()), at + int(block.argmax())
     if lowest < 0:
         raise wrong(str(binary), f"token ids are 0 or more, and it holds {lowest}", "Write it again")
-    document = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-    at_highest, total = f"{binary} document {document}", len(tokens)
-    facts = StoreFacts(len(lengths), total, total, 0, highest, at_highest, whole.hexdigest())
+    document = int(np.searchsorted(np.cumsum(lengths), at_highest, side="right"))
+    blamed, total = f"{binary} document {document}", len(tokens)
+    facts = StoreFacts(len(lengths), total, total, 0, highest, blamed, whole.hexdigest())
     _write_facts(folder, facts, dtype, str(binary.absolute()))
 
 

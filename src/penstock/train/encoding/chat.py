@@ -204,7 +204,7 @@ class ChatEncoder:
         if count in (0, len(messages)):
             return len(ids) if count else 0
         first, more = messages[:count], {**options, "add_generation_prompt": prompt}
-        texts = [self.tokenizer.chat_text(*each) for each in ((first, more), (messages, options))]
+        texts = [self.tokenizer.chat_text(*call) for call in ((first, more), (messages, options))]
         if not texts[1].startswith(texts[0]):
             some = "message" if count == 1 else f"{count} messages"
             at = _common(*texts)

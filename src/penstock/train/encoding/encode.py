@@ -110,7 +110,13 @@ class Encoder:
 
 def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
-    kind, keys = _kind_of(source), source.section
+    keys = source.section
+    if keys.kind in ("chat", "tokens"):
+        kind: RecordKind = keys.kind
+    else:
+        first = next(source.records(), None) if source.format not in ("text", "megatron") else None
+        fields = _row(first) if first else {}
+        kind = "tokens" if TOKENS[0] in fields and keys.text_field not in fields else "text"
     options: tuple[tuple[str, Any], ...] = (("ignored", keys.ignored_fields),) if kind != "text" else ()
     if kind == "chat":
         options += (
@@ -118,14 +124,6 @@ def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer)
             ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
-
-
-def _kind_of(source: DataSource) -> RecordKind:
-    if source.section.kind in ("chat", "tokens"):
-        return source.section.kind
-    first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-    fields = _row(first) if first else {}
-    return "tokens" if TOKENS[0] in fields and source.section.text_field not in fields else "text"
 
 
 def _without_none(value: Any) -> Any:

@@ -28,7 +28,7 @@ from penstock.models.model_folder import OTHERS, TOKENIZER
 from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, read_bytes, size
 from penstock.train.data.rows import Piece
-from penstock.train.data.sources import RecordError, blaming
+from penstock.train.data.sources import RecordError, blaming, need
 from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace, read_folder
 
 _LARGEST = 64 * MIB  # of an image's file
@@ -54,7 +54,7 @@ class Processor(HuggingFace):
     def __init__(self, name: str, template: str | None, images: str, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
         self._images = str(Path(images).expanduser())
-        _need_pillow()
+        need("PIL.Image", "data.images", "images are read with Pillow", "images")
         self.processor = self._writer = read_folder(AutoProcessor, name, trusted, "processor", _REMEDY)
         if not hasattr(self.processor, "tokenizer") or not hasattr(self.processor, "image_processor"):
             kind = type(self.processor).__name__
@@ -225,11 +225,3 @@ def _read_image(path: str, wanted: str = "") -> tuple[Any, str]:
         rule = f"Pillow reads no image in {path} ({type(error).__name__})"
         raise RecordError(rule, "Give a PNG, JPEG or another image that it reads") from None
     return image, digest
-
-
-def _need_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        rule = "images are read with Pillow, which is not installed"
-        raise DataError("data.images", rule, "Install it: pip install 'penstock[images]'") from error

@@ -260,18 +260,18 @@ def _columns(row: Mapping[str, Any], columns: ColumnsSection) -> Texts:
     return Texts(prompt, columns.between + said)
 
 
-def _chosen(said: object, number: object, columns: ColumnsSection) -> object:
+def _chosen(said: object, choice: object, columns: ColumnsSection) -> object:
     if not isinstance(said, list) or not said:
         rule = f"{columns.completion} is a list of completions, and here is {_kind(said)}"
         raise RecordError(rule, "Mend it, or leave data.columns.choice out")
-    place = number
-    if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
-        place = int(number)
-    if type(place) is not int or not 0 <= place < len(said):
-        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+    index = choice
+    if isinstance(choice, str) and choice.isdecimal() and len(choice) <= _DIGITS:
+        index = int(choice)
+    if type(index) is not int or not 0 <= index < len(said):
+        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {choice!r}"
         remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
         raise RecordError(rule, remedy)
-    return said[place]
+    return said[index]
 
 
 def _listed(field: str, value: object) -> list[tuple[str, Any]]:
