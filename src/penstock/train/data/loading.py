@@ -183,13 +183,18 @@ class Data:
 
     def batch(self, step: int) -> LoadedBatch:
         """The batch of step `step`, from 1."""
-        if self.stream is not None:
-            taken, position = self.stream.take(self._first(step), self.sizes.at(step).rows)
-            layout, rows = self._sized(taken, step)
-            return self._part(layout, rows, range(len(rows)))._replace(position=position)
-        batch = self._part(*self._sized(self.rows, step), self._chosen(step))
+        rows, chosen, position = self.take(self._first(step), self.sizes.at(step).rows)
+        batch = self._part(*self._sized(rows, step), chosen)
         self.rows.forget()
-        return batch
+        return batch._replace(position=position)
+
+    def take(self, first: int, count: int) -> tuple[Rows, Sequence[int], Position | None]:
+        """The run's rows `first`, from 0, to `first + count`: these of some rows, and a stream's position."""
+        if self.stream is not None:
+            rows, position = self.stream.take(first, count)
+            return rows, range(count), position
+        assert self.sampler is not None
+        return self.rows, self.sampler.rows(first, count), None
 
     def batches(self, steps: range, device: torch.device) -> Generator[LoadedBatch]:
         """The batches of `steps`. A thread makes the next one while the caller works with one.
@@ -280,9 +285,8 @@ class Data:
         dealt = layout.deal(rows, chosen, self.parts)
         return dealt, sum((layout.fill(rows, part) for part in dealt), Fill())
 
-    def _chosen(self, step: int) -> list[int]:
-        assert self.sampler is not None
-        return self.sampler.rows(self._first(step), self.sizes.at(step).rows)
+    def _chosen(self, step: int) -> Sequence[int]:
+        return self.take(self._first(step), self.sizes.at(step).rows)[1]
 
 
 def _begin_thread(device: torch.device, threads: int) -> None:

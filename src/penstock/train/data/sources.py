@@ -145,10 +145,9 @@ def open_source(section: SourceSection) -> DataSource:
     of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return DataSource(section, (path,), "dataset")
-    if not path.is_dir():
-        with readable(path):
-            check_regular(path)
     files = _files_below(path, section) if path.is_dir() else (path,)
+    for file in files:
+        stat_of(file)
     return DataSource(section, files, _format(section.kind, path, files))
 
 
@@ -178,9 +177,6 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
          and (section.kind != "jsonl" or _LINES.fullmatch(file.name))),
         key=lambda file: file.parts,
     )  # fmt: skip
-    for file in chosen:
-        with readable(file):
-            check_regular(file)
     if not chosen:
         jsonl = " and ends in .jsonl" if section.kind == "jsonl" else ""
         raise DataError(
@@ -235,6 +231,13 @@ def readable(path: Path) -> Iterator[None]:
     except MemoryError:
         rule = "it is one document, and memory does not hold it"
         raise wrong(str(path), rule, "Write several files, or JSONL") from None
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Size and times of a regular file. Raises DataError for anything else."""
+    with readable(file):
+        check_regular(file)
+        return file.stat()
 
 
 @contextmanager
@@ -318,10 +321,9 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
     rule = "a Hugging Face dataset needs the package datasets"
     datasets = need("datasets", f"data.path={path}", rule, "datasets")
-    with readable(path):
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            if not file.is_dir():
-                check_regular(file)
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if not file.is_dir():
+            stat_of(file)
     try:
         is_file = path.is_file()
         loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))

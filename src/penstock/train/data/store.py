@@ -43,10 +43,10 @@ import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
-from penstock.reading import check_regular, read_bytes, read_json
+from penstock.reading import read_bytes, read_json
 from penstock.runtime.health.notes import boot_id
 from penstock.train.data.packing import Numbers
-from penstock.train.data.sources import DataSource, digest_of, readable, wrong
+from penstock.train.data.sources import DataSource, digest_of, stat_of, wrong
 from penstock.train.encoding.chat import Labels
 from penstock.train.encoding.encode import EncodedRecords
 from penstock.train.encoding.tokenizer import Ids
@@ -194,7 +194,7 @@ class Cache:
         """Of a source's contents; files whose names and stamps are known are not read again."""
         if source.format == "dummy":
             return source.digest()
-        stamps = [(str(file.absolute()), *_stamp(_stat(file))) for file in source.contents()]
+        stamps = [(str(file.absolute()), *_stamp(stat_of(file))) for file in source.contents()]
         if not _settled(stamps):
             return source.digest()
 
@@ -259,12 +259,6 @@ def _settled(stamps: Sequence[tuple[str, int, int, int, int]]) -> bool:
     """Whether a further change would show in the times."""
     newest = max((max(stamp[3:]) for stamp in stamps), default=0)
     return time.time() - newest / 1e9 >= _SETTLED
-
-
-def _stat(file: Path) -> os.stat_result:
-    with readable(file):
-        check_regular(file)
-        return file.stat()
 
 
 def _unwritable(folder: Path, error: Exception) -> ConfigError:
@@ -385,7 +379,7 @@ def write_megatron(folder: Path, source: DataSource) -> None:
 def read_index(index: Path, binary: Path) -> tuple[npt.DTypeLike, Numbers]:
     """The dtype of the tokens, and the length of each document. Raises DataError."""
     corrupt = partial(wrong, str(index), remedy="Write both files again with Megatron's preprocess_data.py")
-    _, bytes_of_tokens = (_stat(file).st_size for file in (index, binary))
+    _, bytes_of_tokens = (stat_of(file).st_size for file in (index, binary))
     content = index.read_bytes()
     if content[:9] != _MAGIC:
         raise corrupt(f"an index of Megatron begins with {_MAGIC!r}, and it begins with {content[:9]!r}")
