@@ -12,7 +12,7 @@ its pipeline's part.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -466,7 +466,7 @@ class _Loader:
         source, encoder = self.open(section)
         value, contents = f"data.path={section.path}", self.cache.digest(source)
         key: tuple[object, ...] = ("tokens", source.format, contents, encoder.digest)
-        write = partial(self._tokenise, encoder)
+        write: Callable[[Path, DataSource], None] = partial(self._tokenise, encoder)
         if source.format == "megatron":
             key = ("megatron", *(str(file.absolute()) for file in source.files), contents)
             write = write_megatron
