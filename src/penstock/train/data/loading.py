@@ -64,7 +64,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
-_FORGOTTEN = 1 << 14  # pieces, after whose labels the pages read are unmapped
+_FORGOTTEN = 1 << 14  # pieces, after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
@@ -189,7 +189,10 @@ class Data:
         return batch._replace(position=position)
 
     def take(self, first: int, count: int) -> tuple[Rows, Sequence[int], Position | None]:
-        """The run's rows `first`, from 0, to `first + count`: these of some rows, and a stream's position."""
+        """The run's rows `first`, from 0, to `first + count`: all rows, the indices of these, the position.
+
+        position: of a stream after these rows; of stored rows None
+        """
         if self.stream is not None:
             rows, position = self.stream.take(first, count)
             return rows, range(count), position
@@ -508,7 +511,7 @@ def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> 
             bar.update(task, completed=min(done, size))
 
 
-# ---- Which tokens each row has: arrays in files, as the tokens are
+# ---- Which tokens each row has: arrays in files, mapped as the tokens are
 
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
 

@@ -52,7 +52,7 @@ class Record(NamedTuple):
 
 
 class RecordError(Exception):
-    """What is wrong with a record: the rule and the remedy, to which `blaming` adds whose they are."""
+    """A record breaks a rule: the rule and the remedy, without the record's name, which `blaming` adds."""
 
     def __init__(self, rule: str, remedy: str = MEND) -> None:
         super().__init__(rule, remedy)
@@ -60,7 +60,7 @@ class RecordError(Exception):
 
 @contextmanager
 def blaming(value: str) -> Iterator[None]:
-    """Raise DataError of `value` for a RecordError."""
+    """Turn a RecordError into a DataError with this value, such as the file and the line of the record."""
     try:
         yield
     except RecordError as refusal:
@@ -73,7 +73,7 @@ def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
 
 
 def digest_of(text: str) -> str:
-    """32 letters and digits that stand for a text."""
+    """The digest of a text, 32 hexadecimal digits."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -347,7 +347,10 @@ def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
 
 
 def need(module: str, value: str, rule: str, extra: str) -> Any:
-    """A module that an extra of penstock installs. Raises DataError of `value` where it is missing."""
+    """Import a module that an extra of penstock installs. Raises DataError where it is not installed.
+
+    value, rule: of the error
+    """
     try:
         return import_module(module)
     except ImportError as error:
