@@ -66,7 +66,11 @@ def test_the_record_of_the_highest_token_is_the_one_before_the_first_separator(t
     assert open_store(tmp_path).facts[-4:-1] == (0, 8, "c")
 
 
-def test_labels_are_kept_where_some_token_does_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [0, store._SMALL])  # bytes up to which a file is read and not mapped
+def test_labels_are_kept_where_some_token_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    monkeypatch.setattr(store, "_SMALL", small)
     found = []
     for number, labels in enumerate(([5, 6], [-100, 6], [5, 9])):
         folder = tmp_path / str(number)
@@ -74,6 +78,8 @@ def test_labels_are_kept_where_some_token_does_not_count(tmp_path: Path) -> None
         write_store(folder, [[("a", encoded([5, 6], labels))]], np.uint16, labelled=True, separator=None)
         opened = open_store(folder)
         assert (opened.labels is None) == (number == 0)
+        assert isinstance(opened.tokens, np.memmap) == (small == 0)
+        assert len(opened.tokens) == 2
         assert opened.read(0, 2)[1].tolist() == labels
         assert opened.facts.counted == (1 if number == 1 else 2)
         found.append(opened.facts.digest)
