@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock import errors
-from penstock.batch.microbatches import checksum
+from penstock.batch.microbatches import checksums
 from penstock.batch.placement import to_device
 from penstock.errors import (
     BatchError,
@@ -386,7 +386,7 @@ def compare_values(ranks: Ranks, part: int, values: Mapping[str, Tensor], shared
         shared: the names that occur in several parts: a tied weight, or all where there are two copies of
             the model.
     """
-    sums = {name: f"{checksum(value):08x}" for name, value in values.items()}
+    sums = {name: f"{checksums([value])[0]:08x}" for name, value in values.items()}
     in_parts = {name: sums[name] for name in sorted(sums.keys() & set(shared))}
     gathered = ranks.gather([part, digest(json.dumps(sorted(sums.items()))), in_parts])
     distinct_sums: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}

@@ -217,7 +217,7 @@ def differ(whats: list[str]) -> list[str]:
         size = 48 if what == "model" and other else 24
         with pytest.MonkeyPatch.context() as patch:
             if what == "version" and other:
-                patch.setattr(agreement, "version", lambda name: "0.1.0")
+                patch.setattr(agreement, "version_of_penstock", lambda: "0.1.0")
             auto = AutoPipeline(**{**options, **(OTHER[what] if other else {})})
             found.append(outcome(auto, tiny_config("llama", layers=4, intermediate_size=size)))
     return found
