@@ -41,6 +41,7 @@ from penstock.private import (
     tree_leaves,
     tree_map,
 )
+from penstock.runtime.around import around
 from penstock.runtime.split_backward.recording import recording_again
 from penstock.runtime.unseen import LayerState, unrecorded
 
@@ -129,50 +130,45 @@ def install(layers: Iterable[tuple[int, nn.Module]], options: Checkpointing) -> 
     layers: each with its index in the whole model
     Raises ModelError for a layer whose instance has a forward of its own.
     """
-    switch = Switch()
-    derived: dict[type[nn.Module], type[nn.Module]] = {}  # one class for all layers of a kind: compiled once
+    switch, policy = Switch(), SavePolicy(options.save)
     for index, layer in layers:
-        kind = type(layer)
-        if index % options.every or kind in derived.values():  # a layer in two places has it already
+        if index % options.every:
             continue
         if "forward" in vars(layer):
             raise ModelError(
-                f"layer {index}, a {kind.__name__} with a forward of its own",
+                f"layer {index}, a {type(layer).__name__} with a forward of its own",
                 "checkpointing takes the place of the forward of the layer's class, which is not called here",
                 "Set the layer's forward after the pipeline has been built",
             )
-        if kind not in derived:
-            derived[kind] = _checkpointed(kind, switch, options.save)
-        layer.__class__ = derived[kind]
+        around(layer, forward=_checkpointed)
+        how = switch, options.save, policy if options.save else None
+        vars(layer).update(_checkpointing=how, is_checkpointed=True)
     return switch
 
 
-def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of a layer's class whose forward may be checkpointed."""
-    plain: Callable[..., Any] = kind.forward
-    policy = SavePolicy(save)
+def _checkpointed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer, which may be checkpointed."""
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (switch.on and self.training and torch.is_grad_enabled()):
-            return plain(self, *args, **kwargs)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        switch, save, policy = layer._checkpointing
+        if not (switch.on and layer.training and torch.is_grad_enabled()):
+            return plain(layer, *args, **kwargs)
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
-            return plain(self, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+            return plain(layer, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
         # all by position, so that one that is modified before the backward is an error, not a wrong gradient
         values = (*args, *kwargs.values())
         if not torch.compiler.is_dynamo_compiling():
-            contexts = functools.partial(_contexts, self, policy if save else None)
+            contexts = functools.partial(_contexts, layer, policy)
         elif save:  # the compiler takes a function and constants only
             contexts = functools.partial(_contexts_for_compiler, save)
         else:
             return checkpoint(run, *values, use_reentrant=False)
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
-    named = {"__module__": kind.__module__, "forward": forward, "is_checkpointed": True}
-    return type(kind.__name__, (kind,), named)
+    return forward
 
 
 # ---- Selective checkpointing

@@ -16,6 +16,7 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.pipeline.building.stages import LayersByStage, StageFacts
 from penstock.pipeline.steps.step import StepRecord
 from penstock.runtime import step_report as report
+from penstock.runtime.around import around, undo
 from penstock.runtime.device import stream
 from penstock.runtime.device.memory import Held, MicrobatchBytes
 from penstock.runtime.device.stream import Time
@@ -88,28 +89,31 @@ def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
 def timed(layers: LayersByStage, device: torch.device) -> Iterator[LayerTimes]:
     """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
     times: LayerTimes = defaultdict(list)
-    classes = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
-    for stage, held in layers.items():
-        for number, layer in held:
-            layer.__class__ = _timed(classes[id(layer)][1], times[stage, number], device)
+    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
+    timed_layers = dict[int, nn.Module]()
+    for stage, of_stage in layers.items():
+        for number, layer in of_stage:
+            around(layer, __call__=_timed)
+            vars(layer)["_timing"] = now, times[stage, number]
+            timed_layers[id(layer)] = layer
     try:
         yield times
     finally:
-        for layer, kind in classes.values():
-            layer.__class__ = kind
+        for layer in timed_layers.values():
+            undo(layer, _timed)
+            del vars(layer)["_timing"]
 
 
-def _timed(kind: type[nn.Module], times: list[tuple[Time, Time]], device: torch.device) -> type[nn.Module]:
-    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _timed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        now, times = layer._timing
         began = now()
         try:
-            return kind.__call__(self, *args, **kwargs)
+            return plain(layer, *args, **kwargs)
         finally:  # a stage may leave its last layer by an exception
             times.append((began, now()))
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    return call
 
 
 # ---- a pipeline in one table of plain text

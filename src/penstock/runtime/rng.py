@@ -14,7 +14,7 @@ rank's.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 from penstock.batch.microbatches import checksums, named_tensors
 from penstock.batch.shapes import Microbatch, microbatch_key
 from penstock.private import DropoutNd
+from penstock.runtime.around import around
 
 _MASK = (1 << 63) - 1
 _ODD = 0x1E3779B97F4A7C15
@@ -58,9 +59,10 @@ class StageRNG:
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
         self.generator = generator_of(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
-        seeding: dict[type[nn.Module], type[nn.Module]] = {}
         for place, module in modules:
-            self._watch(module, place, seeding)
+            if vars(module).get("_rng") is not self:  # else it is in two places
+                around(module, __call__=_seeded)
+                vars(module).update(_rng=self, _rng_place=place)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A forward of the stage begins."""
@@ -83,26 +85,16 @@ class StageRNG:
             self._origins[mixed] = seed
             self.generator.manual_seed(mixed)
 
-    def _watch(self, module: nn.Module, place: str, seeding: dict[type[nn.Module], type[nn.Module]]) -> None:
-        plain = type(module)
-        if plain in seeding.values():  # a module that is in two places
-            return
-        if plain not in seeding:
-            seeding[plain] = type(plain.__name__, (_Seeding, plain), {"__module__": plain.__module__})
-        module.__class__ = seeding[plain]
-        vars(module).update(_rng=self, _rng_place=place)
 
+def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Around everything else that a module's call does: compilers skip generators."""
 
-class _Seeding(nn.Module):
-    """Mixed into a module's class, around everything else that a call does: compilers skip generators."""
-
-    _rng: StageRNG
-    _rng_place: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self._rng.enter(self._rng_place)
-        return super().__call__(*args, **kwargs)
+            module._rng.enter(module._rng_place)
+        return plain(module, *args, **kwargs)
+
+    return call
 
 
 def seeded_call(call: Any, rng: StageRNG) -> Any:

@@ -30,9 +30,9 @@ from penstock.models.huggingface.boundary import (
     PlaceholderBefore,
     StageDone,
     keep_whole_slices,
-    make_boundary_around,
     make_boundary_layer,
     mark_without_weights,
+    pass_features,
 )
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.head import defer_head
@@ -88,7 +88,7 @@ def cut(
     stage.boundary = boundary
     keep_whole_slices(stage.get_submodule(chain.layers))
     if chain.features:
-        make_boundary_around(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
+        pass_features(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
     for index in layers:
         takes = bool(chain.early_inputs[index]) and not info.is_first
         enters = index == 0 and not info.is_first
