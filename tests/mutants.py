@@ -451,11 +451,11 @@ MUTANTS = [
     Mutant(
         MTP, "hidden_states[-len(mtp_tokens) :]", "hidden_states[: len(mtp_tokens)]", "models/test_mtp.py"
     ),
-    Mutant(MTP, "ahead(mtp_tokens, self.depth, 0)", "ahead(mtp_tokens, 1, 0)", "models/test_mtp.py"),
+    Mutant(MTP, "ahead(mtp_tokens, layer.depth, 0)", "ahead(mtp_tokens, 1, 0)", "models/test_mtp.py"),
     Mutant(
         MTP,
-        "[self.enorm(following), self.hnorm(previous)]",
-        "[self.hnorm(previous), self.enorm(following)]",
+        "[layer.enorm(following), layer.hnorm(previous)]",
+        "[layer.hnorm(previous), layer.enorm(following)]",
         "models/test_mtp.py",
     ),
     Mutant(
