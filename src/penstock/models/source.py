@@ -38,7 +38,7 @@ from penstock.models.adapters import (
 from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
 from penstock.models.mtp import check_factor, with_mtp
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
-from penstock.models.tracing.meta import Uninitialised, bare, is_empty
+from penstock.models.tracing.meta import Uninitialised, is_empty, without_values
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
@@ -124,7 +124,7 @@ class Source:
             check_quantized(self.model, self.adapter, self.quantize)
         allowed: list[str] = []
         if self.files:
-            whole = bare(self.model)
+            whole = without_values(self.model)
             with self._base_of(whole) as ties:
                 allowed = weights.check(whole, self.files, ties, whole=whole.state_dict().keys(), new=new)
         for pattern in new:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
@@ -42,8 +43,9 @@ from penstock.models.module_names import is_inside
 from penstock.models.mtp import PredictionModel
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import deep_copy, hollow
+from penstock.models.tracing.meta import deep_copy
 from penstock.models.tracing.towers import tower_inputs, without_pixels
+from penstock.runtime.sharded_weights import meta_like
 
 
 def cut(
@@ -55,7 +57,10 @@ def cut(
     values: False puts the stage's parameters on the meta device
     """
     boundary = Boundary(chain, layers, info)
-    memo: dict[int, Any] = {} if values else hollow(model)
+    memo: dict[int, Any] = {}
+    for parameter in () if values else model.parameters():
+        if type(parameter) is nn.Parameter and not isinstance(parameter.data, DTensor):
+            memo[id(parameter)] = nn.Parameter(meta_like(parameter), parameter.requires_grad)
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
             memo[id(layer)] = BoundaryPlaceholder(layer, chain.output_form, index, boundary)
