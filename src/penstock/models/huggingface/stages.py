@@ -83,7 +83,7 @@ def cut(
     stage = deep_copy(model, memo)
     forget_tied_tokens(stage)
     mark_without_weights(stage, model.dtype)
-    copy_gradient_hooks(stage, model, memo)
+    copy_gradient_hooks(model, memo)
     refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
         path, _, attribute = name.rpartition(".")
