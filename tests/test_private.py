@@ -43,7 +43,7 @@ PUT_ON = {
     "_offload",
     "_prediction_ties",
     "_rng",
-    "_rng_place",
+    "_rng_name",
     "_router",
     "_timing",
     "_whole_dtype",

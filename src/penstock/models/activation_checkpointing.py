@@ -207,15 +207,15 @@ class SavePolicy:
         for name in named:
             _check_op(name, known)
         grouped = {op for name in names for op in GROUPS.get(name, ()) if op in known}
-        self._ops = {op: _dropout_place(op) for name in grouped | named for op in _overloads(name)}
+        self._ops = {op: _dropout_index(op) for name in grouped | named for op in _overloads(name)}
         self._only_small = {op for name in grouped.intersection(_BATCHED) - named for op in _overloads(name)}
 
     def covers(self, op: object) -> bool:
         return op in self._ops
 
     def saves(self, op: OpOverload, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        place = self._ops[op]
-        if place is not None and kwargs.get("dropout_p", args[place] if place < len(args) else 0):
+        index = self._ops[op]
+        if index is not None and kwargs.get("dropout_p", args[index] if index < len(args) else 0):
             return False  # it drew random numbers, and the draws after it have to stay the same
         if op not in self._only_small:
             return True
@@ -363,7 +363,7 @@ def _check_op(name: str, known: Collection[str]) -> None:
     remedy = "Leave it out"
     if not overloads:
         rule = "an op that works in place or returns a view has no output of its own to keep"
-    elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_place(op) is None for op in overloads):
+    elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_index(op) is None for op in overloads):
         rule = "what draws random numbers has to draw them again, or those after it would be others"
     elif any(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for op in overloads):
         rule = "torch takes this op apart into others before any can be kept"
@@ -373,7 +373,7 @@ def _check_op(name: str, known: Collection[str]) -> None:
     raise refusal("save", name, rule, remedy)
 
 
-def _dropout_place(op: OpOverload) -> int | None:
-    """The place of the argument for the probability of dropout; None where the op has none."""
-    names = [each.name for each in op._schema.arguments]
+def _dropout_index(op: OpOverload) -> int | None:
+    """The index of the argument for the probability of dropout; None where the op has none."""
+    names = [argument.name for argument in op._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None

@@ -85,13 +85,13 @@ def check_schedule(options: Offloading, schedule: Schedule, checkpointing: Check
             f"{2 * options.ahead + 1} other ops: all would be back before it is gone",
             "Leave it out, or take more ranks or microbatches, or a schedule that holds more of them",
         )
-    if options.modules and checkpointing is not None:
-        each = checkpointing.every == 1 and checkpointing.in_flight is checkpointing.memory_limit is None
-        if each:
-            raise refusal(
-                "modules", options.modules, "every layer runs again, and saves nothing but its inputs",
-                "Leave modules out, and the layers' inputs are offloaded",
-            )  # fmt: skip
+    if checkpointing is None or checkpointing.every > 1 or not options.modules:
+        return
+    if checkpointing.in_flight is checkpointing.memory_limit is None:
+        raise refusal(
+            "modules", options.modules, "every layer runs again, and saves nothing but its inputs",
+            "Leave modules out, and the layers' inputs are offloaded",
+        )  # fmt: skip
 
 
 def check_modules(options: Offloading, layers: Iterable[nn.Module]) -> None:

@@ -151,7 +151,7 @@ def _forward(kind: type[PreTrainedModel]) -> Callable[..., Any]:
             )
         result = kind.forward(self, **inputs, use_cache=False, mtp_tokens=input_ids, return_dict=True)
         rows, logits = len(input_ids), result.logits
-        output = MTPOutput(**{each.name: getattr(result, each.name, None) for each in fields(MTPOutput)})
+        output = MTPOutput(**{field.name: getattr(result, field.name, None) for field in fields(MTPOutput)})
         output.logits = logits[:rows]
         output["mtp_logits"] = tuple(
             logits[(depth + 1) * rows : (depth + 2) * rows] for depth in range(self.prediction_layers)

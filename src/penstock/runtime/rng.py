@@ -51,7 +51,7 @@ class StageRNG:
 
     Args:
         stage: its number within its copy of the model.
-        modules: modules to seed, with their places in the whole model.
+        modules: modules to seed, each with its name or number in the whole model.
     """
 
     def __init__(self, stage: int, device: torch.device, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -59,29 +59,29 @@ class StageRNG:
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
         self.generator = generator_of(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
-        for place, module in modules:
+        for name, module in modules:
             if vars(module).get("_rng") is not self:  # else it is in two places
                 around(module, __call__=_seeded)
-                vars(module).update(_rng=self, _rng_place=place)
+                vars(module).update(_rng=self, _rng_name=name)
 
     def begin(self, microbatch: Microbatch) -> None:
         """A forward of the stage begins."""
         self._seed(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
-    def enter(self, place: str) -> None:
+    def enter(self, name: str) -> None:
         """A module is called.
 
         The generator's seed identifies the microbatch. The latest forward would be wrong: a backward may run
         a module of any microbatch again, and torch restores the generator for that.
         """
-        self._seed(self._origins.get(self.generator.initial_seed()), place)
+        self._seed(self._origins.get(self.generator.initial_seed()), name)
 
     def end(self) -> None:
         self.seeds, self._origins = {}, {}
 
-    def _seed(self, seed: int | None, place: str) -> None:
+    def _seed(self, seed: int | None, name: str) -> None:
         if seed is not None:
-            mixed = mix(seed, place)
+            mixed = mix(seed, name)
             self._origins[mixed] = seed
             self.generator.manual_seed(mixed)
 
@@ -91,7 +91,7 @@ def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            module._rng.enter(module._rng_place)
+            module._rng.enter(module._rng_name)
         return plain(module, *args, **kwargs)
 
     return call

@@ -30,8 +30,8 @@ from penstock.models.tracing.meta import without_values
 from penstock.models.tracing.placeholder import (
     Placeholder,
     hidden_of,
+    leaves,
     mappings,
-    places,
     replaced,
     with_hidden,
 )
@@ -103,7 +103,7 @@ class Boundary:
         taken = self._chain.early_inputs[index]
         if taken and not self._info.is_first:
             early = self._received["early"]
-            return replaced(args, kwargs, {place: early[str(number)] for place, number in taken.items()})
+            return replaced(args, kwargs, {name: early[str(value)] for name, value in taken.items()})
         return args, kwargs
 
     def after_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -125,8 +125,8 @@ class Boundary:
             self._leave(hidden, None, args, kwargs)
         taken = self._chain.early_inputs[index]
         if self._output is not None and taken:  # a first stage: later ones cannot make these values
-            values = dict(places(args, kwargs))
-            self._output["early"] |= {str(number): values[place] for place, number in taken.items()}
+            values = dict(leaves(args, kwargs))
+            self._output["early"] |= {str(value): values[name] for name, value in taken.items()}
             self._stop_when_complete()
         return hidden, (None,)
 

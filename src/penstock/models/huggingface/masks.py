@@ -206,11 +206,12 @@ class Edits:
         """Hooks and forwards of modules, which come and go."""
         functions: list[Callable[..., Any]] = []
         for module in self._modules:
-            held = module.__dict__
-            if "forward" in held and getattr(held["forward"], "__func__", None) not in ASKING:
-                functions.append(held["forward"])
-            if held["_forward_pre_hooks"] or held["_forward_hooks"]:
-                functions += [*held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()]
+            attributes = module.__dict__
+            if "forward" in attributes and getattr(attributes["forward"], "__func__", None) not in ASKING:
+                functions.append(attributes["forward"])
+            before, after = attributes["_forward_pre_hooks"], attributes["_forward_hooks"]
+            if before or after:
+                functions += [*before.values(), *after.values()]
         return functions
 
 

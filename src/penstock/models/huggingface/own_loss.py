@@ -167,7 +167,7 @@ class _Trial:
         for problem in chosen if asked is None else (asked,):
             loss = RowLabels(classes, asked, [problem])
             try:
-                if all(self._computes(loss, each) for each in labels[problem]):
+                if all(self._computes(loss, given) for given in labels[problem]):
                     proven.append(problem)
             except Exception:  # of a model that knows other labels alone
                 continue

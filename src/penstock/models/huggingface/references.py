@@ -74,10 +74,10 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
     outside = {id(module): name or "the model" for name, module in given.named_modules()}
     outside |= {id(p): name for name, p in given.named_parameters(remove_duplicate=False)}
     outside |= {id(b): name for name, b in given.named_buffers(remove_duplicate=False)}
-    held = {id(module) for module in stage.modules()}
-    held |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+    in_stage = {id(module) for module in stage.modules()}
+    in_stage |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
     for where, holder, part in reaching:
-        if words := _why_not(part, holder, held, outside):
+        if words := _why_not(part, holder, in_stage, outside):
             raise ModelError(
                 f"{where}, which uses {words}",
                 "a stage computes with a copy of its layers, and a function keeps what it was made with",
@@ -93,11 +93,11 @@ def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
     for where, holder, value in _hung_on(model):
         for part in reached(value):
             own = (holder.parameters if isinstance(part, Tensor) else holder.modules)()
-            if id(part) in names and all(part is not each for each in own):
+            if id(part) in names and all(part is not value for value in own):
                 yield where, names[id(part)]
 
 
-def _why_not(part: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
+def _why_not(part: Any, holder: nn.Module, in_stage: set[int], outside: Mapping[int, str]) -> str:
     """What is wrong with reaching `part` from a function of `holder`; empty where nothing is."""
     if id(part) in outside:
         return f"{outside[id(part)]} of the model that was given"
@@ -106,9 +106,9 @@ def _why_not(part: Any, holder: nn.Module, held: set[int], outside: Mapping[int,
             return ""
         if any(isinstance(module, _STAND_INS) for module in part.modules()):
             return "modules of another stage"
-        if id(part) not in held and any(parameter.requires_grad for parameter in part.parameters()):
+        if id(part) not in in_stage and any(parameter.requires_grad for parameter in part.parameters()):
             return f"{type(part).__name__}, a module with weights that this stage does not train"
-    elif isinstance(part, nn.Parameter) and id(part) not in held and part.requires_grad:
+    elif isinstance(part, nn.Parameter) and id(part) not in in_stage and part.requires_grad:
         return "a weight that this stage does not train"
     return ""
 
@@ -126,10 +126,10 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             if attribute in _TABLES or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
                 continue
             hooks = isinstance(value, dict) and attribute.endswith("_hooks")
-            for each in value.values() if hooks else (value,):
+            for function in value.values() if hooks else (value,):
                 what = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
-                own = isinstance(each, types.MethodType) and each.__self__ is module
-                yield what, module, each.__func__ if own else each
+                own = isinstance(function, types.MethodType) and function.__self__ is module
+                yield what, module, function.__func__ if own else function
         if type(module) not in classes:
             classes.add(type(module))
             yield f"the forward of {type(module).__name__}", module, type(module).forward

@@ -142,14 +142,14 @@ def _built(model: PreTrainedModel, layers: str) -> object | None:
     facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
     attentions: dict[str | None, None] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        held, kind = vars(module), type(module)
-        if "forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]:
+        attributes, kind = vars(module), type(module)
+        if "forward" in attributes or module._forward_hooks or module._forward_pre_hooks:
             return None
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             return None
         facts += [name, kind]
-        attentions[getattr(held.get("config"), "_attn_implementation", None)] = None
-        for key, value in held.items():
+        attentions[getattr(attributes.get("config"), "_attn_implementation", None)] = None
+        for key, value in attributes.items():
             if isinstance(value, _PLAIN) and key != "training":
                 facts += [key, value]
             elif key in _TENSORS and value:
@@ -240,7 +240,7 @@ def _numbered(taken: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, int], ..
     """A number for each value; the same one where layers take the same tensor."""
     numbers: dict[int, int] = {}
     return tuple(
-        {place: numbers.setdefault(id(value), len(numbers)) for place, value in of_layer.items()}
+        {name: numbers.setdefault(id(value), len(numbers)) for name, value in of_layer.items()}
         for of_layer in taken
     )
 

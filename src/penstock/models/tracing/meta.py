@@ -37,9 +37,9 @@ class WriteThrough(Table):
     """
 
     def __init__(
-        self, live: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None], seen: set[int]
+        self, live: Mapping[str, Tensor | None], empty: Mapping[str, Tensor | None], seen: set[int]
     ) -> None:
-        super().__init__(held)
+        super().__init__(empty)
         self.live, self.seen = live, seen
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -151,12 +151,12 @@ def deep_copy(module: M, memo: dict[int, Any]) -> M:
     """`copy.deepcopy` in a third of its time: most of what a module holds is plain, or an empty table."""
     if id(module) in memo:
         return cast(M, memo[id(module)])
-    kind, held = type(module), vars(module)
-    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in held
+    kind, attributes = type(module), vars(module)
+    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in attributes
     if copies_itself or any(getattr(kind, n, None) is not getattr(nn.Module, n, None) for n in _PICKLED):
         return copy.deepcopy(module, memo)
     memo[id(module)] = fresh = kind.__new__(kind)
-    for name, value in held.items():
+    for name, value in attributes.items():
         copied: Any
         if type(value) in _UNCHANGING:
             copied = value
