@@ -64,10 +64,10 @@ def layer_costs(
     """
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
-    local = [(*place, median([stream.seconds(*call) for call in calls])) for place, calls in times.items()]
+    local = [(*where, median([stream.seconds(*call) for call in calls])) for where, calls in times.items()]
     forward: dict[int, dict[int, float]] = defaultdict(dict)
-    for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
-        forward[stage][number] = seconds
+    for stage, index, seconds in (entry for process in processes.gather(local) for entry in process):
+        forward[stage][index] = seconds
     layer_seconds: dict[int, float] = {}
     rests = []
     depth = info[0].info.stages
@@ -82,7 +82,7 @@ def layer_costs(
 
 
 def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
-    return median([float(getattr(each, name)[stage]) for each in costs])
+    return median([float(getattr(step, name)[stage]) for step in costs])
 
 
 @contextmanager
@@ -92,9 +92,9 @@ def timed(layers: LayersByStage, device: torch.device) -> Iterator[LayerTimes]:
     now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
     timed_layers = dict[int, nn.Module]()
     for stage, of_stage in layers.items():
-        for number, layer in of_stage:
+        for index, layer in of_stage:
             around(layer, __call__=_timed)
-            vars(layer)["_timing"] = now, times[stage, number]
+            vars(layer)["_timing"] = now, times[stage, index]
             timed_layers[id(layer)] = layer
     try:
         yield times

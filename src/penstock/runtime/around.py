@@ -28,7 +28,7 @@ Maker = Callable[[Any], Any]
 def around(module: nn.Module, **makers: Maker) -> None:
     """Replace attributes of the module's class, for this module alone, in place.
 
-    Does nothing where the last such call for this module's class had the same makers, or one before it.
+    Does nothing where these makers are around the module already.
 
     Args:
         makers: by the name of a class's attribute, mostly __call__ or forward: a function of that attribute

@@ -50,12 +50,10 @@ def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     reads = "labels" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
     if not reads and model.get_output_embeddings() is not None:
         return NextToken()
-    return remembered(_remembered, model, chain.layers, lambda: _find(model, chain))
+    return _find(model, chain)
 
 
-_remembered: dict[object, OwnLoss] = {}
-
-
+@remembered
 def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     with unseen(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial = _Trial(model, chain)
