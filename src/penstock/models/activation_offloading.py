@@ -141,19 +141,8 @@ def _chosen(layer: nn.Module, options: Offloading) -> Iterator[nn.Module]:
             yield module
 
 
-def checked(parallelize: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """`parallelize`, which raises ConfigError where it compiles what contains a chosen module."""
-
-    def parallelized(module: nn.Module) -> nn.Module:
-        result = parallelize(module)
-        if isinstance(result, nn.Module):
-            _check_compiled(result)
-        return result
-
-    return parallelized
-
-
-def _check_compiled(stage: nn.Module) -> None:
+def check_compiled(stage: nn.Module) -> None:
+    """Raise ConfigError where a compiled module contains a chosen one."""
     for name, outer in stage.named_modules():
         within = outer.named_modules() if is_compiled(outer) else ()
         chosen = [inner for inner, part in within if part is not outer and is_around(_offloaded, part)]

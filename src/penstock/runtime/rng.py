@@ -25,6 +25,7 @@ from penstock.batch.microbatches import checksums, named_tensors
 from penstock.batch.shapes import Microbatch, microbatch_key
 from penstock.private import DropoutNd
 from penstock.runtime.around import around
+from penstock.runtime.stage_part import Forward, StagePart
 
 _MASK = (1 << 63) - 1
 _ODD = 0x1E3779B97F4A7C15
@@ -46,7 +47,7 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
                 yield name, key, value
 
 
-class StageRNG:
+class StageRNG(StagePart):
     """Seeds the generator of one stage where a forward begins, and where one of its modules is called.
 
     Args:
@@ -64,8 +65,7 @@ class StageRNG:
                 around(module, __call__=_seeded)
                 vars(module).update(_rng=self, _rng_name=name)
 
-    def begin(self, microbatch: Microbatch) -> None:
-        """A forward of the stage begins."""
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
         self._seed(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
     def enter(self, name: str) -> None:
@@ -95,16 +95,6 @@ def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(module, *args, **kwargs)
 
     return call
-
-
-def seeded_call(call: Any, rng: StageRNG) -> Any:
-    """A StageCall that seeds the stage's generator and then runs `call`."""
-
-    def seeded(received: tuple[Any, ...], microbatch: Microbatch) -> Any:
-        rng.begin(microbatch)
-        return call(received, microbatch)
-
-    return seeded
 
 
 def mix(seed: int, text: str) -> int:
