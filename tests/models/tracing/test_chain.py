@@ -334,6 +334,21 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
     assert all(p.device.type == "cpu" for p in model.parameters())
 
 
+def test_only_a_forward_that_looks_at_values_has_no_estimate() -> None:
+    """0.5.0: any error meant that, a mistake in the estimate too."""
+    model = tiny_model("llama", layers=2)
+    chain, info = find_chain(model), StageInfo(0, 2)
+
+    def estimate(hook: Any) -> Any:
+        stage = cut(model, chain, range(1), info)
+        stage.get_submodule("model.layers.0").register_forward_pre_hook(hook)
+        return stage_sizes(stage, info, HFEdges(model, chain), (4, 32))
+
+    assert estimate(lambda module, args: bool(args[0].sum())) is None
+    with pytest.raises(ZeroDivisionError):
+        estimate(lambda module, args: 1 / 0)
+
+
 def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
     """Counted without values, and counted in a real forward of the same stage; token ids are the batch's."""
     model = tiny_model("llama", layers=2, hidden_size=64)
