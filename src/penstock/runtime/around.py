@@ -32,7 +32,8 @@ def around(module: nn.Module, **makers: Maker) -> None:
 
     Args:
         makers: by the name of a class's attribute, mostly __call__ or forward: a function of that attribute
-            that returns the one to take its place. A function of a module, as its class is kept.
+            that returns the one to take its place. Give the same function for all modules, such as one of a
+            file's top level: the derived classes are kept for it.
     """
     if not all(is_around(maker, module) for maker in makers.values()):
         module.__class__ = _derived(type(module), **makers)  # type: ignore[arg-type]  # classes are hashable

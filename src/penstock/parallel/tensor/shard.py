@@ -228,7 +228,7 @@ class _Wrappers:
 
     def shard_sequence(self) -> None:
         layers = layers_of(self._module)
-        for number, (path, layer) in enumerate(layers.items()):
+        for index, (path, layer) in enumerate(layers.items()):
             # a layer's own parameters work on its own tokens
             self._partial.setdefault(path, set()).update(layer._parameters)
             for child, part in layer.named_children():
@@ -238,8 +238,8 @@ class _Wrappers:
                 else:
                     whole = partial(whole_sequence, self._mesh, self._inputs.get(name))
                     self._wrappers.setdefault(name, []).append(whole)
-            around = partial(ends, self._mesh, number == 0, number == len(layers) - 1)
-            self._wrappers.setdefault(path, []).append(around)
+            at_ends = partial(ends, self._mesh, index == 0, index == len(layers) - 1)
+            self._wrappers.setdefault(path, []).append(at_ends)
 
     def apply(self) -> None:
         running = _Running()
