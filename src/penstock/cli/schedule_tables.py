@@ -54,9 +54,6 @@ def proven(proof: Proof) -> Iterator[RenderableType]:
     )
     yield table(("rank", "stages", "peak live", "awaiting W at most"), rows, left=["stages"], **_PLAIN)
     yield "proven: each op is there once, on its rank, in an order that its rank can follow; no deadlock"
-    buffered = proof.buffered_sends
-    more = f", if {buffered} more can lie on each edge" if buffered else ""
-    yield f"even where a send blocks until it is received{more}"
 
 
 def _stages(stages: Sequence[int]) -> str:

@@ -21,11 +21,12 @@ from penstock.batch.shapes import EdgeShapes, check
 from penstock.private import foreach_div
 from penstock.runtime.device.footprints import Footprint, ForwardKey, footprint
 from penstock.runtime.device.memory import Ledger, measuring
-from penstock.runtime.plan import Compute, Message, Plan
+from penstock.runtime.plan import Compute, Plan
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.interface import Messages
 from penstock.schedule import Op
 from penstock.schedule.offload import HostCopy
+from penstock.schedule.order import Message
 
 _PLAIN = nullcontext()
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
+from penstock.schedule.collector import collector_paused
 from penstock.schedule.files import load
-from penstock.schedule.ops import Schedule, check_numbers, check_size, collector_paused, not_a_count
+from penstock.schedule.ops import Schedule, check_numbers, check_size, not_a_count
 from penstock.schedule.search import search
 from penstock.schedule.simulation.costs import Costs
 

@@ -25,7 +25,8 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from penstock.schedule.ops import Kind, Op, Schedule, row, wave
+from penstock.schedule.builders.one_f_one_b import row
+from penstock.schedule.ops import Kind, Op, Schedule, wave
 from penstock.schedule.simulation.costs import Costs, Row
 
 Slots = list[tuple[int, int]]  # a program: (slot, microbatch)

@@ -43,7 +43,7 @@ class HostLinks:
         self._links = [_Link(rank, self) for rank in range(schedule.ranks)]
         steps = host_copies(schedule, costs.offload_ahead)
         in_front = [at for rank in steps for at in rank]
-        columns = (arrays.rank, arrays.needed, arrays.before, delays, durations)
+        columns = (arrays.rank, arrays.source, arrays.before, delays, durations)
         ops = list(zip(*(column.tolist() for column in columns), strict=True))
         end, gate = [0.0] * (len(order) + 1), [0.0] * len(order)  # the last end is that of NOTHING
         for at in order:
