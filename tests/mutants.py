@@ -313,7 +313,7 @@ MUTANTS = [
     ),
     Mutant(VERIFY, "kinds = (arrays.slot[one]", "kinds = False & (arrays.slot[one]", OF_VERIFY),
     Mutant(VERIFY, "if copies[microbatch] > 1:", "if copies[microbatch] > 2:", OF_VERIFY),
-    Mutant(ARRAYS, "(self.rank[self.source] != self.rank)", "True", OF_ARRAYS),
+    Mutant(ARRAYS, " & np.not_equal(self.rank[self.source], self.rank)", "", OF_ARRAYS),
     # ---- simulate
     Mutant(SIMULATE, " & (hosts[edge] != np.roll(hosts, -1)[edge])", "", OF_SIMULATE),
     Mutant(SIMULATE, "(edge != NOTHING) & ", "", OF_SIMULATE),

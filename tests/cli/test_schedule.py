@@ -134,7 +134,7 @@ def test_compare_shows_all(penstock: Command) -> None:
     lines = out.splitlines()
     assert lines[3].endswith("yes")
     assert next(line.split()[-1] for line in lines if line.startswith("gpipe ")) == "no"
-    assert "gpipe: take a memory limit of 4 or more." in lines
+    assert "gpipe: Give a memory limit of 4 or more." in lines
     assert "\n1f1b " in out
 
 

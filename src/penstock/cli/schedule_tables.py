@@ -137,7 +137,7 @@ def comparison(
             yield f"{entry.label} is also {' and '.join(entry.also)}"
         if not entry.fits:
             why = [] if entry.timeline else [entry.refusal]  # otherwise the advice is enough
-            yield f"{entry.label}: {'; '.join([*why, *([f'take {entry.advice}'] if entry.advice else [])])}."
+            yield f"{entry.label}: {'. '.join([*why, *filter(None, [entry.advice])])}."
         copies = entry.schedule.placement.replicas if entry.schedule else 1
         if copies > 1:
             yield f"{entry.label}: holds the model's weights {copies} times, which is not counted here."

@@ -13,13 +13,14 @@ from functools import cached_property
 from itertools import accumulate, chain, pairwise, repeat
 from typing import TYPE_CHECKING
 
-from penstock.schedule.ops import KINDS, SLOT, SOURCE, Op, Schedule
+from penstock.schedule.ops import KINDS, SLOT, SOURCE, Kind, Op, Schedule
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     Integers = npt.NDArray[np.intp]
+    Booleans = npt.NDArray[np.bool_]
     Floats = npt.NDArray[np.float64]
 
 NOTHING = -1
@@ -56,16 +57,18 @@ class OpArrays:
         return cls(schedule, ops, [*accumulate(lengths, initial=0)], stage, kind, microbatch, rank)
 
     @cached_property
-    def exists(self) -> npt.NDArray[np.bool_]:
+    def exists(self) -> Booleans:
         """Whether the schedule has the stage, the kind and the microbatch of an op."""
-        return (self.stage != NOTHING) & (self.kind != NOTHING) & (self.microbatch != NOTHING)
+        exists: Booleans = (self.stage != NOTHING) & (self.kind != NOTHING) & (self.microbatch != NOTHING)
+        return exists
 
     @cached_property
-    def on_its_rank(self) -> npt.NDArray[np.bool_]:
+    def on_its_rank(self) -> Booleans:
         """Whether the rank that runs an op hosts the stage of it."""
         import numpy as np
 
-        return np.array(self.schedule.placement.rank_of)[self.stage] == self.rank
+        hosts: Integers = np.array(self.schedule.placement.rank_of)[self.stage]
+        return np.equal(hosts, self.rank)
 
     @cached_property
     def slot(self) -> Integers:
@@ -88,19 +91,20 @@ class OpArrays:
         return indices
 
     @cached_property
-    def is_indexed(self) -> npt.NDArray[np.bool_]:
+    def is_indexed(self) -> Booleans:
         """Whether an op is the one that `index` has for its stage, microbatch and slot."""
         import numpy as np
 
         indexed = self.index[self.stage, self.microbatch, self.slot]
-        return self.exists & (indexed == np.arange(len(indexed)))
+        return self.exists & np.equal(indexed, np.arange(len(indexed)))
 
     @cached_property
     def edge(self) -> Integers:
         """The stage before the edge that an op's input crosses, whatever hosts it; NOTHING for no input."""
         import numpy as np
 
-        step, depth = by_kind(SOURCE)[self.kind], self.schedule.placement.depth
+        depth = self.schedule.placement.depth
+        step: Integers = by_kind(SOURCE)[self.kind]
         in_one_copy = (self.stage + step) // depth == self.stage // depth
         return np.where(self.exists & (step != 0) & in_one_copy, self.stage + np.minimum(step, 0), NOTHING)
 
@@ -109,8 +113,7 @@ class OpArrays:
         """The index of the op of the neighbouring stage whose result an op takes, or NOTHING."""
         import numpy as np
 
-        stage = self.stage + by_kind(SOURCE)[self.kind]
-        stage[self.edge == NOTHING] = 0
+        stage = np.where(self.edge == NOTHING, 0, self.stage + by_kind(SOURCE)[self.kind])
         return np.where(self.edge == NOTHING, NOTHING, self.index[stage, self.microbatch, self.slot])
 
     @cached_property
@@ -122,9 +125,11 @@ class OpArrays:
         return np.where(needs, self.index[self.stage, self.microbatch, self.slot - 1], NOTHING)
 
     @cached_property
-    def crosses(self) -> npt.NDArray[np.bool_]:
+    def crosses(self) -> Booleans:
         """Whether an op takes its input from another rank."""
-        return (self.source != NOTHING) & (self.rank[self.source] != self.rank)
+        import numpy as np
+
+        return np.greater(self.source, NOTHING) & np.not_equal(self.rank[self.source], self.rank)
 
     @cached_property
     def before(self) -> Integers:
@@ -166,7 +171,7 @@ def _column(values: Sequence[object], known: Iterable[object]) -> Integers:
     return np.fromiter(map(place.get, values, repeat(NOTHING)), np.intp, len(values))
 
 
-def by_kind(values: Mapping[str, int]) -> Integers:
+def by_kind(values: Mapping[Kind, int]) -> Integers:
     """The values in the order of `KINDS`, and 0 for NOTHING."""
     import numpy as np
 

@@ -310,7 +310,7 @@ class _Grouped:
 
     def _other(self, message: Crossing, rank: int) -> int:
         """The end of a message that is not `rank`."""
-        sender, receiver = self.arrays.rank[[*message]].tolist()
+        (sender, _), (receiver, _) = map(self.arrays.position, message)
         return receiver if rank == sender else sender
 
     def circle(self, blocked: Mapping[int, OrderEvent]) -> str:
@@ -324,7 +324,7 @@ class _Grouped:
         """The exchange in which a rank waits for the other end of a message to begin."""
         _, op, peer = event
         ops, row = self.arrays.ops, self.transfers[rank]
-        place = next(place for place, here in enumerate(row) if op in (ops[m.sent] for m in here))
+        place = next(place for place, here in enumerate(row) if any(ops[m.sent] == op for m in here))
         sends, receives = [], []
         for message in row[place]:
             other = self._other(message, rank)

@@ -18,17 +18,17 @@ The executor relies on this proof: it checks no order again, and never holds mor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.errors import ScheduleError
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.op_arrays import NOTHING, OpArrays, Walk, by_kind
-from penstock.schedule.ops import KINDS, SLOT, Op, Pair, Schedule, Violation
+from penstock.schedule.ops import KINDS, SLOT, Kind, Op, Pair, Schedule, Violation
 
-_LIVE = {"F": 1, "B": -1, "W": -1}
-_DEFERRED = {"I": 1, "W": -1}
+_LIVE: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
+_DEFERRED: dict[Kind, int] = {"I": 1, "W": -1}
 _COMPARED = 1000  # if this many ops are missing and nine in ten, they are not listed one by one
 
 
@@ -85,12 +85,14 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
         yield Violation(f"{len(schedule.programs)} programs for {schedule.ranks} ranks; each rank has one")
         return
     is_sound = True
-    for rank, program in enumerate(schedule.programs):
+    programs: Sequence[Sequence[object]] = schedule.programs
+    for rank, program in enumerate(programs):
         for position, entry in enumerate(program):
             if not isinstance(entry, Op):
                 is_sound = False
                 yield Violation(f"{entry!r} is no op", rank, position)
-    for pair in schedule.overlaps:
+    pairs: Collection[object] = schedule.overlaps
+    for pair in pairs:
         if not isinstance(pair, Pair) or not (isinstance(pair[0], Op) and isinstance(pair[1], Op)):
             is_sound = False
             yield Violation(f"{pair!r} in overlaps is no Pair")
@@ -232,7 +234,7 @@ def cycles(waits_for: Mapping[int, int]) -> Iterator[list[int]]:
             yield path[path.index(rank) :]
 
 
-def _peaks(arrays: OpArrays, changes: Mapping[str, int]) -> tuple[int, ...]:
+def _peaks(arrays: OpArrays, changes: Mapping[Kind, int]) -> tuple[int, ...]:
     """By rank, the most that it holds at once; inference keeps nothing."""
     import numpy as np
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.schedule.ops import Op
+from penstock.schedule.ops import SOURCE, Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
 from penstock.schedule.simulation.timeline import Span
 
@@ -111,9 +111,7 @@ class _Process:
 
 def _users(op: Op) -> Iterator[Op]:
     """The ops that may take the result of `op` on another rank."""
-    stage, kind, microbatch = op
-    if kind == "F":
-        yield Op(stage + 1, "F", microbatch)
-    elif kind in ("B", "I"):
-        yield Op(stage - 1, "B", microbatch)
-        yield Op(stage - 1, "I", microbatch)
+    if step := SOURCE[op.kind]:
+        for kind in KINDS:
+            if SOURCE[kind] == step:
+                yield Op(op.stage - step, kind, op.microbatch)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from penstock.schedule.search.problem import NOTHING, Budget, Problem, Programs
+from penstock.schedule.op_arrays import NOTHING
+from penstock.schedule.search.problem import Budget, Problem, Programs
 
 
 class Key(NamedTuple):

@@ -16,8 +16,9 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from random import Random
 
+from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, Key, key, times
-from penstock.schedule.search.problem import NOTHING, OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
 
 _KEPT = 6  # policies that are varied
 
