@@ -1,7 +1,7 @@
 """The ops of a schedule as arrays: which op needs which, an order in which they can run, and when they end.
 
 A schedule may have half a million ops. So what concerns each op alone is computed on arrays (numpy, imported
-on first use). Only what one op passes on to another is a loop: `Walk` and `ends`.
+on first use). Only what one op passes on to another is a loop: `run_all` and `ends`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, repeat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.schedule.ops import KINDS, SLOT, SOURCE, Kind, Op, Schedule
 
@@ -160,15 +160,15 @@ class OpArrays:
         """Run all programs. The ops of an overlapped pair wait together. done: ops that nobody waits for"""
         sources = self.source.tolist()
         also_needs = {one: sources[one + 1] for one in self.pairs if sources[one + 1] != NOTHING}
-        return Walk(self.bounds, sources, also_needs, done)
+        return run_all(self.bounds, sources, also_needs, done)
 
 
 def _column(values: Sequence[object], known: Iterable[object]) -> Integers:
-    """By entry, its place among the `known` values, or NOTHING."""
+    """By entry, its position among the `known` values, or NOTHING."""
     import numpy as np
 
-    place = {value: at for at, value in enumerate(known)}
-    return np.fromiter(map(place.get, values, repeat(NOTHING)), np.intp, len(values))
+    position = {value: at for at, value in enumerate(known)}
+    return np.fromiter(map(position.get, values, repeat(NOTHING)), np.intp, len(values))
 
 
 def by_kind(values: Mapping[Kind, int]) -> Integers:
@@ -178,52 +178,56 @@ def by_kind(values: Mapping[Kind, int]) -> Integers:
     return np.array([*(values.get(kind, 0) for kind in KINDS), 0])
 
 
-class Walk:
-    """Run all ranks at once, each as far as the others let it.
+class Walk(NamedTuple):
+    """How far the ranks come if each runs as far as the others let it.
 
     order: the steps that ran, in an order in which they can
     reached: by rank, the step that it has come to
     blocked: by rank that has not come to its end, the step that it waits for
     """
 
-    def __init__(
-        self,
-        bounds: Sequence[int],
-        needs: Sequence[int],
-        also_needs: Mapping[int, int] | None = None,
-        done: Iterable[int] = (),
-    ) -> None:
-        """All steps are counted on, those of rank r from bounds[r] on.
+    order: list[int]
+    reached: list[int]
+    blocked: dict[int, int]
 
-        needs: the step that each one waits for, or NOTHING
-        also_needs: a second one that this step waits for, because its overlapped neighbour does
-        done: steps that count as done from the beginning
-        """
-        is_done = bytearray(len(needs) + 1)
-        is_done[NOTHING] = 1  # the last place, which -1 refers to
-        for step in done:
-            is_done[step] = 1
-        self.order: list[int] = []
-        self.reached, stops = [*bounds[:-1]], bounds[1:]
-        waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
-        ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
-        while ready:
-            rank = ready.popleft()
-            start, stop = self.reached[rank], stops[rank]
-            for at in range(start, stop):
-                needed = needs[at]
-                if also_needs and is_done[needed]:
-                    needed = also_needs.get(at, NOTHING)
-                if not is_done[needed]:
-                    waiting.setdefault(needed, []).append(rank)
-                    stop = at
-                    break
-                is_done[at] = 1
-                if at in waiting:
-                    ready += waiting.pop(at)
-            self.order += range(start, stop)
-            self.reached[rank] = stop
-        self.blocked = {rank: needed for needed, ranks in waiting.items() for rank in ranks}
+
+def run_all(
+    bounds: Sequence[int],
+    needs: Sequence[int],
+    also_needs: Mapping[int, int] | None = None,
+    done: Iterable[int] = (),
+) -> Walk:
+    """Run the steps of all ranks, which are counted on: those of rank r begin at bounds[r].
+
+    needs: the step that each one waits for, or NOTHING
+    also_needs: a second one that this step waits for, because its overlapped neighbour does
+    done: steps that count as done from the beginning
+    """
+    is_done = bytearray(len(needs) + 1)
+    is_done[NOTHING] = 1  # the last place, which -1 refers to
+    for step in done:
+        is_done[step] = 1
+    order: list[int] = []
+    reached, stops = [*bounds[:-1]], bounds[1:]
+    waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
+    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
+    while ready:
+        rank = ready.popleft()
+        start, stop = reached[rank], stops[rank]
+        for at in range(start, stop):
+            needed = needs[at]
+            if also_needs and is_done[needed]:
+                needed = also_needs.get(at, NOTHING)
+            if not is_done[needed]:
+                waiting.setdefault(needed, []).append(rank)
+                stop = at
+                break
+            is_done[at] = 1
+            if at in waiting:
+                ready += waiting.pop(at)
+        order += range(start, stop)
+        reached[rank] = stop
+    return Walk(order, reached, {rank: needed for needed, ranks in waiting.items() for rank in ranks})
 
 
 def ends(
@@ -242,15 +246,15 @@ def ends(
     for one, length in pairs.items():  # the first op takes no time, and whoever needs it waits for the second
         source[arrays.source == one] = one + 1
         durations[one], durations[one + 1] = 0.0, length
-    place = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
-    place[order] = np.arange(1, len(order) + 1)
-    columns = (place[source[order]], place[arrays.before[order]], delays[order], durations[order])
+    turn = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
+    turn[order] = np.arange(1, len(order) + 1)
+    columns = (turn[source[order]], turn[arrays.before[order]], delays[order], durations[order])
     ended = [0.0]
     append = ended.append  # half a million calls
     for needed, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
         there, free_at = ended[needed] + delay, ended[before]
         append((there if there > free_at else free_at) + takes)
-    end_times = np.array(ended)[place[:-1]]
+    end_times = np.array(ended)[turn[:-1]]
     for one in pairs:
         end_times[one] = end_times[one + 1]
     return end_times

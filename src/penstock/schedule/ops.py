@@ -246,9 +246,9 @@ _MAX_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 10
 
 def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
     """Raise ConfigError for a size that no schedule has, or whose schedule would fill the memory."""
-    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(number) is not int or number < 1:
-            raise not_a_count(name, number)
+    for name, count in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(count) is not int or count < 1:
+            raise not_a_count(name, count)
     if ranks * stages_per_rank > MAX_STAGES:
         raise ConfigError(
             f"{ranks} ranks with {stages_per_rank} stages each",

@@ -17,7 +17,7 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedule.op_arrays import NOTHING, OpArrays, Walk, ends
+from penstock.schedule.op_arrays import NOTHING, OpArrays, ends, run_all
 from penstock.schedule.ops import SOURCE, Op, Schedule
 from penstock.schedule.verify import Proof, cycles
 
@@ -137,7 +137,7 @@ def _blocked(programs: Sequence[Sequence[EventStep]]) -> dict[int, OrderEvent]:
     steps = [*chain.from_iterable(programs)]
     step_of = {event: at for at, (event, _) in enumerate(steps) if event is not None}
     needs = [NOTHING if needed is None else step_of[needed] for _, needed in steps]
-    walk = Walk([*accumulate(map(len, programs), initial=0)], needs)
+    walk = run_all([*accumulate(map(len, programs), initial=0)], needs)
     events = {at: event for event, at in step_of.items()}
     return {program: events[step] for program, step in walk.blocked.items()}
 
@@ -241,16 +241,16 @@ def exchanges(proof: Proof) -> Exchanges:
 
 
 class _Grouped:
-    """The exchanges of all ranks. A rank with n ops has n + 1 places for them: before each op and at the end.
+    """The exchanges of all ranks. A rank with n ops has n + 1 gaps for them: before each op and at the end.
 
-    transfers[rank][place]: the messages of that exchange
+    transfers[rank][gap]: the messages of that exchange
     """
 
     def __init__(self, proof: Proof, soon: bool) -> None:
         """soon: receive each result as soon as it is sent, in unit times; else as late as its use allows"""
         self.arrays, self.programs = proof.arrays, proof.schedule.programs
         self.transfers: list[list[list[Crossing]]] = [[[] for _ in range(len(p) + 1)] for p in self.programs]
-        self.awaited: dict[int, int] = {}  # by the op that uses a message, the place that receives it
+        self.awaited: dict[int, int] = {}  # by the op that uses a message, the gap that receives it
         times = _arrivals(proof) if soon else None
         for receiver in range(len(self.programs)):
             by_sender = groupby(crossings(self.arrays, receiver), lambda m: self.arrays.rank[m.sent])
@@ -259,19 +259,19 @@ class _Grouped:
 
     def _place(self, queue: list[Crossing], times: list[list[float]] | None) -> None:
         """Choose the exchanges that receive the messages of one sender."""
-        receiver, place = self.arrays.position(queue[-1].used)
-        places = []
+        receiver, gap = self.arrays.position(queue[-1].used)
+        gaps = []
         for message in reversed(queue):  # an early use also moves what is sent before it
             (sender, sent), (_, use) = map(self.arrays.position, message)
-            place = min(place, use)
+            gap = min(gap, use)
             if times is not None:
-                place = min(place, bisect_left(times[receiver], times[sender][sent + 1]))
-            places.append(place)
-        for message, place in zip(queue, reversed(places), strict=True):
+                gap = min(gap, bisect_left(times[receiver], times[sender][sent + 1]))
+            gaps.append(gap)
+        for message, gap in zip(queue, reversed(gaps), strict=True):
             sender, sent = self.arrays.position(message.sent)
-            self.awaited[message.used] = place
+            self.awaited[message.used] = gap
             self.transfers[sender][sent + 1].append(message)
-            self.transfers[receiver][place].append(message)
+            self.transfers[receiver][gap].append(message)
 
     def receives(self) -> tuple[tuple[tuple[Op, ...], ...], ...]:
         arrays = self.arrays
@@ -281,13 +281,13 @@ class _Grouped:
         )
 
     def ops(self) -> list[list[EventStep]]:
-        """The steps of each rank: it reaches a place when it has run the op before."""
+        """The steps of each rank: it reaches a gap when it has run the op before."""
         programs: list[list[EventStep]] = []
         for rank in range(len(self.programs)):
             steps: list[EventStep] = [(("reached", 0, rank), None)]
             for position, at in enumerate(range(*self.arrays.bounds[rank : rank + 2])):
-                place = self.awaited.get(at)
-                needed = None if place is None else ("complete", place, rank)
+                gap = self.awaited.get(at)
+                needed = None if gap is None else ("complete", gap, rank)
                 steps.append((("reached", position + 1, rank), needed))
             programs.append(steps)
         return programs
@@ -297,11 +297,11 @@ class _Grouped:
         programs: list[list[EventStep]] = []
         for rank, row in enumerate(self.transfers):
             steps: list[EventStep] = []
-            for place, here in enumerate(row):
-                steps.append((None, ("reached", place, rank)))
+            for gap, here in enumerate(row):
+                steps.append((None, ("reached", gap, rank)))
                 steps += [(self._begun(message, rank), None) for message in here]
                 steps += [(None, self._begun(message, self._other(message, rank))) for message in here]
-                steps.append((("complete", place, rank), None))
+                steps.append((("complete", gap, rank), None))
             programs.append(steps)
         return programs
 
@@ -324,20 +324,20 @@ class _Grouped:
         """The exchange in which a rank waits for the other end of a message to begin."""
         _, op, peer = event
         ops, row = self.arrays.ops, self.transfers[rank]
-        place = next(place for place, here in enumerate(row) if any(ops[m.sent] == op for m in here))
+        gap = next(gap for gap, here in enumerate(row) if any(ops[m.sent] == op for m in here))
         sends, receives = [], []
-        for message in row[place]:
+        for message in row[gap]:
             other = self._other(message, rank)
             if self.arrays.rank[message.sent] == rank:
                 sends.append(f"sends {ops[message.sent]} to rank {other}")
             else:
                 receives.append(f"receives {ops[message.sent]} from rank {other}")
-        after = f"after {self.programs[rank][place - 1]} " if place else ""
+        after = f"after {self.programs[rank][gap - 1]} " if gap else ""
         return f"{after}{' and '.join(sends + receives)} and waits for rank {peer}"
 
 
 def _arrivals(proof: Proof) -> list[list[float]]:
-    """When each rank reaches each place, in unit times and with messages that take none."""
+    """When each rank reaches each gap, in unit times and with messages that take none."""
     import numpy as np
 
     units = np.array([_UNITS[op.kind] for op in proof.arrays.ops])

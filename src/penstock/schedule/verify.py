@@ -240,5 +240,5 @@ def _peaks(arrays: OpArrays, changes: Mapping[Kind, int]) -> tuple[int, ...]:
 
     if not arrays.schedule.trains:
         return (0,) * arrays.schedule.ranks
-    held = np.append(0, by_kind(changes)[arrays.kind].cumsum())  # before each op
-    return tuple(int(held[start : stop + 1].max() - held[start]) for start, stop in pairwise(arrays.bounds))
+    total = np.append(0, by_kind(changes)[arrays.kind].cumsum())  # before each op
+    return tuple(int(total[start : stop + 1].max() - total[start]) for start, stop in pairwise(arrays.bounds))

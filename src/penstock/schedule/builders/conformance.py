@@ -22,7 +22,7 @@ from penstock.schedule.ops import Kind, Op, Placement, Schedule
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Timeline
-from penstock.schedule.verify import verify
+from penstock.schedule.verify import Proof, verify
 
 PeakLive = Callable[[int, int, int], int]  # ranks, microbatches, rank
 
@@ -115,16 +115,16 @@ def _broken(
     if changeable:  # verify and simulate need a well-formed schedule
         return
     try:
-        peaks = verify(schedule).peak_live
+        proof = verify(schedule)
     except ScheduleError as error:
         yield from (f"verify refuses it: {violation}" for violation in error.violations)
         return
-    for rank, peak in enumerate(peaks):
+    for rank, peak in enumerate(proof.peak_live):
         if peak_live and peak != (most := peak_live(ranks, microbatches, rank)):
             yield f"rank {rank} holds {peak} live activations at its peak instead of {most}"
-    yield from _runs(schedule, Costs())
+    yield from _runs(proof, Costs())
     stages = range(1, schedule.stages + 1)
-    yield from _runs(schedule, Costs([1 / s for s in stages], [s + 0.5 for s in stages], 0.25, 0.125))
+    yield from _runs(proof, Costs([1 / s for s in stages], [s + 0.5 for s in stages], 0.25, 0.125))
 
 
 def _changeable(schedule: Schedule, again: object) -> Iterator[str]:
@@ -147,9 +147,9 @@ def _reads_back(op: object) -> bool:
         return False
 
 
-def _runs(schedule: Schedule, costs: Costs) -> Iterator[str]:
+def _runs(proof: Proof, costs: Costs) -> Iterator[str]:
     """Rules for a run of any schedule at any costs."""
-    timeline = simulate(schedule, costs)
+    schedule, timeline = proof.schedule, simulate(proof, costs)
     for rank, program in enumerate(schedule.programs):
         spans = timeline.of_rank(rank)
         if tuple(span.op for span in spans) != tuple(program):

@@ -92,14 +92,14 @@ class _Bounds:
         """An activation is held at least until its gradient can come back, and then until W."""
         if not self.limit[rank]:
             return 0
-        held, problem = 0, self.problem
+        total, problem = 0, self.problem
         for stage in self._stages(rank):
             until_i = self._return(stage, stage)
-            for number in problem.lines[3 * stage + F]:
-                whole, released = problem.take[number], problem.give[number + I]
+            for op in problem.lines[3 * stage + F]:
+                whole, released = problem.take[op], problem.give[op + I]
                 kept = whole - released
-                held += released * until_i + kept * (until_i + problem.duration[number + W])
-        return self.start[rank] - (-held // self.limit[rank])
+                total += released * until_i + kept * (until_i + problem.duration[op + W])
+        return self.start[rank] - (-total // self.limit[rank])
 
     def _stages(self, rank: int) -> tuple[int, ...]:
         return self.problem.placement.stages_of(rank)

@@ -60,7 +60,7 @@ class Problem:
 
     def by_line(self, pick: Callable[[list[int]], int], values: Sequence[int]) -> list[int]:
         """By line: the min, max or sum (`pick`) of its ops' `values`; 0 for a line without ops."""
-        return [pick([values[number] for number in line] or [0]) for line in self.lines]
+        return [pick([values[op] for op in line] or [0]) for line in self.lines]
 
     @property
     def row(self) -> int:
@@ -92,7 +92,7 @@ class Problem:
 
     @cached_property
     def line_of(self) -> list[int]:
-        return [3 * (number // self.row) + number % 3 for number in range(self.count)]
+        return [3 * (op // self.row) + op % 3 for op in range(self.count)]
 
     @cached_property
     def lines_of(self) -> list[list[int]]:
@@ -103,7 +103,7 @@ class Problem:
     @cached_property
     def ops_of(self) -> list[list[int]]:
         """By rank."""
-        return [[number for line in lines for number in self.lines[line]] for lines in self.lines_of]
+        return [[op for line in lines for op in self.lines[line]] for lines in self.lines_of]
 
     @cached_property
     def size(self) -> int:
@@ -113,7 +113,7 @@ class Problem:
     @cached_property
     def work(self) -> list[int]:
         """By rank: the sum of its durations."""
-        return [sum(self.duration[number] for number in ops) for ops in self.ops_of]
+        return [sum(self.duration[op] for op in ops) for ops in self.ops_of]
 
     @cached_property
     def feeds(self) -> list[int]:
@@ -148,11 +148,11 @@ class Problem:
     def schedule(self, programs: Programs) -> Schedule:
         """With every backward split."""
 
-        def op(number: int) -> Op:
-            stage, within = divmod(number, self.row)
+        def as_op(op: int) -> Op:
+            stage, within = divmod(op, self.row)
             return Op(stage, _KINDS[within % 3], within // 3)
 
-        ops_by_rank = tuple(tuple(map(op, program)) for program in programs)
+        ops_by_rank = tuple(tuple(map(as_op, program)) for program in programs)
         return Schedule("searched", self.placement, self.microbatches, ops_by_rank)
 
     def programs(self, schedule: Schedule) -> Programs:

@@ -254,9 +254,9 @@ def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Seq
     timeline = simulate(task.schedule(_serial(task)), costs)
     alone, short = timeline.peak_memory, _beyond(limits, timeline)
     if short:
-        each = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
+        by_rank = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
         one_for_all = isinstance(memory_limit, int | float)
-        least = f"{max(alone[rank] for rank in short):g}" if one_for_all else each
+        least = f"{max(alone[rank] for rank in short):g}" if one_for_all else by_rank
         raise ConfigError(
             f"memory_limit={memory_limit!r}",
             "in any order a rank holds one microbatch's activations of all its stages at once",
