@@ -45,7 +45,7 @@ class OpArrays:
 
     @classmethod
     def of(cls, schedule: Schedule) -> OpArrays:
-        """Every entry of the programs is an Op, with whole numbers and a letter."""
+        """The arrays of any programs made of ops, whole or not."""
         import numpy as np
 
         ops = [*chain.from_iterable(schedule.programs)]
@@ -64,7 +64,7 @@ class OpArrays:
 
     @cached_property
     def on_its_rank(self) -> Booleans:
-        """Whether the rank that runs an op hosts the stage of it."""
+        """Whether the rank whose program has an op hosts the stage of that op."""
         import numpy as np
 
         hosts: Integers = np.array(self.schedule.placement.rank_of)[self.stage]

@@ -194,15 +194,18 @@ def search(
     if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
         copies = _copies(builders[0][1])
         task = problem(where, microbatches, costs, limits, copies, objective == "extent")
-    seeds = [
-        (name, task.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == task.copies
-    ]
-    seeds.append(("one microbatch after the other", _serial(task)))
-    best = find(task, seeds, Random(seed), Budget(seconds))
+    best = find(task, _seeds(task, builders), Random(seed), Budget(seconds))
     least = best.least * task.quantum
     if costs.overlaps:
         least = min(least, _least_of_pairs(task, costs, limits))
     return _found(best, least, costs, builders)
+
+
+def _seeds(task: Problem, builders: list[tuple[str, Schedule, float]]) -> list[tuple[str, Programs]]:
+    """Names and programs to start from."""
+    fitting = [(name, schedule) for name, schedule, _ in builders if _copies(schedule) == task.copies]
+    seeds = [(name, task.programs(schedule)) for name, schedule in fitting]
+    return [*seeds, ("one microbatch after the other", _serial(task))]
 
 
 def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
