@@ -72,6 +72,8 @@ BROKEN: dict[str, tuple[Schedule, list[Violation]]] = {
         schedule(1, "0F0 1F0", "1F0 0F0"),
         [Violation("stage 1 is placed on rank 1", 0, 1, op("1F0")),
          Violation("stage 0 is placed on rank 0", 1, 1, op("0F0"))]),
+    "an op that is on another rank alone": (
+        schedule(1, "0F0 1F0", ""), [Violation("stage 1 is placed on rank 1", 0, 1, op("1F0"))]),
     "an op that comes twice": (
         schedule(1, "0F0 0B0 0F0", "1F0 1B0"), [Violation("it is already at position 0", 0, 2, op("0F0"))]),
     "a forward that is missing": (
