@@ -99,7 +99,10 @@ OF_PARTS: Table = {
     ("few rows to evaluate", SECOND): "accepted",  # in fewer microbatches
     ("a list", (0, 2)): "BatchError: microbatches: 1 on rank 0, 2; 2 on rank 1, 3: all parts",
     ("a list to evaluate", SECOND): "BatchError: a list of 3 microbatches, given to process 1, 3: ",
-    ("labels", SECOND): r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the next-token loss",
+    (
+        "labels",
+        SECOND,
+    ): r"BatchError: a batch of \['input_ids'\], given to process 1, 3: the loss reads",
     ("labels of outputs", SECOND): "BatchError: labels: given on rank 0, 2; none on rank 1, 3: ",
     ("labels of outputs", LAST): "BatchError: labels: given on rank 0-2; none on rank 3: ",
     ("outputs", SECOND): r"ShapeError: a result that cannot be sent \(.*\), on process 3: ",

@@ -22,7 +22,6 @@ from torch import Tensor
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
 from penstock.runtime.device.copies import CudaCopies
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Pool, Staging
 from penstock.runtime.transport.emulated import STAMP, Network
 from penstock.runtime.transport.groups import Groups
@@ -36,6 +35,7 @@ from penstock.runtime.transport.point_to_point import (
     Work,
     ring_exchange,
 )
+from penstock.schedule.order import Channel, Message
 
 # ahead of a message whose receiver does not know its specs: their length, and the specs if they fit
 _HEADER_BYTES = 1024
@@ -269,9 +269,9 @@ class Channels(Messages):
     def _as_tensor(self, text: bytes) -> Tensor:
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._at)
 
-    def start(self, in_line: bool) -> None:
+    def start(self) -> None:
         try:
-            self._carrier.start(in_line)
+            self._carrier.start(in_line=True)
         except RuntimeError as cause:
             raise self._watch.error(cause, "an exchange") from cause
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
-from penstock.runtime.plan import Action, Exchange, Free, Message, Post
+from penstock.runtime.plan import Action, Exchange, Free, Post
 from penstock.runtime.ranks import Ranks
 from penstock.runtime.recorder import Progress
 from penstock.schedule import Op
+from penstock.schedule.order import Message
 
 
 class Messages:
@@ -44,10 +45,10 @@ class Messages:
         """
         raise NotImplementedError
 
-    def start(self, in_line: bool) -> None:
+    def start(self) -> None:
         """Start what was posted and sent since the last call, where messages go in batches.
 
-        in_line: whether it may wait until these messages have arrived
+        It may wait until these messages have arrived.
         """
 
     def free(self, message: Message) -> None:
