@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
+import re
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -13,7 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.split.balanced_split import LayerCosts
+from penstock.options import (
+    AxisSizes,
+    LayerOptions,
+    MeshOptions,
+    ModelOptions,
+    RoutingOptions,
+    RunOptions,
+    ShardingOptions,
+    SplitOptions,
+)
 from penstock.pipeline.options import Options, with_pipeline_axis
+from penstock.train.config.sections import ModelSection, ParallelSection, PipelineSection, TrainSection
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.own_chain import Piece, squares, x_batch
 
@@ -27,10 +39,24 @@ def test_both_ways_to_a_pipeline_take_the_same_options() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    shared = {field.name for field in fields(Options)}
-    own = {field.name for field in fields(AutoPipeline)} - shared
-    assert not [name for name in shared if name not in (Options.__doc__ or "")]
-    assert not [name for name in own if name not in (AutoPipeline.__doc__ or "")]
+    """Each by the class that has it, or the one that narrows its type."""
+    classes = [kind for kind in AutoPipeline.__mro__ if is_dataclass(kind)]
+    described = {
+        name for kind in classes for name in re.findall(r"^ {8}(\w+): ", kind.__doc__ or "", re.MULTILINE)
+    }
+    assert {field.name for field in fields(AutoPipeline)} == described
+
+
+def test_a_section_of_a_config_shares_the_options_of_its_groups() -> None:
+    """By the same names, so that `make_auto` need not list them."""
+    for section, groups in (
+        (PipelineSection, (RunOptions, SplitOptions)),
+        (ModelSection, (ModelOptions,)),
+        (TrainSection, (RoutingOptions, LayerOptions)),
+        (ParallelSection, (MeshOptions, AxisSizes, ShardingOptions)),
+    ):
+        for group in groups:
+            assert {option.name for option in fields(group)} <= section.model_fields.keys()
 
 
 def test_an_unknown_option_is_refused() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import AutoPipeline, Axes, Sharded
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
-from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.models.activation_offloading import Offloading
 from penstock.pipeline import Compile
 from penstock.train.config.sections import TrainConfig, check_rows
@@ -200,7 +200,8 @@ def test_activation_offloading_reaches_the_library(tmp_path: Path) -> None:
     def reaches(how: Any) -> object:
         return make_auto(tiny.config(tmp_path, activation_offloading=how)).activation_offloading
 
-    assert reaches(True) is True
+    assert reaches(True) == Offloading()
+    assert reaches(False) is None
     chosen = {"modules": ["mlp"], "layers": 2, "ahead": 3, "min_bytes": 0}
     assert reaches(chosen) == Offloading(("mlp",), 2, 3, 0)
     assert reaches({}) == Offloading()
@@ -216,7 +217,7 @@ def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
     # the larger of two microbatches has three rows of 16, which the pipeline pads
     expected = Checkpointing(every=2, save=("matmul",), memory_limit=2.0**30, shape=(3, 24))
     assert reaches(limit, **padded) == expected
-    assert reaches("selective") == "selective"
+    assert reaches("selective") == checkpointing("selective")
     assert reaches({"in_flight": [1, 0]}) == Checkpointing(in_flight=(1, 0))
 
 
@@ -224,7 +225,7 @@ def test_compile_reaches_the_library(tmp_path: Path) -> None:
     def reaches(how: object) -> object:
         return make_auto(tiny.config(tmp_path, compile=how)).compile
 
-    assert reaches(True) is True
+    assert reaches(True) == Compile()
     assert reaches("none") is False
     assert reaches("layers") == Compile(loss=False)
     assert reaches("loss") == Compile(layers="none")

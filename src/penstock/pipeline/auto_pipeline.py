@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ from penstock.models.weights import files as weights
 from penstock.models.weights.hashes import hashed_meanwhile
 from penstock.models.weights.saved import SavedModel
 from penstock.models.weights.saved_adapter import SavedAdapter
+from penstock.options import ModelOptions, RoutingOptions, SplitOptions
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.check import check_padded
 from penstock.parallel.expert.balance import asks_for_balance
@@ -81,81 +82,31 @@ from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_f
 
 
 @dataclass(frozen=True)
-class AutoPipeline(Options):
-    """Options to build a pipeline from a Hugging Face model. Takes those of `Options` too.
+class AutoPipeline(RoutingOptions, ModelOptions, SplitOptions, Options):
+    """Options to build a pipeline from a Hugging Face model.
 
-    Describe which layers each stage holds in one way at most: `layout`, `layers_per_stage`,
-    `first_stage_layers` with `last_stage_layers`, `modules_per_stage`, `balance`, or `embedding_weight` with
-    `head_weight`. Without any, the slowest rank becomes as fast as can be by the multiply-adds of layers,
-    embedding and head, within `memory_limit` of the checkpointing. Stages may be empty.
+    Takes those of `Options`, and of `SplitOptions`, `ModelOptions` and `RoutingOptions` (penstock.options).
 
     Args:
-        embedding_weight: number of layers that the embedding counts as, in an even division of layers
-        head_weight: number of layers that the head counts as, in an even division of layers
         sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
             model's positions allow if that is less
-        image_tokens: how many of these tokens stand for images, for a vision-language model: so many does the
-            first stage's tower work for. None takes a quarter
-        layout: a layout string such as ``Ett|(ttt|)*2tL``, or a list of Megatron's names for each stage
-            (penstock.schedule.layout)
-        layers_per_stage: number of layers of each stage. A single number is the most for all, and chooses how
-            many stages a rank has, where the schedule takes several and does not say how many
-        first_stage_layers: number of layers of the first stage; the other stages share the rest evenly
-        last_stage_layers: number of layers of the last stage; the other stages share the rest evenly
-        modules_per_stage: names of each stage's modules
+        image_tokens: number of these tokens that stand for images, which sets the cost of a vision-language
+            model's tower on the first stage. None takes a quarter
         module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
         balance: cost of each layer, as Pipeline.layer_costs measures it, in place of multiply-adds
-        seed: seed of the initial values, if the model comes without any
-        dtype: dtype of the weights, as transformers names it; None takes the config's
-        attention: attention implementation, as transformers names it; None takes the config's
-        experts: how a mixture's experts are computed, as transformers names it (eager, batched_mm,
-            grouped_mm); None takes the config's. A model object is taken as it is.
-        replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
-            routers chose the first time, however nearly others tie with them. Steps then take
-            `routed_experts`, the experts that tokens are to choose, and `Pipeline.routed_experts` returns
-            those they chose.
         adapter: a LoraConfig of PEFT: the pipeline of a folder or a config trains a new adapter, and the rest
             is frozen. A model object brings its own: give get_peft_model(model, config).
         quantize: "nf4" puts the matrices under the adapter in 4 bits (QLoRA, by torchao). Not with other
             axes.
-        mtp_loss_scaling_factor: None leaves out the prediction layers (MTP) of a folder or a config; a number
-            builds them, as many as its num_nextn_predict_layers, and multiplies the mean of their losses,
-            which is added to the next-token loss. They count as layers, the last ones, and are the `m` of a
-            layout. A model object has them by its class (penstock.with_mtp). Not with cp and tp.
-        trust_remote_code: whether Python code in the model's folder may run, for a model that transformers
-            has no code for
-        revision: branch, tag or commit of a model that is given by its Hub name; None takes the main branch
-        load: who reads the weights of a folder. "each": every rank those of its stages. "broadcast": one rank
-            reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
-            them: for a file system that is slower than the network.
-        new_weights: patterns of names, such as "score.*", of weights that a folder's files lack: they get
-            initial values from the seed. Without it a weight that no file gives is an error, as is a pattern
-            that is not needed.
     """
 
-    embedding_weight: int | None = None
-    head_weight: int | None = None
+    dtype: torch.dtype | None = None
     sequence_length: int | None = None
     image_tokens: int | None = None
-    layout: str | Sequence[Sequence[str]] | None = None
-    layers_per_stage: int | Sequence[int] | None = None
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
-    modules_per_stage: Sequence[Sequence[str]] | None = None
     module_fqns_per_stage: Sequence[Sequence[str]] | None = None
     balance: LayerCosts | Sequence[float] | None = None
-    seed: int = 0
-    dtype: torch.dtype | None = None
-    attention: str | None = None
-    experts: str | None = None
-    replay_routing: bool = False
     adapter: LoraConfig = None
     quantize: Quantize | None = None
-    mtp_loss_scaling_factor: float | None = None
-    trust_remote_code: bool = False
-    revision: str | None = None
-    load: Literal["each", "broadcast"] = "each"
-    new_weights: Sequence[str] = ()
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:

@@ -109,7 +109,9 @@ def watch_ranks(
     ours = [[place, rank, host] for rank in pipe._world.ranks]
     hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
     # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
-    even = config.adapter is None and isinstance(config.train.activation_checkpointing, bool | str)
+    again = config.train.activation_checkpointing
+    alike = again is None or (again.every, again.in_flight, again.memory_limit) == (1, None, None)
+    even = config.adapter is None and alike
     return SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
 
 
