@@ -16,7 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.schedule.choose import ScheduleLike
@@ -50,40 +57,30 @@ Natural = Annotated[int, Field(ge=0), at_most(2**63 - 1)]
 SmallNatural = Annotated[int, Field(ge=0), at_most(10**4)]
 NotNegative = Annotated[float, Field(ge=0)]
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists only
-NamePatterns = Annotated[Sequence[str], AfterValidator(tuple)]
 
 
-def _one_or_several(expected: str, refused: tuple[object, ...]) -> BeforeValidator:
-    """Accept a number from 0 on, a list of them, or None. For a union pydantic complains once a member."""
+def says(complaint: str) -> WrapValidator:
+    """Refuse any other value with one complaint: of a union pydantic complains for each member."""
 
-    def check(value: object) -> object:
-        numbers = value if isinstance(value, list | tuple) else () if value is None else (value,)
-        if not all(type(number) is int and number >= 0 for number in numbers) or value in refused:
-            raise ValueError(f"{value!r} is neither {expected}")
-        return tuple(value) if isinstance(value, list) else value
+    def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return read(value)
+        except ValidationError:
+            raise ValueError(f"{value!r} {complaint}") from None
 
-    return BeforeValidator(check)
-
-
-def _lists_of_names(value: object) -> object:
-    """Names for each stage as tuples. Raises ValueError for anything else than lists of lists."""
-    if value is not None and not (isinstance(value, list | tuple) and all(map(_is_list, value))):
-        raise ValueError(f"{value!r} lists no names for each stage; write [[embed, layers.0], [layers.1]]")
-    return value if value is None else tuple(tuple(stage) for stage in value)
+    return WrapValidator(check)
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
+def _frozen(value: Any) -> Any:
+    """Lists, which YAML has, as tuples, which are equal wherever they come from."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _layout(value: object) -> object:
-    """A layout, checked here, as a union's complaints would hide what is wrong with it."""
-    if value is not None:
-        if not isinstance(value, str | list | tuple):
-            raise ValueError(f"{value!r} is no layout; write Ett|ttL, or a list of names for each stage")
+def _readable(layout: str | Sequence[Sequence[str]] | None) -> Any:
+    if layout is not None:
         with as_finding():
-            read_layout(value)
-    return value if value is None or isinstance(value, str) else _lists_of_names(value)
+            read_layout(layout)
+    return _frozen(layout)
 
 
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
@@ -102,16 +99,26 @@ def _bytes(value: object) -> object:
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 
-_layers = _one_or_several(
-    "a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]", (0, [], ())
-)
-_in_flight = _one_or_several(
-    "a number of microbatches nor a list of one for each rank; write 2, or [2, 1, 0, 0]", ([], ())
-)
-LayoutLike = Annotated[str | Sequence[Sequence[str]] | None, BeforeValidator(_layout)]
-LayersPerStage = Annotated[int | Sequence[int] | None, _layers]
-ModulesPerStage = Annotated[Sequence[Sequence[str]] | None, BeforeValidator(_lists_of_names)]
-InFlight = Annotated[int | tuple[int, ...] | None, _in_flight]
+NamePatterns = Annotated[Sequence[str], AfterValidator(_frozen)]
+LayoutLike = Annotated[
+    str | Sequence[Sequence[str]] | None,
+    says("is no layout; write Ett|ttL, or a list of names for each stage"),
+    AfterValidator(_readable),
+]
+LayersPerStage = Annotated[
+    Count | Annotated[Sequence[Natural], Field(min_length=1)] | None,
+    says("is neither a number of layers nor a list of one for each stage; write 4, or [4, 4, 3]"),
+    AfterValidator(_frozen),
+]
+ModulesPerStage = Annotated[
+    Sequence[Sequence[str]] | None,
+    says("lists no names for each stage; write [[embed, layers.0], [layers.1]]"),
+    AfterValidator(_frozen),
+]
+InFlight = Annotated[
+    Natural | Annotated[tuple[Natural, ...], Field(min_length=1, strict=False)] | None,
+    says("is neither a number of microbatches nor a list of one for each rank; write 2, or [2, 1, 0, 0]"),
+]
 CompiledLayers = Literal["auto", "whole", "products", "none"]
 Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]
 
@@ -124,24 +131,20 @@ class RunOptions:
     """On how many ranks a pipeline runs, in which order, and how its messages go.
 
     Args:
-        ranks: number of pipeline ranks. -1 takes all processes that the other axes leave, in Python also the
-            size of that axis of `mesh`
+        ranks: number of pipeline ranks. -1 takes all processes that the other axes leave, or the axis of a
+            `mesh` whole
         schedule: a name, such as 1f1b, or a mapping of the name and its options, as {schedule: 1f1b,
-            stages_per_rank: 2}. Python also takes a Schedule, and needs no `ranks` and `microbatches` then
-        microbatches: number of microbatches of a step, or of each part of its batch where the mesh has
-            several
-        transport: what messages go over: gloo, nccl, or local in one process. Left out, or auto, the one that
-            fits: NCCL between GPUs, shared memory between CPUs of one host where it is Linux on x86-64, else
-            gloo
+            stages_per_rank: 2}; in Python also a Schedule, which says `ranks` and `microbatches` itself
+        microbatches: number of microbatches of a step, or of each part of its batch
+        transport: gloo, nccl, or local in one process. Left out, or auto: NCCL between GPUs, shared memory
+            between CPUs of one host (Linux on x86-64), else gloo
         exchange: channels: each message by itself. batched: those of a moment together, by torch's
-            batch_isend_irecv. auto: batched on NCCL where the schedule and its messages can
-            (docs/guides/clusters.md), else channels
+            batch_isend_irecv. auto: batched on NCCL where the schedule and its messages can, else channels
         wire_dtype: dtype in which floating-point tensors travel; left out, their own. A dtype narrower than
             the model's changes the gradients
-        shapes: how a rank knows the shapes that cross an edge. inferred: by arithmetic, before anything is
-            sent. exchanged: each message carries its shapes, for models where they depend on values. padded:
-            all microbatches of a step are padded to one length, and their shapes inferred. Python also takes
-            a Padding
+        shapes: how a rank knows the shapes that cross an edge. inferred: by arithmetic. exchanged: from the
+            message, for models where they depend on values. padded: as inferred, with all microbatches of a
+            step padded to one length; in Python also a Padding
     """
 
     ranks: int | None = None
@@ -182,12 +185,9 @@ class SplitOptions:
         layout: such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage
             (penstock.schedule.layout)
         layers_per_stage: a list of the number of layers of each stage. A single number is the most for all,
-            and also chooses how many stages a rank has, where the schedule takes several and does not say
-            how many
-        first_stage_layers: number of layers of the first stage; the others share the rest evenly. 0: it holds
-            the embedding alone
-        last_stage_layers: number of layers of the last stage; the others share the rest evenly. 0: it holds
-            the head alone
+            and chooses how many stages a rank has, where the schedule takes several and does not say how many
+        first_stage_layers: number of layers of the first stage; the others share the rest evenly
+        last_stage_layers: number of layers of the last stage; the others share the rest evenly
         modules_per_stage: for each stage, a list of the names of its modules
     """
 
@@ -206,9 +206,9 @@ class ModelOptions:
 
     Args:
         revision: branch, tag or commit of a Hub name; left out, the main branch
-        load: who reads the weights of a folder. each: every rank those of its stages. broadcast: one rank
-            reads each tensor once for all ranks of the other axes that host the same stages, and sends it to
-            them: for a file system that is slower than the network
+        load: who reads the weights of a folder. each: every rank those of its stages. broadcast: one of the
+            ranks that host the same stages, which sends them to the others: for a file system that is slower
+            than the network
         dtype: dtype of the weights
         attention: attention implementation, as transformers names it: eager, sdpa, ...; left out, the
             config's
@@ -216,15 +216,13 @@ class ModelOptions:
             grouped_mm, ...; left out, the config's, or grouped_mm. A model object is taken as it is
         seed: seed of the initial values of weights that no file gives
         new_weights: patterns of names, such as score.*, of weights that the files lack: they get initial
-            values from the seed. Without it a weight that no file gives is an error, as is a pattern that is
+            values from the seed. A weight that no file gives is an error without it, as is a pattern that is
             not needed
-        mtp_loss_scaling_factor: a number builds the prediction layers (MTP) of a folder or a config, as many
-            as its num_nextn_predict_layers, and multiplies the mean of their losses, which is added to the
-            next-token loss: 0.1 in Megatron. They count as layers, the last ones, and are the m of a layout.
-            Left out, the model is built without them. A model object has them by its class
-            (penstock.with_mtp). Not with cp and tp
-        trust_remote_code: whether Python code in the folders of model and tokenizer may run, for a model that
-            transformers has no code for
+        mtp_loss_scaling_factor: builds the prediction layers (MTP) of a folder or a config, as many as its
+            num_nextn_predict_layers, and multiplies the mean of their losses: 0.1 in Megatron. They are the
+            last layers, and the m of a layout. A model object has them by its class (penstock.with_mtp). Not
+            with cp and tp
+        trust_remote_code: whether Python code in the folders of model and tokenizer may run
     """
 
     revision: str | None = None
@@ -243,10 +241,9 @@ class RoutingOptions:
     """Whether routers choose their experts again.
 
     Args:
-        replay_routing: whether activation checkpointing, when it runs a layer again, replays the experts that
-            routers chose the first time, however nearly others tie with them. Refused for a model without
-            experts, or whose routers choose in an unknown way. In Python, steps then take `routed_experts`,
-            the experts that tokens are to choose, and `Pipeline.routed_experts` returns those they chose
+        replay_routing: whether a layer that runs again takes the experts that routers chose the first time,
+            however nearly others tie with them. Steps then also take `routed_experts`, the experts that
+            tokens are to choose, and `Pipeline.routed_experts` returns those they chose
     """
 
     replay_routing: bool = False
@@ -258,11 +255,11 @@ class LayerOptions:
 
     Args:
         chunked_loss: whether the next-token loss of large logits (more than 256 MiB a microbatch in float32)
-            runs the head on a block of the vocabulary at a time, so that they are never whole. It takes the
-            head's product once more, in the backward. Heads that are no plain linear layer, and those on a
-            mesh with other axes, stay as they are. liger: Liger's fused kernel instead, for logits of any
-            size, which runs the head once; a live microbatch then holds the gradient of the head's weight. It
-            needs a GPU, a plain linear head whose logits the model leaves as they are, and no other axes
+            runs the head on a block of the vocabulary at a time, so that they are never whole, and once more
+            in the backward. Heads that are no plain linear layer, and those on a mesh with other axes, stay
+            as they are. liger: Liger's fused kernel, for logits of any size, which runs the head once; a live
+            microbatch then holds the gradient of the head's weight. It needs a GPU, a plain linear head whose
+            logits the model leaves as they are, and no other axes
         activation_checkpointing: keep less of each layer's forward and run it again in the backward. true or
             full: keep its input alone. selective: also keep what costs most to compute. Or a mapping; in
             Python a Checkpointing

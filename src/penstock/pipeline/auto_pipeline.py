@@ -39,7 +39,13 @@ from penstock.models.source import (
 )
 from penstock.models.split.balanced_split import LayerCosts, Memory
 from penstock.models.split.multiply_adds import multiply_adds
-from penstock.models.split.partition import check_enough, check_one_description, partition, stages_of_size
+from penstock.models.split.partition import (
+    check_enough,
+    check_one_description,
+    descriptions,
+    partition,
+    stages_of_size,
+)
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import placed, shadow, write_through
 from penstock.models.tracing.provenance import Provenance
@@ -147,11 +153,7 @@ class AutoPipeline(RoutingOptions, ModelOptions, SplitOptions, Options):
 
     def _check_options(self) -> None:
         """Raise ConfigError, PartitionError for options that are wrong whatever the model and schedule."""
-        check_one_description(
-            **self._layer_options(),
-            modules_per_stage=self.modules_per_stage,
-            module_fqns_per_stage=self.module_fqns_per_stage,
-        )
+        check_one_description(self, balance=self.balance, module_fqns_per_stage=self.module_fqns_per_stage)
         if self.layout is not None:
             read_layout(self.layout)
         if self.load not in ("each", "broadcast"):
@@ -337,15 +339,10 @@ class AutoPipeline(RoutingOptions, ModelOptions, SplitOptions, Options):
         with shadow(model) as without_values, Provenance() as marks:
             return ModelRouting(without_values, marks)
 
-    def _layer_options(self) -> dict[str, Any]:
-        names = ("layout", "layers_per_stage", "first_stage_layers", "last_stage_layers", "balance")
-        return {name: getattr(self, name) for name in names}
-
     @property
     def _splits_by_default(self) -> bool:
-        names = ("modules_per_stage", "module_fqns_per_stage", "embedding_weight", "head_weight")
-        given = [*self._layer_options().values(), *(getattr(self, name) for name in names)]
-        return all(value is None for value in given)
+        others = {"balance": self.balance, "module_fqns_per_stage": self.module_fqns_per_stage}
+        return not descriptions(self, **others)
 
     def _ranges(self, model: PreTrainedModel, chain: Chain, schedule: Schedule) -> list[range]:
         """The layers of each stage."""
@@ -356,13 +353,11 @@ class AutoPipeline(RoutingOptions, ModelOptions, SplitOptions, Options):
             return named_split(names, placement.depth, ModuleNames.of(chain), known)
         if placement.depth > 1 and self._splits_by_default:
             return self._fastest(model, chain, schedule)
-        named = {"embedding_weight": self.embedding_weight, "head_weight": self.head_weight}
-        weights: dict[str, Any] = {name: weight for name, weight in named.items() if weight is not None}
         return partition(
             chain.count,
             placement.depth,
-            **self._layer_options(),
-            **weights,
+            self,
+            balance=self.balance,
             holders=placement.holders,
             prediction_layers=chain.prediction_layers,
         )

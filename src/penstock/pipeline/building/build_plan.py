@@ -244,14 +244,7 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
 def fastest_split(costs: LayerCosts, schedule: Schedule, memory: Memory | None = None) -> list[range]:
     """The split whose slowest rank costs least. Raises PartitionError where none fits into the memory."""
     placement = schedule.placement
-    return balanced_split(
-        costs.layers,
-        placement.depth,
-        embedding_cost=costs.embedding,
-        head_cost=costs.head,
-        memory=memory,
-        holders=placement.holders,
-    )
+    return balanced_split(costs, placement.depth, memory=memory, holders=placement.holders)
 
 
 # ---- models that the axes cannot train
