@@ -20,6 +20,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.options import sentences
 from penstock.schedule.choose import MAKERS, NEEDED, options_of
 from penstock.train.config.sections import TrainConfig
 from penstock.train.config.values import Section
@@ -222,15 +223,10 @@ def _meanings(section: type[Section]) -> dict[str, tuple[str, str]]:
     meanings = {key: of for owner in owners if issubclass(owner, Section) for key, of in _comments(owner)}
     for owner in owners:
         if is_dataclass(owner) and not issubclass(owner, Section):
-            for key, sentence in _arguments(owner):
+            for key, sentence in sentences(owner).items():
                 group, own = meanings.get(key, ("", ""))
                 meanings[key] = group, own or sentence
     return meanings
-
-
-def _arguments(options: type) -> Iterator[tuple[str, str]]:
-    """Each option of a group, with its sentence in the docstring."""
-    yield from re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.getdoc(options) or "", re.MULTILINE)
 
 
 def _comments(section: type[Section]) -> Iterator[tuple[str, tuple[str, str]]]:

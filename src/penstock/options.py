@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, is_dataclass
+from inspect import getdoc
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +29,8 @@ from pydantic import (
 from penstock.errors import ConfigError, PartitionError
 from penstock.schedule.choose import ScheduleLike
 from penstock.schedule.layout import read_layout
+
+T = TypeVar("T")
 
 # ---- types of values: Python takes what the type says, a config also what the validator says
 
@@ -121,6 +124,23 @@ InFlight = Annotated[
 ]
 CompiledLayers = Literal["auto", "whole", "products", "none"]
 Bytes = Annotated[float | None, BeforeValidator(_bytes, json_schema_input_type=float | str | None)]
+
+
+# ---- what an option means
+
+
+def sentences(group: type) -> dict[str, str]:
+    """Each option that the docstring of a class of options describes, with its meaning."""
+    return dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", getdoc(group) or "", re.MULTILINE))
+
+
+def described(kind: type[T]) -> type[T]:
+    """Decorate a class of options: its docstring describes those that it inherits, too."""
+    groups = [sentences(group) for group in reversed(kind.__mro__) if is_dataclass(group)]
+    meanings = {name: meaning for group in groups for name, meaning in group.items()}
+    about, _, _ = (getdoc(kind) or "").partition("\n\nArgs:")
+    kind.__doc__ = "\n    ".join([f"{about}\n\nArgs:", *map(": ".join, meanings.items())])
+    return kind
 
 
 # ---- the options of a pipeline

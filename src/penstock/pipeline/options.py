@@ -1,4 +1,4 @@
-"""The options that every pipeline takes, whatever its stages are made of."""
+"""The options of a pipeline: those that each takes, and those of a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,36 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss
+from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, OwnLoss, TokenLabels, as_loss
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, ModelError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.models.activation_offloading import Offloading, check_schedule, offloading, refusal
+from penstock.models.adapters import LoraConfig
+from penstock.models.huggingface.own_loss import own_loss
+from penstock.models.quantized import Quantize
+from penstock.models.source import is_language_model
+from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.stage import Provider
-from penstock.options import LayerOptions, MeshOptions, RunOptions
+from penstock.models.tracing.chain import Chain, find_chain
+from penstock.options import (
+    LayerOptions,
+    MeshOptions,
+    ModelOptions,
+    RoutingOptions,
+    RunOptions,
+    SplitOptions,
+    described,
+)
 from penstock.parallel.axes import Axes
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, remaining_ranks
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.compiling import (
     CompileLike,
     as_compile,
@@ -35,6 +51,7 @@ from penstock.pipeline.building.compiling import (
     compile_layers,
     compiled_loss,
 )
+from penstock.pipeline.building.memory import Account
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
@@ -47,9 +64,10 @@ Shapes = str | Padding
 Parallelize = Callable[[nn.Module], nn.Module]
 
 
+@described
 @dataclass(frozen=True)
 class Options(LayerOptions, MeshOptions, RunOptions):
-    """The options of AutoPipeline and Pipeline.from_provider. Those that a config has too: penstock.options.
+    """The options of AutoPipeline and Pipeline.from_provider.
 
     Args:
         loss_fn: None for the loss of a transformers model itself, `model(**batch).loss`, where it is one of
@@ -297,6 +315,82 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         }
 
 
+@dataclass(frozen=True)
+class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
+    """The options of AutoPipeline: those of `Options`, and of a model and its split (penstock.options).
+
+    Args:
+        sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
+            model's positions allow if that is less
+        image_tokens: number of these tokens that stand for images, which sets the cost of a vision-language
+            model's tower on the first stage. None takes a quarter
+        module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
+        balance: cost of each layer, as Pipeline.layer_costs measures it, in place of multiply-adds
+        adapter: a LoraConfig of PEFT: the pipeline of a folder or a config trains a new adapter, and the rest
+            is frozen. A model object brings its own: give get_peft_model(model, config).
+        quantize: "nf4" puts the matrices under the adapter in 4 bits (QLoRA, by torchao). Not with other
+            axes.
+    """
+
+    dtype: torch.dtype | None = None
+    sequence_length: int | None = None
+    image_tokens: int | None = None
+    module_fqns_per_stage: Sequence[Sequence[str]] | None = None
+    balance: LayerCosts | Sequence[float] | None = None
+    adapter: LoraConfig = None
+    quantize: Quantize | None = None
+
+    def loss_of(self, model: PreTrainedModel, chain: Chain | None = None) -> Loss:
+        """The loss of a pipeline of `model`: the model's own without a loss_fn. chain: where it is known
+
+        Raises ModelError where the own one is none that penstock computes; ConfigError for options that it
+        does not take.
+        """
+        loss = self.loss()
+        if type(loss) is not NextToken:
+            return loss
+        try:
+            model_loss = own_loss(model, chain or find_chain(model))
+        except ModelError:
+            if self.loss_fn is None:
+                raise
+            return loss
+        if isinstance(model_loss, NextToken):
+            return loss.as_own() if model_loss.of_model and loss.penalties == model_loss.penalties else loss
+        if self.loss_fn is not None:
+            return loss
+        self._check_own(model, model_loss)
+        return compiled_loss(model_loss, as_compile(self.compile))
+
+    def _check_own(self, model: PreTrainedModel, loss: OwnLoss) -> None:
+        """Raise ConfigError for options that only the loss of next tokens takes."""
+        axes, kind = self.axes or Axes(), type(model).__name__
+        if (axes.cp, axes.tp) != (1, 1):
+            what = "tokens" if isinstance(loss, TokenLabels) else "rows"
+            raise ConfigError(
+                f"the axes {axes} for {kind}",
+                f"its own loss compares labels of {what}, and only that of next tokens takes cp and tp",
+                "Leave out cp and tp, or give a loss_fn",
+            )
+        if self.padding() is not None and not is_language_model(model):
+            raise ConfigError(
+                f"shapes={self.shapes!r} for {kind}",
+                "its tokens may see padding, or its head may look for the last token of a row",
+                "Take shapes='inferred', which pads nothing",
+            )
+
+    def account(self, plan: BuildPlan, axes: Axes | None = None) -> Account:
+        """The memory that `plan` will take on each rank. axes: in place of its own, if these have a -1"""
+        return Account(
+            plan,
+            axes or self.axes or Axes(),
+            self.parallel_options(),
+            self.checkpointing(),
+            self.own_loss and self.chunked_loss,
+            self.offloading(),
+        )
+
+
 def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """The same mesh and process groups, with `axis` named `pp`. Raises ConfigError."""
     names = mesh.mesh_dim_names or ()
@@ -328,7 +422,8 @@ def takes_options(
     So the options are stated once, and signature and types still name each of them. The method raises
     TypeError for any other keyword, and names the nearest one.
     """
-    known = signature(make).parameters
+    keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in signature(make).parameters.values()]
+    known = [option.name for option in keywords]
 
     def decorate(
         method: Callable[[type[T], Provider, Options], T],
@@ -336,18 +431,14 @@ def takes_options(
         def with_keywords(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
             name = f"{cls.__name__}.{method.__name__}()"
             if args:
-                raise TypeError(
-                    f"{name} takes its options by keyword, such as {next(iter(known))}={args[0]!r}"
-                )
-            for key in kwargs.keys() - known.keys():
-                near = get_close_matches(key, known, n=1)
-                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}"
-                raise TypeError(f"{name} has no option {key!r}. {remedy}")
+                raise TypeError(f"{name} takes its options by keyword, such as {known[0]}={args[0]!r}")
+            for key in kwargs.keys() - set(known):
+                near = get_close_matches(key, known, n=1, cutoff=0)
+                raise TypeError(f"{name} has no option {key!r}. Did you mean {near[0]!r}?")
             return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(with_keywords, method)
         *leading, _ = signature(method).parameters.values()
-        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known.values()]
         shown = signature(method).replace(parameters=[*leading, *keywords])
         with_keywords.__signature__ = shown  # type: ignore[attr-defined]
         return with_keywords

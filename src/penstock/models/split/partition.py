@@ -72,13 +72,13 @@ def descriptions(options: SplitOptions, **others: object) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def check_one_description(options: SplitOptions, **others: object) -> None:
-    """Raise PartitionError where more than one description is given, those of `others` among them.
+_EVEN = {"embedding_weight", "head_weight", "first_stage_layers", "last_stage_layers"}  # go together
 
-    first_stage_layers and last_stage_layers together are one; the weights say how an even division counts.
-    """
-    names = [name for name in descriptions(options, **others) if not name.endswith("_weight")]
-    if len(names) > 1 and names != ["first_stage_layers", "last_stage_layers"]:
+
+def check_one_description(options: SplitOptions, **others: object) -> None:
+    """Raise PartitionError where more than one description is given, those of `others` among them."""
+    names = descriptions(options, **others)
+    if len(names) > 1 and not _EVEN.issuperset(names):
         raise PartitionError(
             " and ".join(names), "each says by itself which layers go to which stage", "Give one of them"
         )

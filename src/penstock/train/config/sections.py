@@ -15,6 +15,7 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
+from penstock.models.split.partition import check_one_description
 from penstock.options import (
     AxisSizes,
     Count,
@@ -336,12 +337,8 @@ class PipelineSection(Section, SplitOptions, RunOptions):
         return schedule
 
     def check_keys(self) -> None:
-        for key in fields(SplitOptions):
-            if self.balance is not None and getattr(self, key.name) is not None:
-                raise ValueError(
-                    f"pipeline.balance={self.balance} and pipeline.{key.name} each say which layers go to "
-                    "which stage; give one of the two"
-                )
+        with as_finding():
+            check_one_description(self, balance=self.balance)
         if self.padding is not None and self.shapes != "padded":
             raise ValueError(
                 f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"

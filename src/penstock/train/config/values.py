@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import get_annotations
-from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -107,19 +106,9 @@ def _switch(section: type[Section], complaint: str, **words: Mapping[str, object
 class PaddingSection(Section, PaddingOptions):
     """How long rows become with pipeline.shapes=padded: as the longest of each step, if left out."""
 
-    def check_keys(self) -> None:
-        if any(a >= b for a, b in pairwise(self.buckets)):
-            raise ValueError(f"buckets={list(self.buckets)} are not ascending; sort them")
-        if self.length is not None and self.buckets:
-            raise ValueError("length is fixed, which leaves nothing to buckets; give one of the two")
-
 
 class CheckpointingSection(Section, CheckpointingOptions):
     """Which activations are computed again in the backward: all but `save` of every `every`-th layer."""
-
-    def check_keys(self) -> None:
-        if self.in_flight is not None and self.memory_limit is not None:
-            raise ValueError("memory_limit chooses in_flight, and here both are given; leave one of them out")
 
 
 class OffloadingSection(Section, OffloadingOptions):
