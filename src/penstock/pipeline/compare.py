@@ -262,7 +262,9 @@ def not_own(loss: Loss, microbatches: Sequence[Microbatch]) -> str:
 
 # ---- one tensor of both models, whole or as a digest of it (penstock.train.check.digests)
 
-Measured = Callable[[Any, Any], tuple[float, float]]  # the difference of two tensors, and the second's size
+PairMeasure = Callable[
+    [Any, Any], tuple[float, float]
+]  # the difference of two tensors, and the second's size
 
 
 def entries(split: Tensor, whole: Tensor) -> tuple[float, float]:
@@ -277,7 +279,7 @@ def largest_entry(tensor: Tensor) -> float:
 
 
 def compared_weight(
-    place: ParameterPlace, split: Any, whole: Any | None, measured: Measured, digits: float = 0.0
+    place: ParameterPlace, split: Any, whole: Any | None, measured: PairMeasure, digits: float = 0.0
 ) -> Compared:
     """A weight before any step, and the whole model's. digits: the share of its size that may differ"""
     if whole is None:
@@ -293,7 +295,7 @@ def compared_gradient(
     place: ParameterPlace,
     split: Any | None,
     whole: Any | None,
-    measured: Measured,
+    measured: PairMeasure,
     tolerance: float,
     *,
     rounding: float,

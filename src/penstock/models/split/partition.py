@@ -72,13 +72,16 @@ def descriptions(options: SplitOptions, **others: object) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-_EVEN = {"embedding_weight", "head_weight", "first_stage_layers", "last_stage_layers"}  # go together
-
-
 def check_one_description(options: SplitOptions, **others: object) -> None:
-    """Raise PartitionError where more than one description is given, those of `others` among them."""
+    """Raise PartitionError where more than one description is given, those of `others` among them.
+
+    first_stage_layers and last_stage_layers together are one. The weights say how an even division counts;
+    beside `balance` there is none.
+    """
     names = descriptions(options, **others)
-    if len(names) > 1 and not _EVEN.issuperset(names):
+    if others.get("balance") is None:
+        names = [name for name in names if name not in ("embedding_weight", "head_weight")]
+    if len(names) > 1 and names != ["first_stage_layers", "last_stage_layers"]:
         raise PartitionError(
             " and ".join(names), "each says by itself which layers go to which stage", "Give one of them"
         )
