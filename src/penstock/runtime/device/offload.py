@@ -12,8 +12,7 @@ When each happens is the plan's business (penstock.schedule.offload).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -21,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.batch.shapes import Microbatch
 from penstock.private import FakeTensor, top_saved_tensors_default_hooks
 from penstock.runtime.device.copies import HostLink, host_link
+from penstock.runtime.stage_part import Forward, StagePart
 
 
-class Offload:
+class Offload(StagePart):
     """The activations of one stage that wait in host memory.
 
     Args:
@@ -49,14 +50,12 @@ class Offload:
 
     # ---- in the forward
 
-    @contextmanager
-    def forward(self, number: int) -> Iterator[None]:
-        """Around the forward of a microbatch that will be offloaded."""
-        self._recording = self._saved[number] = WeakValueDictionary()
-        try:
-            yield
-        finally:
-            self._recording = None
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+        if how.offload:
+            self._recording = self._saved[number] = WeakValueDictionary()
+
+    def after_forward(self) -> None:
+        self._recording = None
 
     @property
     def records(self) -> bool:
