@@ -15,10 +15,10 @@ import torch
 from penstock.models.source import ModelLike
 from penstock.options import described
 from penstock.parallel.world import close_on_error, open_world
+from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.build_stages import StagesBuild
 from penstock.pipeline.building.planning import plan_build
-from penstock.pipeline.options import AutoOptions
 from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule import Costs
 from penstock.schedule.ops import collector_paused

@@ -25,6 +25,7 @@ from penstock.models.weights.saved_adapter import SavedAdapter
 from penstock.parallel.axes import Axes
 from penstock.parallel.expert.balance import asks_for_balance
 from penstock.parallel.world import World
+from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan, shared_weights
 from penstock.pipeline.building.check_model import check_fits, check_on_axes
 from penstock.pipeline.building.stages import (
@@ -39,7 +40,6 @@ from penstock.pipeline.building.stages import (
     recomputed_by,
     stage_parts,
 )
-from penstock.pipeline.options import AutoOptions
 from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
 from penstock.runtime.stage import Stage

@@ -28,10 +28,10 @@ from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.provenance import Provenance
 from penstock.parallel.expert.replay import ModelRouting
+from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan, fastest_split, frozen_stages, plan_stages
 from penstock.pipeline.building.check_model import check_fits, check_source
 from penstock.pipeline.building.experts import choose_experts
-from penstock.pipeline.options import AutoOptions
 from penstock.schedule import Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
