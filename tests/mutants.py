@@ -99,20 +99,30 @@ MUTANTS = [
         OF_LENGTHS,
     ),
     Mutant(
-        "train/encoding/record.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
+        "train/encoding/record.py", "return said[index]", "return said[0]", "train/encoding/test_columns.py"
     ),
     # ---- the reader of chats: nothing of a record is lost
-    Mutant(RECORD, "refuse_keys(name, of_row, of_messages, self.ignored)", "pass", OF_RECORD),
+    Mutant(
+        RECORD,
+        "refuse_keys(row.keys() - {*known, *seen, *_OF_TEMPLATES}, of_messages, self.ignored)",
+        "pass",
+        OF_RECORD,
+    ),
     Mutant(RECORD, '"bard": "assistant",', "", OF_RECORD),
-    Mutant(RECORD, "        trained = _trained(name, at, message)\n", "        trained = None\n", OF_RECORD),
+    Mutant(
+        RECORD,
+        "            trained.append(_trained(at, message))\n",
+        "            trained.append(None)\n",
+        OF_RECORD,
+    ),
     Mutant(RECORD, "if not self._text_arguments:", "if True:", OF_RECORD),
     Mutant(CHAT, "            counted[begin:end] = False\n", "            pass\n", OF_RECORD),
-    Mutant(CHAT, "        _check_written(name, chat, text)\n", "", OF_RECORD),
-    Mutant(CHAT, "        self._check_short(name, chat)\n", "", OF_RECORD),
+    Mutant(CHAT, "        _check_written(chat, text)\n", "", OF_RECORD),
+    Mutant(CHAT, "        self._check_short(chat)\n", "", OF_RECORD),
     Mutant(CHAT, "        at = at if system else start\n", "", OF_RECORD),
     Mutant(CHAT, "start = 0 if system else at", "start = at", OF_RECORD),
     Mutant(CHAT, "last=index in chat.turns[-1:]", "last=True", OF_RECORD),
-    Mutant(CHAT, "            self._check_tools(name, chat, text)\n", "            pass\n", OF_RECORD),
+    Mutant(CHAT, "            self._check_tools(chat, text)\n", "            pass\n", OF_RECORD),
     # ---- the optimizer's step in a step
     Mutant(
         OPTIMIZER_STEP,
@@ -280,14 +290,16 @@ MUTANTS = [
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
     Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
-    Mutant("train/spikes.py", "Seen(losses, (", "Seen(self.seen.losses, (", "train/test_spikes.py"),
+    Mutant(
+        "train/skips.py", "left_out = (*run.state.seen.left_out, (", "left_out = ((", "train/test_skips.py"
+    ),
     Mutant(
         "train/records/slow_ranks.py",
-        "known[at + (at >= place)]",
+        "known[at + (at >= position)]",
         "known[at]",
         "train/records/test_slow_ranks.py",
     ),
-    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_spikes.py"),
+    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_skips.py"),
     Mutant(
         "train/checkpoints.py",
         "hidden = [(_step_of(path), path) for",
@@ -306,7 +318,7 @@ MUTANTS = [
         "        with self",
         "train/records/test_metrics.py",
     ),
-    Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
+    Mutant("train/state.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if False:", "runtime/test_plan.py"),

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError, PartitionError
+from penstock.reading import parse_size
 from penstock.schedule.choose import ScheduleLike
 from penstock.schedule.layout import read_layout
 
@@ -86,19 +87,13 @@ def _readable(layout: str | Sequence[Sequence[str]] | None) -> Any:
     return _frozen(layout)
 
 
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
-
-
 def _bytes(value: object) -> object:
     """Bytes from a number, or from text with a unit, such as 8 GiB."""
-    number = value
-    if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
-        base = 1024 if match[3] else 1000
-        number = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
+    size = parse_size(value) if isinstance(value, str) else value
     if value is None:
         return None
-    if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf"):
-        return float(number)
+    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < float("inf"):
+        return float(size)
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 

@@ -11,7 +11,8 @@ import pytest
 from penstock.batch.loss import IGNORED
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 from support.twin import documents_alone
@@ -112,4 +113,4 @@ def test_the_shipped_config_of_fine_tuning_finds_its_data(monkeypatch: pytest.Mo
     facts = prepared.data.rows.sources[0].store.facts
     assert facts.documents == 600
     assert 0.2 < facts.counted / facts.tokens < 0.6
-    assert facts.longest <= 384
+    assert prepared.data.rows.sources[0].store.lengths.max() <= 384

@@ -130,6 +130,8 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.activation_checkpointing={in_flight: []}", "[] is neither a number of microbatches"),
         ("train.activation_checkpointing={memory_limit: 8 apples}", "'8 apples' is no number of bytes"),
         ("train.activation_checkpointing={memory_limit: -1}", "-1 is no number of bytes. Write 8 GiB"),
+        ("train.activation_checkpointing={memory_limit: 5 iB}", "'5 iB' is no number of bytes"),
+        ("train.activation_checkpointing=0", "0 is no way to recompute activations"),
         ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
         ("parallel.dp_shard=0", "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
         ("parallel.pp=2", "parallel.pp=2: section parallel has no such key. Write pipeline.ranks"),

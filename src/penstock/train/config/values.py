@@ -91,7 +91,7 @@ def _switch(section: type[Section], complaint: str, **words: Mapping[str, object
     """
 
     def keys(value: object) -> object:
-        if value in (None, False, "none"):
+        if value is None or value is False or value == "none":
             return None
         if value is True or isinstance(value, dict | Section):
             return {} if value is True else value
