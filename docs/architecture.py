@@ -31,6 +31,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("parallel", "models"),
     ("runtime",),
     ("batch",),
+    ("options",),
     ("schedule",),
     ("reading",),
     ("private",),
@@ -49,12 +50,13 @@ TRIPS: dict[str, tuple[str, ...]] = {
     ),
     "a build plan": (
         "pipeline/auto_pipeline",
+        "pipeline/building/planning",
         "models/tracing/chain",
         "models/tracing/probe",
     ),
     "a build": (
         "pipeline/auto_pipeline",
-        "pipeline/building/build_plan",
+        "pipeline/building/build_stages",
         "models/huggingface/stages",
         "models/huggingface/boundary",
     ),

@@ -1,8 +1,9 @@
 """Write docs/config.md from the models of penstock.train.config.sections: ``python docs/config.py``.
 
-What a key means is the comment that stands behind it in the source, or above it; what it may hold is what the
-model checks. tests/test_docs.py checks that the page is what this writes, has every key, and that each form
-below is one that the trainer takes.
+What a key means is the comment that stands behind it in the source, or above it; for an option that
+AutoPipeline has too, the sentence in penstock.options. What it may hold is what the model checks.
+tests/test_docs.py checks that the page is what this writes, has every key, and that each form below is one
+that the trainer takes.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import re
 import textwrap
 import tokenize
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.options import sentences
 from penstock.schedule.choose import MAKERS, NEEDED, options_of
 from penstock.train.config.sections import TrainConfig
 from penstock.train.config.values import Section
@@ -198,10 +201,11 @@ def _section(table: Table) -> str:
 
 
 def keys(table: Table) -> Iterator[Key]:
-    """Of one section, in the order of the source."""
-    comments = _comments(_class(table.schema["title"]))
-    for name, value in table.schema["properties"].items():
-        group, means = comments[name]
+    """Of one section: its own in the order of the source, then those that it shares with AutoPipeline."""
+    section = _class(table.schema["title"])
+    meanings = _meanings(section)
+    for name in section.keys_in_order():
+        value, (group, means) = table.schema["properties"][name], meanings[name]
         described = [definition.get("description", "") for definition in _definitions(value)]
         yield Key(name, value, " ".join((means or " ".join(described)).split()), group)
 
@@ -213,28 +217,37 @@ def _class(name: str) -> type[Section]:
     return next(each for each in known if each.__name__ == name)
 
 
-def _comments(section: type[Section]) -> dict[str, tuple[str, str]]:
-    """By key: the comment over it and over those after it, which ends with a colon; and its own."""
-    found: dict[str, tuple[str, str]] = {}
-    for owner in reversed(section.__mro__[: section.__mro__.index(Section)]):
-        source = textwrap.dedent(inspect.getsource(owner))
-        lines, comments = source.splitlines(), _comment_lines(source)
-        group = ""
-        statement = ast.parse(source).body[0]
-        assert isinstance(statement, ast.ClassDef)
-        for node in statement.body:
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            first = node.lineno
-            while lines[first - 2].lstrip().startswith("#"):
-                first -= 1
-            above = " ".join(comments[line] for line in range(first, node.lineno))
-            assert node.end_lineno is not None
-            own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
-            if above.endswith(":"):
-                group, above = above, ""
-            found[node.target.id] = group, " ".join([above, *own]).strip()
-    return found
+def _meanings(section: type[Section]) -> dict[str, tuple[str, str]]:
+    """By key: the comment over it and over those after it, which ends with a colon; and what it means."""
+    owners = [owner for owner in reversed(section.__mro__) if owner is not Section]
+    meanings = {key: of for owner in owners if issubclass(owner, Section) for key, of in _comments(owner)}
+    for owner in owners:
+        if is_dataclass(owner) and not issubclass(owner, Section):
+            for key, sentence in sentences(owner).items():
+                group, own = meanings.get(key, ("", ""))
+                meanings[key] = group, own or sentence
+    return meanings
+
+
+def _comments(section: type[Section]) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Each key that the class names, with the comment over several keys and with its own."""
+    source = textwrap.dedent(inspect.getsource(section))
+    lines, comments = source.splitlines(), _comment_lines(source)
+    group = ""
+    statement = ast.parse(source).body[0]
+    assert isinstance(statement, ast.ClassDef)
+    for node in statement.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        first = node.lineno
+        while lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        above = " ".join(comments[line] for line in range(first, node.lineno))
+        assert node.end_lineno is not None
+        own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+        if above.endswith(":"):
+            group, above = above, ""
+        yield node.target.id, (group, " ".join([above, *own]).strip())
 
 
 def _comment_lines(source: str) -> dict[int, str]:

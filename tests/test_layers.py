@@ -25,6 +25,7 @@ LAYERS = (
     "models",
     "runtime",
     "batch",
+    "options",
     "schedule",
     "reading",
     "private",

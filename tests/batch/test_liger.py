@@ -25,7 +25,7 @@ from penstock.batch.head_logits import HeadLogits
 from penstock.batch.loss import NextToken
 from penstock.errors import ConfigError, ModelError
 from penstock.models.stage import StageInfo
-from penstock.pipeline import auto_pipeline
+from penstock.pipeline.building import build_stages
 from penstock.train.config.sections import TrainConfig
 from penstock.train.settings import check_machine
 from support.families import pipeline, ragged_batch, tiny_config, tiny_model
@@ -245,7 +245,7 @@ def test_a_machine_without_it_is_told_before_weights_are_loaded(
     found: object, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
-    monkeypatch.setattr(auto_pipeline._Build, "_model", lambda self, index: pytest.fail("too late"))
+    monkeypatch.setattr(build_stages.StagesBuild, "_model", lambda self, index: pytest.fail("too late"))
     auto = AutoPipeline(ranks=2, microbatches=4, chunked_loss="liger", device="cpu")
     auto.build_plan(tiny_config("llama"))  # a plan is for another machine, perhaps
     with pytest.raises(ConfigError, match=refusal):

@@ -14,7 +14,7 @@ from penstock import AutoPipeline
 from penstock.batch.loss import NextToken
 from penstock.cli import check as command
 from penstock.cli.check import batch_shape, needed_bytes, random_batch, refuse_too_large
-from penstock.pipeline import auto_pipeline
+from penstock.pipeline.building import build_stages
 from penstock.schedule import build, dump
 from support.command import Command
 from support.covering import every
@@ -78,9 +78,9 @@ def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock:
 def test_gradients_that_differ_are_listed_worst_first_and_not_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
-    model_of = auto_pipeline._Build._model
+    model_of = build_stages.StagesBuild._model
 
-    def off(self: auto_pipeline._Build, stage: int) -> PreTrainedModel:
+    def off(self: build_stages.StagesBuild, stage: int) -> PreTrainedModel:
         """Every gradient of the second stage's layers is too large."""
         model = model_of(self, stage)
         for name, parameter in model.named_parameters():
@@ -88,7 +88,7 @@ def test_gradients_that_differ_are_listed_worst_first_and_not_all(
                 parameter.register_hook(lambda grad: grad * 1.5)
         return model
 
-    monkeypatch.setattr(auto_pipeline._Build, "_model", off)
+    monkeypatch.setattr(build_stages.StagesBuild, "_model", off)
     monkeypatch.setattr(command, "SHOWN", 5)
     code, out, _ = penstock("check", folder, "--ranks", "2")
     assert code == 1

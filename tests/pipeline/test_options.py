@@ -13,7 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.split.balanced_split import LayerCosts
+from penstock.options import (
+    AxisSizes,
+    LayerOptions,
+    MeshOptions,
+    ModelOptions,
+    RoutingOptions,
+    RunOptions,
+    ShardingOptions,
+    SplitOptions,
+    sentences,
+)
 from penstock.pipeline.options import Options, with_pipeline_axis
+from penstock.train.config.sections import ModelSection, ParallelSection, PipelineSection, TrainSection
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.own_chain import Piece, squares, x_batch
 
@@ -27,10 +39,22 @@ def test_both_ways_to_a_pipeline_take_the_same_options() -> None:
 
 
 def test_every_option_is_documented() -> None:
-    shared = {field.name for field in fields(Options)}
-    own = {field.name for field in fields(AutoPipeline)} - shared
-    assert not [name for name in shared if name not in (Options.__doc__ or "")]
-    assert not [name for name in own if name not in (AutoPipeline.__doc__ or "")]
+    """By the class that has it, and by the two that users write."""
+    for kind in (AutoPipeline, Options):
+        assert {field.name for field in fields(kind)} == sentences(kind).keys()
+        assert all(meaning.strip() for meaning in sentences(kind).values())
+
+
+def test_a_section_of_a_config_shares_the_options_of_its_groups() -> None:
+    """By the same names, so that `make_auto` need not list them."""
+    for section, groups in (
+        (PipelineSection, (RunOptions, SplitOptions)),
+        (ModelSection, (ModelOptions,)),
+        (TrainSection, (RoutingOptions, LayerOptions)),
+        (ParallelSection, (MeshOptions, AxisSizes, ShardingOptions)),
+    ):
+        for group in groups:
+            assert {option.name for option in fields(group)} <= section.model_fields.keys()
 
 
 def test_an_unknown_option_is_refused() -> None:

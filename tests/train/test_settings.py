@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock import AutoPipeline, Axes, Sharded
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, PenstockError, WorldSizeError
-from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.models.activation_offloading import Offloading
 from penstock.pipeline import Compile
 from penstock.train.config.sections import TrainConfig, check_rows
@@ -201,7 +201,8 @@ def test_activation_offloading_reaches_the_library(tmp_path: Path) -> None:
     def reaches(how: Any) -> object:
         return make_auto(tiny.config(tmp_path, activation_offloading=how)).activation_offloading
 
-    assert reaches(True) is True
+    assert reaches(True) == Offloading()
+    assert reaches(False) is None
     chosen = {"modules": ["mlp"], "layers": 2, "ahead": 3, "min_bytes": 0}
     assert reaches(chosen) == Offloading(("mlp",), 2, 3, 0)
     assert reaches({}) == Offloading()
@@ -217,15 +218,38 @@ def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
     # the larger of two microbatches has three rows of 16, which the pipeline pads
     expected = Checkpointing(every=2, save=("matmul",), memory_limit=2.0**30, shape=(3, 24))
     assert reaches(limit, **padded) == expected
-    assert reaches("selective") == "selective"
+    assert reaches("selective") == checkpointing("selective")
     assert reaches({"in_flight": [1, 0]}) == Checkpointing(in_flight=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pipeline.padding": {"buckets": [64, 32]}}, "buckets=[64, 32]: each is longer than the one before"),
+        (
+            {"pipeline.padding": {"buckets": [64], "length": 64}},
+            "length=64 with buckets=[64]: a fixed length",
+        ),
+        (
+            {"train.activation_checkpointing": {"memory_limit": "1 GB", "in_flight": 2}},
+            "in_flight=2: memory_limit chooses how many microbatches in flight are checkpointed",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_together_are_refused_by_the_library(
+    tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    made = tiny.config(tmp_path, keys={"pipeline.shapes": "padded", **keys})
+    with pytest.raises(ConfigError) as refusal:
+        make_auto(made)
+    assert message in str(refusal.value)
 
 
 def test_compile_reaches_the_library(tmp_path: Path) -> None:
     def reaches(how: object) -> object:
         return make_auto(tiny.config(tmp_path, compile=how)).compile
 
-    assert reaches(True) is True
+    assert reaches(True) == Compile()
     assert reaches("none") is False
     assert reaches("layers") == Compile(loss=False)
     assert reaches("loss") == Compile(layers="none")

@@ -21,6 +21,7 @@ from penstock.batch.packing import PER_TOKEN, check_row_bounds, row_shape
 from penstock.batch.placement import OnDevice, host_values
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
+from penstock.options import PaddingOptions
 from penstock.private import tree_map
 
 
@@ -63,14 +64,10 @@ BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"} 
 
 
 @dataclass(frozen=True)
-class Padding:
-    """How long the rows of a step become.
+class Padding(PaddingOptions):
+    """How long the rows of a step become: `PaddingOptions`, and how their entries are padded.
 
     Args:
-        length: always this length, and nothing may be longer; None takes the step's longest microbatch.
-        multiple: round up to a multiple of this, as some attention kernels want it.
-        buckets: first round up to the next of these lengths, so that a run meets few lengths. A row longer
-            than all of them is rounded to `multiple` only: it is no error. For a hard limit use `length`.
         context_shards: the number of shards that each row is split into afterwards. `multiple` and `buckets`
             apply to one shard.
         entries: how to pad entries that transformers does not know, or pads differently; None leaves an
@@ -84,9 +81,6 @@ class Padding:
         hidden: what is wrong with outputs of tokens that see only hidden ones; empty where nothing is.
     """
 
-    length: int | None = None
-    multiple: int = 1
-    buckets: tuple[int, ...] = ()
     context_shards: int = 1
     entries: Mapping[str, PadEntry | None] = field(default_factory=dict)
     needs_mask: bool = False

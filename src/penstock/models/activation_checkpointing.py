@@ -32,6 +32,7 @@ from torch.utils.checkpoint import (
 
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError, ModelError
+from penstock.options import CheckpointingOptions
 from penstock.private import (
     UNSAFE_VIEW,
     DispatchKey,
@@ -49,23 +50,13 @@ from penstock.runtime.unseen import LayerState, unrecorded
 
 
 @dataclass(frozen=True)
-class Checkpointing:
-    """Which activations are held for the backward. Raises ConfigError.
+class Checkpointing(CheckpointingOptions):
+    """Which activations are held for the backward: `CheckpointingOptions`. Raises ConfigError.
 
     Args:
-        every: checkpoint layers 0, k, 2k, ..., counted over the whole model, whatever the split
-        save: ops whose outputs are held all the same: the groups `matmul` and `attention`, or names like
-            aten.mm
-        in_flight: checkpoint only the first so many of a rank's microbatches in flight: one number for all
-            ranks, or one for each; None checkpoints all of them
-        memory_limit: bytes a rank, from which the plan chooses `in_flight`
         shape: rows and sequence of the largest microbatch; needed with `memory_limit`
     """
 
-    every: int = 1
-    save: tuple[str, ...] = ()
-    in_flight: int | tuple[int, ...] | None = None
-    memory_limit: float | None = None
     shape: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.options import OffloadingOptions
 from penstock.runtime.around import around, is_around
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.modules import is_compiled
@@ -28,22 +29,8 @@ from penstock.schedule.offload import host_copies, offloaded
 
 
 @dataclass(frozen=True)
-class Offloading:
-    """Which activations wait in host memory between forward and backward. Raises ConfigError.
-
-    Args:
-        modules: names of modules within a layer, with * and ? for any characters: "mlp", "self_attn",
-            "*_layernorm". Empty: whole layers
-        layers: number of layers of each stage, from its first one on, whose backward comes last; None: all
-        ahead: ops of a rank in whose time a copy should be over, before the rank waits for it. The more, the
-            longer lies in both memories what is copied
-        min_bytes: of a tensor's memory; smaller ones stay on the device
-    """
-
-    modules: Sequence[str] = ()
-    layers: int | None = None
-    ahead: int = 1
-    min_bytes: int = 2**20
+class Offloading(OffloadingOptions):
+    """Which activations wait in host memory: `OffloadingOptions`. Raises ConfigError."""
 
     def __post_init__(self) -> None:
         if isinstance(self.modules, list):  # as a config has them; frozen, to be compared

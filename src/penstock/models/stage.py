@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from penstock.batch.payload import EdgeSpecs, declared, flatten, unflatten
 from penstock.batch.shapes import CachedEdges, Microbatch, microbatch_key
 from penstock.errors import ModelError, PenstockError, ShapeError
-from penstock.models.split.partition import partition
+from penstock.models.split.partition import even_split
 from penstock.models.tracing.autocast import AutocastWithoutValues
 from penstock.models.tracing.meta import is_empty, without_values
 from penstock.private import tree_map_only
@@ -61,7 +61,7 @@ def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: i
 
     Returns the stage's layers, by their numbers in the whole model. Raises PartitionError.
     """
-    return partition(layers, info.stages, embedding_weight=before, head_weight=after)[info.stage]
+    return even_split(layers, info.stages, before, after)[info.stage]
 
 
 def numbered_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from penstock.errors import ConfigError, WorldSizeError
+from penstock.options import AxisSizes
 
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 BATCH = ("dp_replicate", "dp_shard")  # axes whose ranks have different rows of a batch
@@ -19,25 +20,8 @@ _NAMES = {"pp": "the pipeline's ranks"}
 
 
 @dataclass(frozen=True)
-class Axes:
-    """Number of ranks on each axis of the mesh other than `pp`. At most one may be -1: all remaining ranks.
-
-    Args:
-        dp_replicate: copies of everything below, each with its own data, whose gradients are summed
-        dp_shard: ranks over which FSDP2 shards the weights of a stage; each has its own data as well
-        cp: ranks over which a sequence is split
-        ep: ranks over which experts are distributed, folded onto those of dp_shard x cp
-        tp: ranks over which single matrices are sharded
-
-    Raises:
-        ConfigError: a size is no number of ranks.
-    """
-
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    ep: int = 1
-    tp: int = 1
+class Axes(AxisSizes):
+    """The axes of the mesh around a pipeline: `AxisSizes`. Raises ConfigError for a size that no axis has."""
 
     def __post_init__(self) -> None:
         unknown = [name for name, size in self.sizes.items() if size == -1]

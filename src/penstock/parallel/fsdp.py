@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard
 from transformers.pytorch_utils import Conv1D
 
 from penstock.errors import ModelError
+from penstock.options import ShardingOptions
 from penstock.parallel.mesh import flattened, job_backend, present
 from penstock.private import concatenate_meshes, tree_map_only
 from penstock.runtime.sharded_weights import param_groups, sharded_modules
@@ -28,21 +29,11 @@ from penstock.schedule.ops import Kind
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """How FSDP2 shards weights.
-
-    Args:
-        param_dtype: the dtype that weights are gathered and computed in; None leaves them as they are
-        reduce_dtype: the dtype that gradients are summed in; None leaves them as the weights are
-        reshard_after_forward: free the gathered weights after each forward, and gather them again for its
-            backward: less memory, one gathering per microbatch
-        cpu_offload: keep shards, their gradients and the optimizer's state in host memory
-    """
+class Sharded(ShardingOptions):
+    """How FSDP2 shards weights: `ShardingOptions`, with dtypes of torch."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool = False
-    cpu_offload: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

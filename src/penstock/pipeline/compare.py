@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf, isfinite, isnan
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -157,8 +157,8 @@ def compare(
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
     placed = list(placed_parameters(pipe))
-    weights = [_weight(place, gathered(p), whole.get(place[0])) for place, p in placed]
-    weights = _of_all_processes(pipe, [each for each in weights if each.wrong])
+    weights = [compared_weight(place, gathered(p), whole.get(place[0]), entries) for place, p in placed]
+    weights = _of_all_processes(pipe, [weight for weight in weights if weight.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
     if any(ROUTED in part for part in as_list(batch)):
@@ -169,10 +169,15 @@ def compare(
             split_loss = step(batch).loss
             microbatches = split(batch)
             expected = whole_backward(model, microbatches, loss, pipe.reductions, autocast)
-        largest = max((float(p.grad.abs().max()) for p in whole.values() if p.grad is not None), default=0.0)
+        largest = max((largest_entry(p.grad) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
-            _gradient(
-                place, None if p.grad is None else gathered(p.grad), whole[place[0]].grad, tolerance, largest
+            compared_gradient(
+                place,
+                None if p.grad is None else gathered(p.grad),
+                whole[place[0]].grad,
+                entries,
+                tolerance,
+                rounding=torch.finfo(p.dtype).eps * largest,
             )
             for place, p in placed
         ]
@@ -255,43 +260,61 @@ def not_own(loss: Loss, microbatches: Sequence[Microbatch]) -> str:
     return ""
 
 
-def allowed(tolerance: float, size: float, dtype: torch.dtype, largest: float) -> float:
-    """The largest difference of a gradient of `size` that passes; `largest`: size of the largest gradient.
+# ---- one tensor of both models, whole or as a digest of it (penstock.train.check.digests)
+
+PairMeasure = Callable[
+    [Any, Any], tuple[float, float]
+]  # the difference of two tensors, and the second's size
+
+
+def entries(split: Tensor, whole: Tensor) -> tuple[float, float]:
+    """The largest entry of the difference and of `whole`."""
+    split, whole = split.detach().cpu(), gathered(whole).detach().cpu()
+    largest = largest_entry(whole)
+    return (0.0 if torch.equal(split, whole) else largest_entry(split - whole) or inf), largest
+
+
+def largest_entry(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def compared_weight(
+    place: ParameterPlace, split: Any, whole: Any | None, measured: PairMeasure, digits: float = 0.0
+) -> Compared:
+    """A weight before any step, and the whole model's. digits: the share of its size that may differ"""
+    if whole is None:
+        return Compared("weight", *place, inf, 0.0, 0.0, "the whole model has none of that name")
+    if isinstance(split, Tensor) and split.shape != whole.shape:
+        remark = f"its shape is {list(split.shape)}, and {list(whole.shape)} in the whole model"
+        return Compared("weight", *place, inf, 0.0, 0.0, remark)
+    difference, size = measured(split, whole)
+    return Compared("weight", *place, difference, size, digits * size)
+
+
+def compared_gradient(
+    place: ParameterPlace,
+    split: Any | None,
+    whole: Any | None,
+    measured: PairMeasure,
+    tolerance: float,
+    *,
+    rounding: float,
+    room: float = 0.0,
+) -> Compared:
+    """A gradient, and the whole model's. Both may lack it.
 
     A gradient smaller than the rounding of the largest one is zero but for rounding (a bias that softmax
     cancels); it need only be as small in the split model.
+
+    Args:
+        tolerance: the largest difference that passes, relative to the gradient's size
+        rounding: of the largest gradient
+        room: a difference that passes in any case
     """
-    rounding = torch.finfo(dtype).eps * largest
-    return max(tolerance * size, rounding) if size <= rounding else tolerance * size
-
-
-def only_one(kind: Literal["weight", "gradient"], place: ParameterPlace) -> Compared:
-    """A weight that the whole model lacks, or a gradient that one of the two lacks."""
-    remark = "only one of the two has it" if kind == "gradient" else "the whole model has none of that name"
-    return Compared(kind, *place, inf, 0.0, 0.0, remark)
-
-
-def _weight(place: ParameterPlace, split: Tensor, whole: Tensor | None) -> Compared:
-    if whole is None:
-        return only_one("weight", place)
-    split, whole = split.detach().cpu(), gathered(whole).detach().cpu()
-    if split.shape != whole.shape:
-        remark = f"its shape is {list(split.shape)}, and {list(whole.shape)} in the whole model"
-        return Compared("weight", *place, inf, 0.0, 0.0, remark)
-    if torch.equal(split, whole):
-        return Compared("weight", *place, 0.0, 0.0, 0.0)
-    largest, size = float((split - whole).abs().max()), float(whole.abs().max())
-    return Compared("weight", *place, largest or inf, size, 0.0)
-
-
-def _gradient(
-    place: ParameterPlace, split: Tensor | None, whole: Tensor | None, tolerance: float, largest: float
-) -> Compared:
     if split is None and whole is None:
         return Compared("gradient", *place, 0.0, 0.0, 0.0)
     if split is None or whole is None:
-        return only_one("gradient", place)
-    whole = whole.to(split.device)
-    size = float(whole.abs().max()) if whole.numel() else 0.0
-    difference = float((split - whole).abs().max()) if whole.numel() else 0.0
-    return Compared("gradient", *place, difference, size, allowed(tolerance, size, whole.dtype, largest))
+        return Compared("gradient", *place, inf, 0.0, 0.0, "only one of the two has it")
+    difference, size = measured(split, whole)
+    passes = max(tolerance * size, rounding if size <= rounding else 0.0, room)
+    return Compared("gradient", *place, difference, size, passes)

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.batch.liger import Chunked
 from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
@@ -24,8 +23,8 @@ from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
 from penstock.models.activation_offloading import Offloading, check_schedule, offloading, refusal
 from penstock.models.stage import Provider
+from penstock.options import LayerOptions, MeshOptions, RunOptions, described
 from penstock.parallel.axes import Axes
-from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import MeshPlan, ParallelOptions
 from penstock.parallel.world import World, WorldOptions, remaining_ranks
@@ -40,7 +39,7 @@ from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
 from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule, verify
-from penstock.schedule.choose import ScheduleLike, chosen_schedule, with_microbatches
+from penstock.schedule.choose import chosen_schedule, with_microbatches
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.order import exchanges
 
@@ -48,52 +47,27 @@ Shapes = str | Padding
 Parallelize = Callable[[nn.Module], nn.Module]
 
 
+@described
 @dataclass(frozen=True)
-class Options:
+class Options(LayerOptions, MeshOptions, RunOptions):
     """The options of AutoPipeline and Pipeline.from_provider.
 
     Args:
-        ranks: number of pipeline ranks; -1 takes all processes that the other axes leave, or the size of
-            that axis of `mesh`
-        schedule: a name (then `ranks` and `microbatches` are needed), or a Schedule
         loss_fn: None for the loss of a transformers model itself, `model(**batch).loss`, where it is one of
             next tokens, tokens or rows; else next-token cross-entropy over labels (unshifted, -100
             ignored); a function of (output, microbatch), or of these and the microbatch's number in the step,
             that returns the mean over the microbatch's rows; or an object with `weight` and `total`
             (penstock.batch.loss.Loss). The output is that of the last stage: for a transformers model, its
             logits. Where rows are padded, both get output and microbatch without padding.
-        chunked_loss: whether the next-token loss of large logits (more than 256 MiB in float32) runs the head
-            on a block of the vocabulary at a time, so that they are never whole. It takes the head's product
-            once more, in the backward. Heads that are no plain linear layer, and those on a mesh with other
-            axes, stay as they are. "liger" takes Liger's fused kernel instead, for logits of any size, and
-            runs the head once; a live microbatch then holds the gradient of the head's weight. It needs a
-            GPU, a plain linear head whose logits the model leaves as they are, and no other axes.
-        mesh: a DeviceMesh whose axis `pipeline_axis` holds the ranks; None takes all processes
+        mesh: a DeviceMesh; None takes all processes
+        pipeline_axis: name of the axis of `mesh` that holds the ranks
         device: None takes the GPU of this process, or the CPU
         timeout: seconds that a rank waits for another before it gives up
-        transport: "nccl", "gloo", "local", or None for the one that fits: NCCL between GPUs, shared memory
-            between CPUs of one host where it is Linux on x86-64, else gloo
-        exchange: "channels", "batched", or "auto": batched on NCCL where the schedule and its messages can
-            (docs/guides/clusters.md), else channels
         autocast: torch.bfloat16 runs every forward and its loss under `torch.autocast`: products compute in
             it, weights and gradients keep their dtype. None leaves that to the caller's own region.
-        wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
-            the model's changes the gradients.
         network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
         sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not
             named), not at all (None), or by a function of (entry, number of microbatches)
-        shapes: how a rank knows the shapes that cross an edge. "inferred": by arithmetic, before anything
-            is sent; "exchanged": each message carries its shapes, for models where they depend on values;
-            "padded", or a Padding: all microbatches of a step are padded to one length, and their shapes
-            inferred
-        activation_checkpointing: keep less of each layer's forward and run it again in the backward: False
-            or True, "full", "selective", or a Checkpointing (every k-th layer, by op, the first n
-            microbatches in flight, or as many as a memory limit requires)
-        compile: whether torch.compile compiles each layer, and the next-token loss: True, False, or a
-            penstock.pipeline.Compile. Compiled code rounds in another order than plain code does. Not with
-            replay_routing and quantize.
-        activation_offloading: let activations wait in host memory between forward and backward: False or
-            True, or an Offloading (some modules or layers)
         parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
             the module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
             weights), or one that wraps it
@@ -103,39 +77,28 @@ class Options:
             these axes. None: the pipeline is the only axis, or the other axes of `mesh` are the caller's
             business.
         sharded: how FSDP2 shards weights over dp_shard x cp (penstock.Sharded)
-        context: attention over a sequence that is sharded over cp: "ulysses" (each rank computes some of
-            the heads) or "ring" (keys and values travel around)
-        sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
         overlap: deprecated, without an effect: the ops of a pair run one after the other
         common: other values that must be equal on every rank, such as learning rates, by name, nested
             freely; compared as text when the ranks shake hands
     """
 
-    ranks: int | None = None
-    schedule: ScheduleLike = "1f1b"
-    microbatches: int | None = None
+    wire_dtype: torch.dtype | None = None
+    shapes: Shapes = "inferred"
+    activation_checkpointing: bool | str | Checkpointing | None = False
+    compile: CompileLike = False
+    activation_offloading: bool | Offloading | None = False
     loss_fn: LossLike = None
-    chunked_loss: Chunked = True
     mesh: DeviceMesh | None = None
     pipeline_axis: str = "pp"
     device: torch.device | str | None = None
     timeout: float = 300.0
-    transport: str | None = None
-    exchange: str = "auto"
     autocast: torch.dtype | None = None
-    wire_dtype: torch.dtype | None = None
     network: Network | None = None
     sharding: Sharding | None = None
-    shapes: Shapes = "inferred"
-    activation_checkpointing: bool | str | Checkpointing = False
-    compile: CompileLike = False
-    activation_offloading: bool | Offloading = False
     parallelize_fn: Parallelize | None = None
     trace_folder: str | Path | None = None
     axes: Axes | None = None
     sharded: Sharded = field(default_factory=Sharded)
-    context: Method = "ulysses"
-    sequence_parallel: bool = False
     overlap: bool | Literal["auto"] | None = None
     common: Mapping[str, Any] | None = None
 
@@ -366,7 +329,8 @@ def takes_options(
     So the options are stated once, and signature and types still name each of them. The method raises
     TypeError for any other keyword, and names the nearest one.
     """
-    known = signature(make).parameters
+    keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in signature(make).parameters.values()]
+    known = [option.name for option in keywords]
 
     def decorate(
         method: Callable[[type[T], Provider, Options], T],
@@ -374,18 +338,14 @@ def takes_options(
         def with_keywords(cls: type[T], provider: Provider, /, *args: P.args, **kwargs: P.kwargs) -> T:
             name = f"{cls.__name__}.{method.__name__}()"
             if args:
-                raise TypeError(
-                    f"{name} takes its options by keyword, such as {next(iter(known))}={args[0]!r}"
-                )
-            for key in kwargs.keys() - known.keys():
-                near = get_close_matches(key, known, n=1)
-                remedy = f"Did you mean {near[0]!r}?" if near else f"It takes {', '.join(known)}"
-                raise TypeError(f"{name} has no option {key!r}. {remedy}")
+                raise TypeError(f"{name} takes its options by keyword, such as {known[0]}={args[0]!r}")
+            for key in kwargs.keys() - set(known):
+                near = get_close_matches(key, known, n=1, cutoff=0)
+                raise TypeError(f"{name} has no option {key!r}. Did you mean {near[0]!r}?")
             return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(with_keywords, method)
         *leading, _ = signature(method).parameters.values()
-        keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in known.values()]
         shown = signature(method).replace(parameters=[*leading, *keywords])
         with_keywords.__signature__ = shown  # type: ignore[attr-defined]
         return with_keywords

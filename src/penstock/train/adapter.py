@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from penstock.errors import ConfigError
-from penstock.train.config.values import Count, Natural, Patterns, Section
+from penstock.options import Count, Natural, Patterns
+from penstock.train.config.values import Section
 
 if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
     from penstock.models.adapters import LoraConfig

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,21 +18,25 @@ from penstock.errors import ConfigError, WorldSizeError
 from penstock.launch.stop import under_torchrun
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import Offloading
+from penstock.options import (
+    LayerOptions,
+    MeshOptions,
+    ModelOptions,
+    RoutingOptions,
+    RunOptions,
+    SplitOptions,
+)
 from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
-from penstock.pipeline.building.compiling import Compile, as_compile, check_compiler
+from penstock.pipeline.building.compiling import Compile, check_compiler
 from penstock.pipeline.building.experts import check_name, needs_gpu
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
-from penstock.train.config.values import CheckpointingSection, CompileSection
+from penstock.train.config.values import PaddingSection, Section
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import check_installed
 from penstock.train.sizes import StepSizes
 
-# keys of the section `pipeline` that AutoPipeline takes by the same name and with the same meaning
-_SAME = (
-    "schedule", "microbatches", "embedding_weight", "head_weight", "layout", "layers_per_stage",
-    "first_stage_layers", "last_stage_layers", "modules_per_stage", "exchange",
-)  # fmt: skip
+T = TypeVar("T")
 
 
 def started() -> int | None:
@@ -128,7 +135,7 @@ def check_machine(config: TrainConfig) -> None:
     check_installed(config.optimizer)
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     _check_experts(config, on_cpu)
-    if (how := as_compile(_compile(config))) is not None:
+    if (how := _made(Compile, config.train.compile)) is not None:
         check_compiler(how, torch.device("cpu" if on_cpu else "cuda"))
     if config.train.chunked_loss == "liger":
         check_liger("train.chunked_loss=liger", "cpu" if on_cpu else "cuda")
@@ -160,39 +167,47 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         rule = f"it holds all ranks in one process, and {count} would be started"
         raise ConfigError("pipeline.transport=local", rule, "Leave it out, or set pipeline.ranks=1")
     return AutoPipeline(
-        **{name: getattr(pipeline, name) for name in _SAME},
-        ranks=ranks,
+        **_shared(pipeline, RunOptions, SplitOptions)
+        | _shared(model, ModelOptions)
+        | _shared(config.train, RoutingOptions, LayerOptions)
+        | _shared(parallel, MeshOptions)
+        | {
+            "ranks": ranks,
+            "dtype": _dtype(model.dtype),
+            "revision": model.commit if has_hub_weights(model) else None,
+            "transport": None if pipeline.transport == "auto" else pipeline.transport,
+            "wire_dtype": _dtype(pipeline.wire_dtype),
+            "shapes": make_padding(pipeline) or pipeline.shapes,
+            "activation_checkpointing": _checkpointing(config),
+            "activation_offloading": _made(Offloading, config.train.activation_offloading),
+            "compile": _made(Compile, config.train.compile) or False,
+        },
         loss_fn=NextToken(config.train.label_smoothing, config.train.z_loss),
-        chunked_loss=config.train.chunked_loss,
         sequence_length=config.data.longest_document,  # attention stays within a document
         image_tokens=0 if config.data.images is None else None,
-        seed=model.seed,
-        dtype=getattr(torch, model.dtype),
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
-        attention=model.attention,
-        experts=model.experts,
-        revision=model.commit if has_hub_weights(model) else None,
-        load=model.load,
-        new_weights=model.new_weights,
         adapter=None if config.adapter is None else config.adapter.lora_config(),
         quantize=None if config.adapter is None else config.adapter.quantize,
-        mtp_loss_scaling_factor=model.mtp_loss_scaling_factor,
-        trust_remote_code=model.trust_remote_code,
         device="cpu" if config.train.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
         trace_folder=trace_folder(config, axes),
-        activation_checkpointing=_checkpointing(config),
-        activation_offloading=_offloading(config),
-        replay_routing=config.train.replay_routing,
-        compile=_compile(config),
-        shapes=make_padding(pipeline) or pipeline.shapes,
-        transport=None if pipeline.transport == "auto" else pipeline.transport,
-        wire_dtype=None if pipeline.wire_dtype is None else getattr(torch, pipeline.wire_dtype),
         axes=None if axes == Axes() else axes,
         sharded=parallel.sharded,
-        context=parallel.context,
-        sequence_parallel=parallel.sequence_parallel,
     )
+
+
+def _shared(section: Section, *groups: type) -> dict[str, Any]:
+    """The values of the options that a section shares with AutoPipeline."""
+    return {option.name: getattr(section, option.name) for group in groups for option in fields(group)}
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _made(make: Callable[..., T], section: Section | None, **more: object) -> T | None:
+    """What the library calls a section with the same keys; None for one that is off."""
+    return None if section is None else make(**section.model_dump(), **more)
 
 
 def trace_folder(config: TrainConfig, axes: Axes) -> Path:
@@ -206,31 +221,13 @@ def trace_folder(config: TrainConfig, axes: Axes) -> Path:
 
 def make_padding(section: PipelineSection) -> Padding | None:
     """How the pipeline pads a step's microbatches; None where it does not."""
-    if section.shapes != "padded":
-        return None
-    return Padding(**section.padding.model_dump()) if section.padding else Padding()
+    return _made(Padding, section.padding or PaddingSection()) if section.shapes == "padded" else None
 
 
-def _checkpointing(config: TrainConfig) -> bool | str | Checkpointing:
+def _checkpointing(config: TrainConfig) -> Checkpointing | None:
     section = config.train.activation_checkpointing
-    if not isinstance(section, CheckpointingSection):
-        return section
-    shape = None if section.memory_limit is None else largest_microbatch(config)
-    return Checkpointing(**section.model_dump(), shape=shape)
-
-
-def _compile(config: TrainConfig) -> bool | Compile:
-    section = config.train.compile
-    if isinstance(section, CompileSection):
-        return Compile(**section.model_dump())
-    if isinstance(section, bool):
-        return section
-    return Compile(loss=False) if section == "layers" else Compile(layers="none")
-
-
-def _offloading(config: TrainConfig) -> bool | Offloading:
-    section = config.train.activation_offloading
-    return section if isinstance(section, bool) else Offloading(**section.model_dump())
+    limited = section is not None and section.memory_limit is not None
+    return _made(Checkpointing, section, shape=largest_microbatch(config) if limited else None)
 
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.split.balanced_split import LayerCosts, Memory, balanced_split
 from penstock.models.split.partition import even_split, partition, stages_of_size, to_layout
+from penstock.options import SplitOptions
 from penstock.schedule.layout import parse_layout
+
+
+def split_as(
+    layers: int, stages: int, balance: Any = None, prediction_layers: int = 0, **said: Any
+) -> list[range]:
+    return partition(
+        layers, stages, SplitOptions(**said), balance=balance, prediction_layers=prediction_layers
+    )
 
 
 def counts(split: list[range]) -> list[int]:
@@ -36,7 +45,7 @@ def counts(split: list[range]) -> list[int]:
 )
 def test_known_splits(layers: int, stages: int, weights: tuple[int, int], expected: list[int]) -> None:
     embedding, head = weights
-    assert counts(partition(layers, stages, embedding_weight=embedding, head_weight=head)) == expected
+    assert counts(split_as(layers, stages, embedding_weight=embedding, head_weight=head)) == expected
 
 
 @given(st.integers(1, 60), st.integers(1, 16), st.integers(0, 9), st.integers(0, 9))
@@ -79,7 +88,7 @@ def test_every_layer_once_in_order_and_none_empty(layers: int, stages: int, firs
     ],
 )  # fmt: skip
 def test_each_description(layers: int, stages: int, said: dict[str, Any], expected: list[int]) -> None:
-    assert counts(partition(layers, stages, **said)) == expected
+    assert counts(split_as(layers, stages, **said)) == expected
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
 )  # fmt: skip
 def test_descriptions_that_do_not_fit(layers: int, stages: int, said: dict[str, Any], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        partition(layers, stages, **said)
+        split_as(layers, stages, **said)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +130,7 @@ def test_a_size_makes_stages_for_each_rank(
 ) -> None:
     if each is not None:
         assert stages_of_size(size, layers, ranks, group) == each
-        assert max(counts(partition(layers, each * ranks, layers_per_stage=size))) <= size
+        assert max(counts(split_as(layers, each * ranks, layers_per_stage=size))) <= size
         return
     with pytest.raises(PartitionError, match=r"multiples of 4. Give 3 \(4 stages\)$"):
         stages_of_size(size, layers, ranks, group)
@@ -135,10 +144,10 @@ def test_a_size_that_nothing_fits() -> None:
 
 
 def test_to_layout() -> None:
-    split = partition(61, 32, layout="Et*3|(tt|)*29|L")
+    split = split_as(61, 32, layout="Et*3|(tt|)*29|L")
     assert to_layout(split) == "Et*3|(tt|)*29|L"
     assert list(parse_layout(to_layout(split)).layers) == split
-    split = partition(62, 32, layout="Et*3|(tt|)*29m|L", prediction_layers=1)
+    split = split_as(62, 32, layout="Et*3|(tt|)*29m|L", prediction_layers=1)
     assert to_layout(split, 1) == "Et*3|(tt|)*29m|L"
 
 
@@ -183,12 +192,12 @@ def test_balanced_is_the_best_of_all(
     possible = every_split(len(costs), stages)
     fitting = [split for split in possible if memory is None or held(split) <= memory.limit]
     if fitting:
-        found = balanced_split(costs, stages, embedding_cost=first, head_cost=last, memory=memory)
+        found = balanced_split(LayerCosts(costs, first, last), stages, memory=memory)
         assert found == min(fitting, key=rank)
     else:
         least = min(map(held, possible))
         with pytest.raises(PartitionError, match=f"some stage holds {least} or more. Give {least} or more"):
-            balanced_split(costs, stages, embedding_cost=first, head_cost=last, memory=memory)
+            balanced_split(LayerCosts(costs, first, last), stages, memory=memory)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +212,12 @@ def test_balanced_is_the_best_of_all(
     ],
 )
 def test_known_balances(costs: list[float], stages: int, ends: tuple[float, float], layout: str) -> None:
-    split = balanced_split(costs, stages, embedding_cost=ends[0], head_cost=ends[1])
+    split = balanced_split(LayerCosts(costs, *ends), stages)
     assert to_layout(split) == layout
 
 
 LOOP, V = (0, 1, 0, 1), (0, 1, 1, 0)
+TWO = LayerCosts([1, 1])
 
 
 @pytest.mark.parametrize("rank_of", [LOOP, V])
@@ -222,13 +232,13 @@ def test_the_slowest_of_ranks_with_two_stages_is_within_2_percent_of_the_best(
         sums = stage_sums(split, [*map(float, costs)], 0, head)
         return float(max(sum(s for s, r in zip(sums, rank_of, strict=True) if r == rank) for rank in (0, 1)))
 
-    found = balanced_split(costs, 4, head_cost=head, holders=[(rank,) for rank in rank_of])
+    found = balanced_split(LayerCosts(costs, head=head), 4, holders=[(rank,) for rank in rank_of])
     assert slowest(found) <= 1.02 * min(map(slowest, every_split(len(costs), 4)))
 
 
 def test_both_copies_of_dualpipe_count() -> None:
     """A rank holds one stage of each copy: the first and the last, or two in the middle."""
-    split = balanced_split([1] * 12, 4, head_cost=4, holders=[(0, 3), (1, 2), (2, 1), (3, 0)])
+    split = balanced_split(LayerCosts([1] * 12, head=4), 4, holders=[(0, 3), (1, 2), (2, 1), (3, 0)])
     costs = [len(layers) + 4 * (stage == 3) for stage, layers in enumerate(split)]
     assert costs[0] + costs[3] == costs[1] + costs[2]
 
@@ -244,7 +254,7 @@ def test_both_copies_of_dualpipe_count() -> None:
 def test_early_stages_take_fewer_layers_where_they_hold_more_microbatches(
     layers: int, memory: Memory, expected: list[int]
 ) -> None:
-    assert counts(balanced_split([1] * layers, len(expected), memory=memory)) == expected
+    assert counts(balanced_split(LayerCosts([1] * layers), len(expected), memory=memory)) == expected
 
 
 @pytest.mark.timeout(60)
@@ -253,24 +263,24 @@ def test_200_layers_on_64_stages_are_balanced_soon(head: float) -> None:
     """It takes 0.1 to 1 s; a search over all splits would take for ever."""
     costs = [1 + 0.37 * (layer * 7919 % 13) for layer in range(200)]
     memory = Memory(1e12, costs, costs, list(range(64, 0, -1)))
-    assert sum(counts(balanced_split(costs, 64, head_cost=head, memory=memory))) == 200
+    assert sum(counts(balanced_split(LayerCosts(costs, head=head), 64, memory=memory))) == 200
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: even_split(4, 2, 1, -1), "head_weight=-1"),
-        (lambda: partition(4, 2, balance=[1, 2, 3]), "costs of 3 layers: the model has 4"),
-        (lambda: partition(4, 2, layers_per_stage=0), "Give 1 or more"),
-        (lambda: partition(4, 2, layers_per_stage=[-1, 5]), "Give 0 or more"),
-        (lambda: partition(4, 2, first_stage_layers=-1), "Give 0 or more"),
-        (lambda: balanced_split([1, -1], 2), "costs with -1"),
-        (lambda: balanced_split([1, float("nan")], 2), "costs with nan"),
-        (lambda: balanced_split([1], 0), "stages=0"),
-        (lambda: balanced_split([1, 1], 2, head_cost=float("inf")), "embedding_cost and head_cost with inf"),
-        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1])), "memory.weights of 1 numbers"),
-        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1, 1], [1])), "memory.activations of 1 numbers"),
-        (lambda: balanced_split([1, 1], 2, memory=Memory(9, [1, 1], live=[1])), "one for each stage, so 2"),
+        (lambda: split_as(4, 2, balance=[1, 2, 3]), "costs of 3 layers: the model has 4"),
+        (lambda: split_as(4, 2, layers_per_stage=0), "Give 1 or more"),
+        (lambda: split_as(4, 2, layers_per_stage=[-1, 5]), "Give 0 or more"),
+        (lambda: split_as(4, 2, first_stage_layers=-1), "Give 0 or more"),
+        (lambda: balanced_split(LayerCosts([1, -1]), 2), "costs with -1"),
+        (lambda: balanced_split(LayerCosts([1, float("nan")]), 2), "costs with nan"),
+        (lambda: balanced_split(LayerCosts([1]), 0), "stages=0"),
+        (lambda: balanced_split(LayerCosts([1], head=float("inf")), 2), "embedding and costs.head with inf"),
+        (lambda: balanced_split(TWO, 2, memory=Memory(9, [1])), "memory.weights of 1 numbers"),
+        (lambda: balanced_split(TWO, 2, memory=Memory(9, [1, 1], [1])), "memory.activations of 1 numbers"),
+        (lambda: balanced_split(TWO, 2, memory=Memory(9, [1, 1], live=[1])), "one for each stage, so 2"),
     ],
 )
 def test_numbers_that_are_refused(call: Any, message: str) -> None:

@@ -431,7 +431,7 @@ class Failing(nn.Module):
         ("is killed", "batched", True),
     ],
 )
-def test_a_rank_that_fails(kind: str, exchange: str, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_fails(kind: str, exchange: Any, reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others raise a typed error that names it, and close; NCCL alone would wait for ever.
 
     A host that reads a value which never comes is freed by the watch. 0.5.0: the error came a minute late, as

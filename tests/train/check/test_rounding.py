@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from penstock.pipeline.compare import Compared, Report, only_one
+from penstock.pipeline.compare import Compared, Report, compared_gradient
+from penstock.train.check.digests import norms
 from penstock.train.check.rounding import Scores, explained_by_flips, near_ties
 
 
@@ -50,7 +51,7 @@ def test_what_a_router_flip_explains(name: str, difference: float, near: int, fi
 @pytest.mark.parametrize(("name", "fine"), [("model.norm.weight", False), (f"{MOE}experts.down_proj", True)])
 def test_a_missing_gradient_is_explained_of_experts_only(name: str, fine: bool) -> None:
     """An expert has none where no token chooses it."""
-    missing = only_one("gradient", (name, 1, 1))
+    missing = compared_gradient((name, 1, 1), None, (1.0,), norms, 0.0, rounding=0.0)
     assert explained_by_flips(Report.of((1.0, 1.0), [missing], 1e-5, "norm"), 1, 256) == fine
 
 

@@ -117,7 +117,6 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.steps=0", "train.steps=0: it should be greater than or equal to 1. Give 1 or more"),
         ("train.clip_norm=.inf", "it should be a finite number"),
         ("train.activation_checkpointing=3", "3 is no way to recompute activations. Write true, false, none"),
-        ("train.activation_checkpointing=null", "None is no way to recompute activations"),
         ("train.compile=3", "3 does not say what torch.compile compiles. Write true, false, layers, loss"),
         ("train.compile={backnd: x}", "Did you mean train.compile.backend?"),
         ("train.compile={layers: some}", "train.compile.layers='some': it should be"),
@@ -132,10 +131,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.activation_checkpointing={memory_limit: 8 apples}", "'8 apples' is no number of bytes"),
         ("train.activation_checkpointing={memory_limit: -1}", "-1 is no number of bytes. Write 8 GiB"),
         ("train.activation_checkpointing={memory_limit: 5 iB}", "'5 iB' is no number of bytes"),
-        (
-            "train.activation_checkpointing={memory_limit: 1 GB, in_flight: 2}",
-            "memory_limit chooses in_flight, and here both are given. Leave one of them out",
-        ),
+        ("train.activation_checkpointing=0", "0 is no way to recompute activations"),
         ("data.packing=bestfit", "it should be 'stream', 'none', 'sequential' or 'best_fit'. Take"),
         ("parallel.dp_shard=0", "dp_shard=0: an axis has one rank at least. Give 1, or -1"),
         ("parallel.pp=2", "parallel.pp=2: section parallel has no such key. Write pipeline.ranks"),
@@ -148,16 +144,12 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "param_dtype=bfloat16 configures the weights that FSDP2 shards, and",
         ),
         ("parallel.dp_shard=8", "rows cannot be split into pipeline.microbatches=4 for each of 8 parts"),
-        ("pipeline.balance=measured pipeline.layout=EttL", "pipeline.layout each say which layers go to"),
+        ("pipeline.balance=measured pipeline.layout=EttL", "layout and balance: each says by itself which"),
         ("pipeline.padding={multiple: 8}", "pipeline.shapes=inferred. Set pipeline.shapes=padded"),
         ("pipeline.padding={lenght: 3}", "Did you mean pipeline.padding.length?"),
         ("pipeline.padding={multiple: 0}", "pipeline.padding.multiple=0: it should be greater than or equal"),
-        ("pipeline.padding={buckets: [64, 32]}", "buckets=[64, 32] are not ascending. Sort them"),
         ("pipeline.padding={buckets: [64, 0]}", "pipeline.padding.buckets.1=0: it should be"),
-        (
-            "pipeline.padding={buckets: [256], length: 256}",
-            "length is fixed, which leaves nothing to buckets",
-        ),
+        ("pipeline.balance=measured pipeline.head_weight=2", "head_weight and balance: each says by itself"),
         (
             "pipeline.shapes=padded pipeline.padding={length: 127}",
             "pipeline.padding.length=127 is below data.sequence_length=128. Give no less",
@@ -169,7 +161,10 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("pipeline.layout=[[embedding],[decodr]]", "layout, stage 1, entry 0: 'decodr'"),
         ("pipeline.layout=Ettx", "layout, character 4"),
         ("pipeline.first_stage_layers=-1", "Give 0 or more"),
-        ("pipeline.modules_per_stage=[a]", "pipeline.modules_per_stage.0='a'"),
+        (
+            "pipeline.modules_per_stage=[a]",
+            "pipeline.modules_per_stage: ['a'] lists no names for each stage. Write",
+        ),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon or"),
@@ -233,38 +228,40 @@ def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("false", False),
-        ("none", False),
-        ("true", True),
-        ("full", "full"),
-        ("selective", "selective"),
-        ("{}", CheckpointingSection()),
-        (
-            "{every: 2, save: [matmul, attention], in_flight: 2}",
-            CheckpointingSection(every=2, save=("matmul", "attention"), in_flight=2),
-        ),
-        ("{in_flight: [2, 1, 0, 0]}", CheckpointingSection(in_flight=(2, 1, 0, 0))),
-        ("{memory_limit: 8 GiB}", CheckpointingSection(memory_limit=8 * 2**30)),
-        ("{memory_limit: 1.5gb}", CheckpointingSection(memory_limit=1.5e9)),
-        ("{memory_limit: 4096}", CheckpointingSection(memory_limit=4096)),
+        ("false", None),
+        ("none", None),
+        ("null", None),
+        ("true", {}),
+        ("full", {}),
+        ("selective", {"save": ["matmul", "attention"]}),
+        ("{}", {}),
+        ("{every: 2, save: [attention], in_flight: 2}", {"every": 2, "save": ["attention"], "in_flight": 2}),
+        ("{in_flight: [2, 1, 0, 0]}", {"in_flight": [2, 1, 0, 0]}),
+        ("{memory_limit: 8 GiB}", {"memory_limit": 8 * 2**30}),
+        ("{memory_limit: 1.5gb}", {"memory_limit": 1.5e9}),
+        ("{memory_limit: 4096}", {"memory_limit": 4096}),
     ],
 )
-def test_every_form_of_activation_checkpointing(tmp_path: Path, given: str, meant: object) -> None:
+def test_every_form_of_activation_checkpointing(
+    tmp_path: Path, given: str, meant: dict[str, Any] | None
+) -> None:
     config = loaded(tmp_path, MINIMAL, f"train.activation_checkpointing={given}")
-    assert config.train.activation_checkpointing == meant
+    expected = None if meant is None else CheckpointingSection.model_validate(meant)
+    assert config.train.activation_checkpointing == expected
     same_as_yaml(config)
 
 
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
-        ("true", True), ("none", False), ("layers", "layers"), ("loss", "loss"),
-        ("{layers: products, backend: aot_eager}", CompileSection(layers="products", backend="aot_eager")),
+        ("true", {}), ("none", None), ("null", None), ("layers", {"loss": False}),
+        ("loss", {"layers": "none"}),
+        ("{layers: products, backend: aot_eager}", {"layers": "products", "backend": "aot_eager"}),
     ],
 )  # fmt: skip
-def test_every_form_of_compile(tmp_path: Path, given: str, meant: object) -> None:
+def test_every_form_of_compile(tmp_path: Path, given: str, meant: dict[str, Any] | None) -> None:
     config = loaded(tmp_path, MINIMAL, f"train.compile={given}")
-    assert config.train.compile == meant
+    assert config.train.compile == (None if meant is None else CompileSection.model_validate(meant))
     same_as_yaml(config)
 
 

@@ -9,8 +9,8 @@ a model makes by itself mostly depend on shapes alone: the first answer for a sh
 unless somebody has put a hook or a forward into the model (`Edits`).
 
 Without it the host of a GPU waits in each forward of a stage: once for rows of ids alone, of ones or with
-positions; twice for padded rows, and in a model with two kinds of masks (gemma3). With it, in none. So counted
-on an emulated GPU (tests/pipeline/test_reads.py). Under flash attention each layer asks once for one row.
+positions; twice for padded rows, and in a model with two kinds of masks (gemma3). With it, in none. So it
+was counted on an emulated GPU (tests/pipeline/test_reads.py). Flash attention asks in each layer.
 
 transformers finds other functions in the place of these three. They ask the `Answers` of the forward that
 their thread is in. Without any, and for any other tensor, they ask the function that was there.

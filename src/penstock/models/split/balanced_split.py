@@ -66,11 +66,9 @@ _StageTest = Callable[[int, int, int], bool]
 
 
 def balanced_split(
-    costs: Sequence[float],
+    costs: LayerCosts,
     stages: int,
     *,
-    embedding_cost: float = 0,
-    head_cost: float = 0,
     memory: Memory | None = None,
     holders: Holders | None = None,
 ) -> list[range]:
@@ -84,7 +82,7 @@ def balanced_split(
     the slowest rank: a step takes about as long as this rank computes. The best of all splits it need not be.
 
     Args:
-        costs: of each layer, in any unit; embedding_cost belongs to the first stage, head_cost to the last.
+        costs: of each layer, of the embedding on the first stage and of the head on the last
         memory: a limit that every stage keeps; None sets none.
         holders: the ranks that hold each stage; None gives each stage a rank of its own.
 
@@ -94,9 +92,9 @@ def balanced_split(
     """
     if stages < 1:
         raise ConfigError(f"stages={stages}", "a model has one at least", "Give 1 or more")
-    _check_numbers(costs, (embedding_cost, head_cost), memory, stages)
-    layers = len(costs)
-    cost = _stage_sums(_as_integers((*costs, embedding_cost, head_cost))[0], stages)
+    _check_numbers(costs, memory, stages)
+    layers = len(costs.layers)
+    cost = _stage_sums(_as_integers((*costs.layers, costs.embedding, costs.head))[0], stages)
     held: _StageSum = lambda stage, start, end: 0  # noqa: E731
     limit = 0
     if memory is not None:
@@ -191,13 +189,15 @@ def _by_rank(costs: Sequence[int], holders: Holders) -> dict[int, int]:
     return total
 
 
-def _check_numbers(costs: Sequence[float], ends: Sequence[float], memory: Memory | None, stages: int) -> None:
-    named = {"costs": list(costs), "embedding_cost and head_cost": list(ends)}
+def _check_numbers(costs: LayerCosts, memory: Memory | None, stages: int) -> None:
+    named = {"costs": list(costs.layers), "costs.embedding and costs.head": [costs.embedding, costs.head]}
     if memory is not None:
         named |= {"memory.weights": list(memory.weights), "memory.activations": list(memory.activations),
                   "memory.live": list(memory.live), "memory.limit": [memory.limit],
                   "memory.embedding": list(memory.embedding), "memory.head": list(memory.head)}  # fmt: skip
-        for name, wanted in (("weights", len(costs)), ("activations", len(costs)), ("live", stages)):
+        for name, wanted in (
+            ("weights", len(costs.layers)), ("activations", len(costs.layers)), ("live", stages)
+        ):  # fmt: skip
             count = len(getattr(memory, name))
             if count != wanted and (count or name == "weights"):
                 unit = "stage" if name == "live" else "layer"

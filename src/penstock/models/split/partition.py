@@ -1,13 +1,13 @@
 """Which layers go to which stage: pure arithmetic, without a model.
 
 A split is a list with one `range` of layers for each stage; stages may be empty. `partition` makes it from
-one of several descriptions:
+one of several descriptions (penstock.options.SplitOptions):
 
-    evenly (default)        embedding and head count as layers        E t t | t t t | t t L
     layout                  as penstock.schedule.layout reads it      "Ett|ttt|ttL"
     layers_per_stage        a number for each stage, or the most for any
-    first/last_stage_layers these two, and the rest evenly
     balance                 what each layer costs: the slowest rank becomes as fast as possible
+    first/last_stage_layers these two, and the rest evenly
+    evenly (default)        embedding and head count as layers        E t t | t t t | t t L
 
 Names of modules in place of numbers of layers: see module_names.py.
 """
@@ -15,66 +15,72 @@ Names of modules in place of numbers of layers: see module_names.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.models.split.balanced_split import Holders, LayerCosts, as_layer_costs, balanced_split, ranges
+from penstock.options import SplitOptions
 from penstock.schedule.layout import Layout, read_layout
 
 
 def partition(
     layers: int,
     stages: int,
+    options: SplitOptions,
     *,
-    layout: str | Sequence[Sequence[str]] | None = None,
-    layers_per_stage: int | Sequence[int] | None = None,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
     balance: LayerCosts | Sequence[float] | None = None,
-    embedding_weight: int = 1,
-    head_weight: int = 1,
     holders: Holders | None = None,
     prediction_layers: int = 0,
 ) -> list[range]:
     """Split `layers` layers over `stages` stages by one description at most; evenly without any.
 
-    The descriptions are AutoPipeline's options; `balance` also looks at `holders`, the ranks that hold each
-    stage. A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which
-    embedding and head do not count; `stages_of_size` says how many on a rank. The last `prediction_layers` of
-    the layers predict tokens after the next (models/mtp.py): a layout has an `m` for each.
+    A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which embedding
+    and head do not count; `stages_of_size` says how many on a rank.
+
+    Args:
+        balance: cost of each layer
+        holders: the ranks that hold each stage, for `balance`
+        prediction_layers: number of the last layers that predict tokens after the next (models/mtp.py): a
+            layout has an `m` for each
 
     Raises:
         PartitionError: the description does not fit the model or the schedule.
         ConfigError: a number is out of range.
     """
-    check_one_description(
-        layout=layout, layers_per_stage=layers_per_stage, first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers, balance=balance,
-    )  # fmt: skip
-    if layout is not None:
-        return _from_layout(layout, layers, stages, prediction_layers)
-    if isinstance(layers_per_stage, int):
-        return _from_size(layers_per_stage, layers, stages)
-    if layers_per_stage is not None:
-        counts = list(layers_per_stage)
+    check_one_description(options, balance=balance)
+    weights = options.embedding_weight, options.head_weight
+    embedding, head = (1 if weight is None else weight for weight in weights)
+    ends = options.first_stage_layers, options.last_stage_layers
+    sizes = options.layers_per_stage
+    if options.layout is not None:
+        return _from_layout(options.layout, layers, stages, prediction_layers)
+    if isinstance(sizes, int):
+        return _from_size(sizes, layers, stages)
+    if sizes is not None:
         remedies = (f"Give {_count(stages, 'number')}", f"Give numbers that add up to {layers}")
-        return _checked(f"layers_per_stage={counts}", counts, layers, stages, remedies)
+        return _checked(f"layers_per_stage={list(sizes)}", sizes, layers, stages, remedies)
     if balance is not None:
-        costs = as_layer_costs(balance, layers)
-        return balanced_split(
-            costs.layers, stages, embedding_cost=costs.embedding, head_cost=costs.head, holders=holders
-        )
-    if first_stage_layers is None and last_stage_layers is None:
-        return even_split(layers, stages, embedding_weight, head_weight)
-    ends = (first_stage_layers, last_stage_layers)
-    return _with_ends(layers, stages, ends, (embedding_weight, head_weight))
+        return balanced_split(as_layer_costs(balance, layers), stages, holders=holders)
+    if ends != (None, None):
+        return _with_ends(layers, stages, ends, (embedding, head))
+    return even_split(layers, stages, embedding, head)
 
 
-def check_one_description(**descriptions: object) -> None:
-    """Raise PartitionError where more than one description (a keyword that is not None) is set.
+def descriptions(options: SplitOptions, **others: object) -> list[str]:
+    """The names of the options that are given, those of `others` among them."""
+    values = {option.name: getattr(options, option.name) for option in fields(SplitOptions)} | others
+    return [name for name, value in values.items() if value is not None]
 
-    first_stage_layers and last_stage_layers together are one.
+
+def check_one_description(options: SplitOptions, **others: object) -> None:
+    """Raise PartitionError where more than one description is given, those of `others` among them.
+
+    first_stage_layers and last_stage_layers together are one. The weights say how an even division counts;
+    beside `balance` there is none.
     """
-    names = [name for name, value in descriptions.items() if value is not None]
+    names = descriptions(options, **others)
+    if others.get("balance") is None:
+        names = [name for name in names if name not in ("embedding_weight", "head_weight")]
     if len(names) > 1 and names != ["first_stage_layers", "last_stage_layers"]:
         raise PartitionError(
             " and ".join(names), "each says by itself which layers go to which stage", "Give one of them"
@@ -154,15 +160,12 @@ def _checked(
 
 def _from_size(size: int, layers: int, stages: int) -> list[range]:
     """At most `size` layers a stage."""
-    value = f"layers_per_stage={size}"
-    if size < 1:
-        raise ConfigError(value, "a stage of that many layers never ends", "Give 1 or more")
-    made = -(-layers // size)
+    made = _stages_made(size, layers)
     if made != stages:
         fitting = [k for k in range(1, layers + 1) if -(-layers // k) == stages]
         remedy = f"Give {_some(fitting)}" if fitting else "Give a number for each stage"
         raise PartitionError(
-            value,
+            f"layers_per_stage={size}",
             f"{layers} layers make {_count(made, 'stage')} of it, and the schedule has {stages}",
             f"{remedy}, or change ranks or stages per rank",
         )
@@ -176,10 +179,7 @@ def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
 
     Raises PartitionError where no such number of stages divides by the ranks; it names the sizes that fit.
     """
-    if size < 1:
-        rule = "a stage of that many layers never ends"
-        raise ConfigError(f"layers_per_stage={size}", rule, "Give 1 or more")
-    made, step = -(-layers // size), ranks * group
+    made, step = _stages_made(size, layers), ranks * group
     if made % step:
         counts = ((k, -(-layers // k)) for k in range(1, layers + 1))
         fitting = [f"{k} ({count} stages)" for k, count in counts if count % step == 0]
@@ -190,6 +190,13 @@ def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
             f"Give {_some(fitting)}" if fitting else otherwise,
         )
     return made // ranks
+
+
+def _stages_made(size: int, layers: int) -> int:
+    if size < 1:
+        rule = "a stage of that many layers never ends"
+        raise ConfigError(f"layers_per_stage={size}", rule, "Give 1 or more")
+    return -(-layers // size)
 
 
 def _some(options: Sequence[object]) -> str:

@@ -12,40 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from penstock.batch.loss import Loss, TokenLabels
 from penstock.errors import ConfigError
+from penstock.options import CompiledLayers, CompileOptions
 from penstock.runtime.split_backward.compiled import compile_around_products
-
-Layers = Literal["auto", "whole", "products", "none"]
 
 
 @dataclass(frozen=True)
-class Compile:
-    """What torch.compile compiles. Raises ConfigError.
-
-    Args:
-        layers: "whole", each layer as one graph; "products", around its products, so that split backwards
-            put off their weight gradients; "auto", around products where the schedule splits backwards and
-            the layer allows it; or "none"
-        loss: whether the next-token loss of whole logits is compiled. A loss_fn of your own stays as it is,
-            and so do large logits, which `chunked_loss` never makes whole.
-        backend, mode, dynamic: as torch.compile takes them
-    """
-
-    layers: Layers = "auto"
-    loss: bool = True
-    backend: str = "inductor"
-    mode: str | None = None
-    dynamic: bool | None = None
+class Compile(CompileOptions):
+    """What torch.compile compiles: `CompileOptions`. Raises ConfigError."""
 
     def __post_init__(self) -> None:
-        if self.layers not in get_args(Layers):
-            known = ", ".join(map(repr, get_args(Layers)))
+        if self.layers not in get_args(CompiledLayers):
+            known = ", ".join(map(repr, get_args(CompiledLayers)))
             raise ConfigError(f"compile.layers={self.layers!r}", f"it is one of {known}", "Take 'auto'")
         if self.layers == "none" and not self.loss:
             rule = "neither layers nor the loss are compiled"

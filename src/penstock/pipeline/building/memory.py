@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
 from penstock.errors import ConfigError, ModelError
@@ -301,8 +302,28 @@ class Account:
         *,
         split: bool,
     ) -> tuple[MicrobatchBytes, int] | None:
-        plan, computed = self.plan, self.options.sharded.param_dtype
-        part = plan.model_of(stage, values=False)
+        plan = self.plan
+        part, layers = plan.model_of(stage, values=False), plan.stages[stage].layers
+        return self._of_part(part, plan.info(stage), layers, plan.ends, shape, split, checkpointing, mesh)
+
+    def _of_part(
+        self,
+        part: PreTrainedModel,
+        info: StageInfo,
+        layers: range,
+        ends: Sequence[int],
+        shape: tuple[int, int],
+        split: bool,
+        checkpointing: Checkpointing | None,
+        mesh: DeviceMesh | None = None,
+    ) -> tuple[MicrobatchBytes, int] | None:
+        """Bytes of a microbatch on a part of the model, and the most while its I or B runs.
+
+        Args:
+            layers: their numbers in the whole model
+            ends: for each part, the number of layers up to its end
+        """
+        model, computed, offload = self.plan.source.model, self.options.sharded.param_dtype, None
         if computed is not None:
             compute_in(part, computed)
             for name, parameter in part.named_parameters():
@@ -310,24 +331,20 @@ class Account:
                     parameter.data = parameter.data.to(computed)
         if mesh is not None:
             tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
+        numbered = [(n, part.get_submodule(f"{self.plan.chain.layers}.{n}")) for n in layers]
         if checkpointing is not None:
-            install(plan.layers_of(part, stage), checkpointing)
-        offload = None
+            install(numbered, checkpointing)
         if self.offloading is not None:
             offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
-            layers = [layer for _, layer in plan.layers_of(part, stage)]
-            activation_offloading.install(layers, self.offloading, offload)
-        edges = HFEdges(plan.source.model, plan.chain, computed, ends=plan.ends)
-        entries = taken(plan.source.model)
-        shared = (mesh,) if mesh else ()
+            activation_offloading.install([layer for _, layer in numbered], self.offloading, offload)
         return stage_sizes(
             part,
-            plan.info(stage),
-            edges,
+            info,
+            HFEdges(model, self.plan.chain, computed, ends=ends),
             shape,
             split,
-            entries,
-            shared,
+            taken(model),
+            (mesh,) if mesh else (),
             defers_head=self._defers_head,
             autocast=self.options.autocast,
             offload=offload,
@@ -352,57 +369,49 @@ class Account:
 
         Raises ModelError where the activations are unknown before a step.
         """
-        plan, schedule = self.plan, self.plan.schedule
-        depth = schedule.placement.depth
-        model, chain = plan.source.model, plan.chain
-        count = chain.count
-        checkpointing = self.checkpointing if recomputed else None
-
-        def held(layers: range, stage: int) -> tuple[int, int, int]:
-            """Bytes of one of three stages: of weights, of a microbatch, and of that while its backward runs.
-
-            A microbatch counts with what it holds between I and W, where that is more.
-            """
-            info = StageInfo(stage, 3)  # one for the embedding, one for the layers, one for the head
-            edges = HFEdges(model, chain, ends=(layers.start, layers.stop, count))
-            part = cut(model, chain, layers, info, values=False)
-            if checkpointing is not None:
-                install([(n, part.get_submodule(f"{chain.layers}.{n}")) for n in layers], checkpointing)
-            estimate = stage_sizes(
-                part,
-                info,
-                edges,
-                self.axes.local_shape(shape),
-                bool(schedule.split),
-                defers_head=self._defers_head,
-                autocast=self.options.autocast,
-            )
-            if estimate is None:
-                raise ModelError(
-                    f"the activations of {type(model).__name__}",
-                    "its forward looks at values, and an estimate has none",
-                    "Measure them, and give balance a Memory of your own",
-                )
-            weights, _ = self._weights(dict(part.named_parameters()), adamw)
-            sizes, in_backward = estimate
-            activation = max(sizes.activation, sizes.held_for_weight)
-            return weights.fixed, activation, max(in_backward - activation, 0)
-
-        kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
+        schedule, chain = self.plan.schedule, self.plan.chain
+        measure = partial(self._of_range, shape, self.checkpointing if recomputed else None)
+        kinds = [layer_kind(layer) for layer in self.plan.source.model.get_submodule(chain.layers).children()]
         first = {kind: kinds.index(kind) for kind in kinds}
-        alike = {kind: held(range(layer, layer + 1), 1) for kind, layer in first.items()}
-        layers = [alike[kind] for kind in kinds]
-        embedding, head = held(range(0), 0), held(range(count, count), 2)
-        working = max(of_layer[2] for of_layer in layers)  # one layer's backward runs at a time
+        alike = {kind: measure(range(layer, layer + 1), 1) for kind, layer in first.items()}
+        weights, activations, in_backward = zip(*(alike[kind] for kind in kinds), strict=True)
+        embedding, head = measure(range(0), 0), measure(range(chain.count, chain.count), 2)
+        working = max(in_backward)  # one layer's backward runs at a time
+        most_stages = max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks))
+        depth = schedule.placement.depth
         return Memory(
-            max(limit - working, 0)
-            / max(len(schedule.placement.stages_of(rank)) for rank in range(schedule.ranks)),
-            [weights for weights, *_ in layers],
-            [activations for _, activations, _ in layers],
+            max(limit - working, 0) / most_stages,
+            weights,
+            activations,
             [max(self._most_live[stage::depth]) for stage in range(depth)],  # of two copies the larger
             embedding[:2],
             (head[0] + max(head[2] - working, 0), head[1]),
         )
+
+    def _of_range(
+        self, shape: tuple[int, int], checkpointing: Checkpointing | None, layers: range, stage: int
+    ) -> tuple[int, int, int]:
+        """Bytes of weights, of a microbatch, and of more of it while its backward runs.
+
+        A microbatch counts with what it holds between I and W, where that is more.
+
+        Args:
+            stage: 0 for the embedding, 1 for layers, 2 for the head
+        """
+        model, chain, info = self.plan.source.model, self.plan.chain, StageInfo(stage, 3)
+        part, ends = cut(model, chain, layers, info, values=False), (layers.start, layers.stop, chain.count)
+        split, local = bool(self.plan.schedule.split), self.axes.local_shape(shape)
+        estimate = self._of_part(part, info, layers, ends, local, split, checkpointing)
+        if estimate is None:
+            raise ModelError(
+                f"the activations of {type(model).__name__}",
+                "its forward looks at values, and an estimate has none",
+                "Measure them, and give balance a Memory of your own",
+            )
+        weights, _ = self._weights(dict(part.named_parameters()), adamw)
+        sizes, in_backward = estimate
+        activation = max(sizes.activation, sizes.held_for_weight)
+        return weights.fixed, activation, max(in_backward - activation, 0)
 
 
 def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> Memory:

@@ -26,6 +26,7 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.partition import partition
 from penstock.models.stage import Provider, StageInfo, numbered_layers
 from penstock.models.tracing.chain import find_chain
+from penstock.options import SplitOptions
 
 
 def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
@@ -50,40 +51,27 @@ def names_per_stage(
     stages: int,
     *,
     layers: str | None = None,
-    layout: str | Sequence[Sequence[str]] | None = None,
-    layers_per_stage: int | Sequence[int] | None = None,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
     balance: LayerCosts | Sequence[float] | None = None,
-    embedding_weight: int = 1,
-    head_weight: int = 1,
     on_every_stage: Sequence[str] = (),
+    **description: Any,
 ) -> list[tuple[str, ...]]:
     """The names of the modules that each stage holds.
 
-    Layers are divided evenly, or as the options say (AutoPipeline has the same ones). Modules before the
-    layers are on the first stage, modules after them on the last.
+    Layers are divided evenly, or as one description says. Modules before the layers are on the first stage,
+    modules after them on the last.
 
     Args:
         layers: see `module_names`
+        balance: cost of each layer
         on_every_stage: modules and parameters that `split` is to keep on every stage: no stage names them
+        description: keywords of penstock.options.SplitOptions, such as layout="Ett|ttL"
 
-    Raises ModelError, PartitionError, ConfigError.
+    Raises ModelError, PartitionError, ConfigError; TypeError for an unknown keyword.
     """
     before, held, after = module_names(model, layers)
     kept = set(on_every_stage)
     names = ModuleNames(*(tuple(name for name in side if name not in kept) for side in (before, held, after)))
-    ranges = partition(
-        len(names.layers),
-        stages,
-        layout=layout,
-        layers_per_stage=layers_per_stage,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-        balance=balance,
-        embedding_weight=embedding_weight,
-        head_weight=head_weight,
-    )
+    ranges = partition(len(names.layers), stages, SplitOptions(**description), balance=balance)
     return names.per_stage(ranges)
 
 

@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.pipeline.compare import Compared, ParameterPlace, Report, allowed, only_one
+from penstock.pipeline.compare import (
+    ParameterPlace,
+    Report,
+    compared_gradient,
+    compared_weight,
+)
 from penstock.runtime.sharded_weights import full_tensor
 from penstock.train.check.rounding import ROUNDS
 
@@ -74,6 +79,11 @@ def distance(first: Digest, second: Digest) -> float:
     return max(abs(norms[0] - norms[1]), projected)
 
 
+def norms(split: Digest, reference: Digest) -> tuple[float, float]:
+    """About the norm of the difference, and the norm of the reference's tensor."""
+    return distance(split, reference), reference[0]
+
+
 def compare_digests(
     losses: tuple[float, float],
     split: Sequence[tuple[ParameterPlace, Digests]],
@@ -92,28 +102,24 @@ def compare_digests(
         dtype: of the model
         rounding: how far rounding alone moves each gradient of the reference model
     """
-    weights = [_weight(place, digests.weight, reference.get(place[0])) for place, digests in split]
-    if wrong := [each for each in weights if each.wrong]:
+    expected = {name: digests.weight for name, digests in reference.items()}
+    weights = [
+        compared_weight(place, own.weight, expected.get(place[0]), norms, _DIGITS) for place, own in split
+    ]
+    if wrong := [weight for weight in weights if weight.wrong]:
         return Report.of(None, wrong, tolerance, "norm")
-    largest = max((each.gradient[0] for each in reference.values() if each.gradient is not None), default=0.0)
+    gradients = {name: digests.gradient for name, digests in reference.items()}
+    least = torch.finfo(dtype).eps * max((norm for norm, *_ in filter(None, gradients.values())), default=0.0)
 
-    def gradient(place: ParameterPlace, actual: Digest | None, expected: Digest | None) -> Compared:
-        if actual is None and expected is None:
-            return Compared("gradient", *place, 0.0, 0.0, 0.0)
-        if actual is None or expected is None:
-            return only_one("gradient", place)
-        norm = expected[0]
-        limit = max(_LARGEST_SHARE * norm, ROUNDS * torch.finfo(dtype).eps * largest)
-        room = min(ROUNDS * rounding.get(place[0], 0.0), limit)
-        passes = max(allowed(tolerance, norm, dtype, largest), room)
-        return Compared("gradient", *place, distance(actual, expected), norm, passes)
+    def room(name: str) -> float:
+        """A difference that is no more than rounding: of a gradient's norm a share at most."""
+        norm = (gradients[name] or [0.0])[0]
+        return min(ROUNDS * rounding.get(name, 0.0), max(_LARGEST_SHARE * norm, ROUNDS * least))
 
-    tensors = [gradient(place, each.gradient, reference[place[0]].gradient) for place, each in split]
+    tensors = [
+        compared_gradient(
+            place, own.gradient, gradients[place[0]], norms, tolerance, rounding=least, room=room(place[0])
+        )
+        for place, own in split
+    ]
     return Report.of(losses, tensors, tolerance, "norm")
-
-
-def _weight(place: ParameterPlace, actual: Digest, expected: Digests | None) -> Compared:
-    if expected is None:
-        return only_one("weight", place)
-    norm = expected.weight[0]
-    return Compared("weight", *place, distance(actual, expected.weight), norm, _DIGITS * norm)

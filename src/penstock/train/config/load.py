@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from penstock.errors import ConfigError
 from penstock.reading import DEEPEST, read_text, size
 from penstock.train.config.sections import TrainConfig
+from penstock.train.config.values import Section
 from penstock.train.optimizers.optimizer import OPTIMIZERS
 from penstock.train.records.trackers import TRACKERS
 
 # tags of unions, which pydantic adds to a key's path; no key has such a name
-_TAGGED: dict[str, type[BaseModel]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
+_TAGGED: dict[str, type[Section]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
 _TAGGED |= {f"of {name}": section for name, section in TRACKERS.items()}
-_BRANCHES = ("mode", "settings", *_TAGGED)
 _SHOWN = 20  # of the things that are wrong
 
 
@@ -127,7 +127,7 @@ _REMEDIES = {
 
 def _finding(entry: Any) -> tuple[str, str, str]:
     """Value, rule and remedy of one finding."""
-    name = ".".join(str(key) for key in entry["loc"] if key not in _BRANCHES)
+    name = ".".join(str(key) for key in entry["loc"] if key not in _TAGGED)
     match entry["type"]:
         case "extra_forbidden":
             return _unknown_key(name, entry)
@@ -174,11 +174,11 @@ _ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in ke
 
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     *path, key = entry["loc"]  # the key itself may hold a dot
-    section = ".".join(str(each) for each in path if each not in _BRANCHES)
+    section = ".".join(str(each) for each in path if each not in _TAGGED)
     names = list(dict.fromkeys(_names(TrainConfig)))
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
     if path and path[-1] in _TAGGED:  # not the keys of the other one
-        known = list(_TAGGED[path[-1]].model_fields)
+        known = _TAGGED[path[-1]].keys_in_order()
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
     if key in _ELSEWHERE:
@@ -193,17 +193,17 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", f"{where} has no such key", remedy
 
 
-def _names(model: type[BaseModel], section: str = "") -> Iterator[str]:
+def _names(model: type[Section], section: str = "") -> Iterator[str]:
     """Every key below `model` with the keys that lead to it: train, train.steps, ..."""
-    for key, field in model.model_fields.items():
+    for key in model.keys_in_order():
         yield section + key
-        for inner in _models_in(field.annotation):
+        for inner in _models_in(model.model_fields[key].annotation):
             yield from _names(inner, f"{section}{key}.")
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def _models_in(annotation: Any) -> Iterator[type[Section]]:
     """The sections in an annotation, which may be a union."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     else:
         for inner in get_args(annotation):

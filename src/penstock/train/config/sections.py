@@ -6,6 +6,7 @@ docs/config.md is written from the comments next to the keys (docs/config.py).
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,28 +15,38 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
+from penstock.models.split.partition import check_one_description
+from penstock.options import (
+    AxisSizes,
+    Count,
+    LayerOptions,
+    MeshOptions,
+    ModelOptions,
+    Natural,
+    NotNegative,
+    Patterns,
+    RoutingOptions,
+    RunOptions,
+    ShardingOptions,
+    SmallNatural,
+    SplitOptions,
+    as_finding,
+)
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
 from penstock.train.config.values import (
     CheckpointingValue,
     CompileValue,
-    Count,
     Dtype,
-    LayersPerStage,
-    LayoutValue,
     Length,
-    Natural,
-    NotNegative,
     OffloadingValue,
+    PaddingSection,
     PathText,
-    Patterns,
     Positive,
     RankCount,
     Seconds,
     Section,
-    SmallNatural,
-    as_finding,
 )
 from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, RunFacts, check_optimizer
 from penstock.train.records.trackers import TrackerSection
@@ -57,35 +68,18 @@ _MOST_TOKENS = 10**12  # a step; beyond it sizes of tensors leave 64 bits
 _MOST_PROCESSES = 10**6
 
 
-class ModelSection(Section):
+class ModelSection(Section, ModelOptions):
     """Which model. Exactly one of `path` and `config`."""
 
     # a local Hugging Face folder: config.json, perhaps with weights; or a name of the Hub, Qwen/Qwen3-8B
     path: PathText | None = None
-    revision: str | None = None  # of a Hub name: a branch, a tag or a commit; null: the main branch
     # of a Hub name: what the revision stood for when the run began. Its records have it, and a resume takes
     # it from there; leave it out
     commit: str | None = None
     config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
     weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
-    # Who reads them. each: every rank those of its stages; broadcast: one rank reads them for all ranks of
-    # the other axes with the same stages, and sends them: where files are slower than the network
-    load: Literal["each", "broadcast"] = "each"
     # of the weights; left out, that of train.precision: bfloat16, or float32
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    attention: str | None = None  # as in transformers: eager, sdpa, ...
-    # how a mixture's experts are computed, as in transformers: eager, batched_mm, grouped_mm, ...; null: as
-    # its config says, or grouped_mm
-    experts: str | None = None
-    seed: Natural = 0  # of random weights
-    # Weights that the files of `path` lack, by patterns such as score.*: they are initialised from the seed.
-    # Without it a missing weight is an error
-    new_weights: Patterns = ()
-    # A number trains the prediction layers (MTP) that the config has as num_nextn_predict_layers: the mean of
-    # their losses counts so much, 0.1 in Megatron. null: built without them
-    mtp_loss_scaling_factor: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    # Whether Python code in the folders of model and tokenizer may run, for what transformers has no code for
-    trust_remote_code: bool = False
 
     def check_keys(self) -> None:
         if (self.path is None) == (self.config is None):
@@ -208,30 +202,30 @@ class DataSection(RecordSection):
     @model_validator(mode="before")
     @classmethod
     def with_defaults(cls, keys: Any) -> Any:
-        """Chats have defaults of their own; sources have the keys of the section."""
+        """Fill in keys that follow from the kind of a source, and in sources the keys of the section."""
         if not isinstance(keys, dict):
             return keys
-        mixture = keys.get("mixture")
-        shared = {key: keys[key] for key in RecordSection.model_fields if key in keys}
-        sources = [keys, *(mixture if isinstance(mixture, list | tuple) else ())]
-        kinds = [source.get("kind") for source in sources if isinstance(source, dict)]
-        if "chat" in kinds:
-            keys = {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"} | keys
+        mixture = keys["mixture"] if isinstance(keys.get("mixture"), list | tuple) else ()
+        kinds = [source.get("kind") for source in (keys, *mixture) if isinstance(source, dict)]
+        length = keys.get("document_length") or keys.get("sequence_length", 128)
+        of_kind: dict[str, dict[str, object]] = {
+            "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
+            "dummy": {"tokenizer": "bytes", "path": None if keys.get("mixture") else "dummy"},
+        }
+        for kind, defaults in of_kind.items():
+            keys = defaults | keys if kind in kinds else keys
+        if "dummy" in kinds and isinstance(keys.get("dummy"), dict | None):
+            keys = keys | {"dummy": {"tokens": length, **(keys.get("dummy") or {})}}
 
         def completed(source: Any) -> Any:
             if not isinstance(source, dict):
                 return source
-            is_chat = source.get("kind", shared.get("kind")) == "chat"
-            return {key: shared[key] for key in shared if is_chat or key != "columns"} | source
+            is_chat = source.get("kind", keys.get("kind")) == "chat"
+            shared = (key for key in RecordSection.model_fields if key in keys)
+            return {key: keys[key] for key in shared if is_chat or key != "columns"} | source
 
-        if "dummy" in kinds:
-            length = keys.get("document_length") or keys.get("sequence_length", 128)
-            shared["dummy"] = {"tokens": length} | (keys.get("dummy") or {})
-            keys = {"tokenizer": "bytes"} | ({} if keys.get("mixture") else {"path": "dummy"}) | keys
-            keys |= {"dummy": shared["dummy"]}
-        if len(sources) > 1:
-            keys = keys | {"mixture": [completed(source) for source in sources[1:]]}
-        return keys | {"validation": completed(keys["validation"])} if keys.get("validation") else keys
+        of_sources = {"mixture": [completed(source) for source in mixture]} if mixture else {}
+        return keys | of_sources | {"validation": completed(keys.get("validation"))}
 
     def check_keys(self) -> None:
         super().check_keys()
@@ -313,47 +307,23 @@ class DataSection(RecordSection):
         return (MixtureSection(path=self.path, **keys),)
 
 
-class PaddingSection(Section):
-    """How long rows become with pipeline.shapes=padded: as the longest of each step, if left out."""
+class PipelineSection(Section, SplitOptions, RunOptions):
+    """Over how many ranks the model is split, and where, and in which order its microbatches run.
 
-    length: Count | None = None  # always this one
-    multiple: Count = 1  # rounded up to a multiple of it
-    buckets: Annotated[tuple[Count, ...], Field(strict=False)] = ()  # rounded up to one of these, ascending
+    One key at most describes which layers each stage holds, or both weights do, or both first and last.
+    Without any, the slowest rank becomes as fast as possible, by multiply-adds.
+    """
 
-    def check_keys(self) -> None:
-        if any(a >= b for a, b in pairwise(self.buckets)):
-            raise ValueError(f"buckets={list(self.buckets)} are not ascending; sort them")
-        if self.length is not None and self.buckets:
-            raise ValueError("length is fixed, which leaves nothing to buckets; give one of the two")
-
-
-class PipelineSection(Section):
-    """Over how many ranks the model is split, and where, and in which order its microbatches run."""
-
-    ranks: RankCount = 1  # -1 under torchrun: all processes that the axes of parallel leave
-    schedule: str | dict[str, Any] = "1f1b"  # a name, or {schedule: 1f1b, stages_per_rank: 2, ...}
-    microbatches: Count = 4  # of a step, or of each part of its batch (section parallel)
-    # Which layers go to which stage: so that the slowest rank is as fast as can be, by multiply-adds; or by
-    # one of the next keys, or by both weights, or by both first and last:
-    embedding_weight: SmallNatural | None = None  # evenly, where the embedding counts as so many layers
-    head_weight: SmallNatural | None = None  # evenly, where the head counts as so many layers
-    # such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage; see penstock.schedule.layout
-    layout: LayoutValue = None
-    # a list, one for each stage; or the most for any, which also chooses how many stages a rank has
-    layers_per_stage: LayersPerStage = None
-    first_stage_layers: Natural | None = None  # the rest evenly; 0: the embedding alone
-    last_stage_layers: Natural | None = None  # 0: the head alone
-    modules_per_stage: Annotated[tuple[Patterns, ...], Field(strict=False)] | None = None  # by their names
-    balance: Literal["measured"] | None = None  # by the time that each layer takes in a few steps here
+    ranks: RankCount = 1
+    schedule: str | dict[str, Any] = "1f1b"
+    microbatches: Count = 4
+    # measured: layers go to stages by the time that each takes in a few steps here
+    balance: Literal["measured"] | None = None
     timeout_seconds: Seconds = 300  # how long a rank waits for a silent peer
-    # How a rank learns the shapes that it receives. inferred: from its own copy of the batch; exchanged: from
-    # the sender; padded: as inferred, with all microbatches of a step padded to one length
     shapes: Literal["inferred", "exchanged", "padded"] = "inferred"
     padding: PaddingSection | None = None  # only with shapes: padded
-    # auto: nccl on GPUs, shared memory on the CPUs of one host, else gloo; local in one process
     transport: Literal["auto", "gloo", "nccl", "local"] = "auto"
-    exchange: Literal["auto", "channels", "batched"] = "auto"  # batched: torch's batch_isend_irecv
-    wire_dtype: Dtype | None = None  # of floats that are sent; null: unchanged
+    wire_dtype: Dtype | None = None
 
     @field_validator("schedule", mode="before")
     @classmethod
@@ -367,44 +337,25 @@ class PipelineSection(Section):
         return schedule
 
     def check_keys(self) -> None:
-        names = ("embedding_weight", "head_weight", "layout", "layers_per_stage", "first_stage_layers",
-                 "last_stage_layers", "modules_per_stage")  # fmt: skip
-        for name in names:
-            if self.balance is not None and getattr(self, name) is not None:
-                raise ValueError(
-                    f"pipeline.balance={self.balance} and pipeline.{name} each say which layers go to which "
-                    f"stage; give one of the two"
-                )
+        with as_finding():
+            check_one_description(self, balance=self.balance)
         if self.padding is not None and self.shapes != "padded":
             raise ValueError(
                 f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
             )
 
 
-_SHARDING = ("param_dtype", "reduce_dtype", "reshard_after_forward", "cpu_offload")
-
-
-class ParallelSection(Section):
+class ParallelSection(Section, ShardingOptions, MeshOptions, AxisSizes):
     """How many processes each axis has. Under torchrun one, or pipeline.ranks, may be -1: all the rest."""
 
-    dp_replicate: int = 1  # copies of everything below, each with its part of the batch
-    dp_shard: int = 1  # processes that FSDP2 shards a stage's weights over, each with its part of the batch
-    cp: int = 1  # processes that a row is split over
-    ep: int = 1  # processes that experts are split over, out of those of dp_shard x cp
-    tp: int = 1  # processes that single matrices are split over
-    # of cp. ulysses: each process has some of the heads; ring: keys and values go round
-    context: Literal["ulysses", "ring"] = "ulysses"
-    sequence_parallel: bool = False  # of tp: what lies between its matrices is split along the row as well
-    # The rest is for weights that FSDP2 shards:
     param_dtype: Dtype | None = None  # deprecated, see train.precision: the dtype of all that is computed
-    reduce_dtype: Dtype | None = None  # gradients are summed in it; null: their dtype
-    reshard_after_forward: bool = False  # gather weights again for each backward: less memory, more traffic
-    cpu_offload: bool = False  # weights, gradients and the optimizer's state wait in host memory
+    reduce_dtype: Dtype | None = None
 
     def check_keys(self) -> None:
         with as_finding():
             axes = self.axes
-        options = [f"{name}={getattr(self, name)}" for name in _SHARDING if getattr(self, name)]
+        names = [key.name for key in fields(ShardingOptions)]
+        options = [f"{name}={getattr(self, name)}" for name in names if getattr(self, name)]
         if options and (axes.dp_replicate, axes.dp_shard, axes.cp) == (1, 1, 1):
             rule = "configures the weights that FSDP2 shards, and here no weight is sharded"
             raise ValueError(f"{' and '.join(options)} {rule}; set dp_shard to 2 or more, or leave it out")
@@ -464,7 +415,7 @@ class SpikeSection(Section):
     then: Literal["skip", "rewind"] = "skip"
 
 
-class TrainSection(Section):
+class TrainSection(Section, RoutingOptions, LayerOptions):
     """How many steps, of how many rows, and what is checked, logged and saved."""
 
     steps: Count = 100  # in all: those before a --resume count
@@ -482,10 +433,6 @@ class TrainSection(Section):
     # Share of each token's target that the whole vocabulary has in equal parts; evaluations have it too
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
-    # Large logits (above 256 MiB a microbatch, in float32) are never whole: the head and its loss run on a
-    # block of the vocabulary at a time, and the head once more in the backward. Not with other axes. liger:
-    # by Liger's fused kernel, on a GPU; a live microbatch then holds the gradient of the head's weight
-    chunked_loss: Literal[True, False, "liger"] = True
     # What happens where loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
     # and ten in a row end the run. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -502,17 +449,9 @@ class TrainSection(Section):
     # signal ends it at once
     stop_seconds: Seconds = 60.0
     log_every: Count = 10  # steps to a line of a log; a terminal has a bar instead
-    # true or full: keep only each layer's input and run it again in the backward; selective: also keep what
-    # costs most to compute; or a mapping
-    activation_checkpointing: CheckpointingValue = False
-    # torch.compile. true: of each layer and of the loss; layers or loss: of these alone; or a mapping. Not
-    # with replay_routing, nor with adapter.quantize
-    compile: CompileValue = False
-    # what layers save waits in host memory between forward and backward, copied while the GPU computes
-    activation_offloading: OffloadingValue = False
-    # A layer that runs again chooses the same experts as before, even where scores are nearly tied. Refused
-    # for a model without experts, or whose routers choose in an unknown way
-    replay_routing: bool = False
+    activation_checkpointing: CheckpointingValue = None
+    compile: CompileValue = None
+    activation_offloading: OffloadingValue = None
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where torch sees a GPU
     # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
     # resume, and only where half of process 0's free memory holds the model; always: else refuse the run

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self, Typ
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from penstock.errors import ConfigError
+from penstock.options import NotNegative
 from penstock.parallel.axes import Axes
-from penstock.train.config.values import Beta, NotNegative, Positive, Section
+from penstock.train.config.values import Beta, Positive, Section
 from penstock.train.optimizers import low_bit
 from penstock.train.optimizers.rates import RateKeys, learning_rate
 

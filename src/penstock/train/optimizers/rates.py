@@ -8,7 +8,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from penstock.train.config.values import Count, Fraction, Natural, Section
+from penstock.options import Count, Natural
+from penstock.train.config.values import Fraction, Section
 
 _BELONGS = {
     "cycles": "cosine_with_restarts",

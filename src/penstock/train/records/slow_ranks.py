@@ -113,9 +113,9 @@ class SlowRankWatch(RunPart):
         ours = [[pipe.reductions.loss_place, rank, socket.gethostname()] for rank in own_ranks]
         hosts = [Host(*host) for process in pipe.ranks.gather(ours) for host in process]
         # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
-        even = run.config.adapter is None and isinstance(
-            run.config.train.activation_checkpointing, bool | str
-        )
+        again = run.config.train.activation_checkpointing
+        alike = again is None or (again.every, again.in_flight, again.memory_limit) == (1, None, None)
+        even = run.config.adapter is None and alike
         self._ranks = SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
 
     def row(self, step: TrainStep) -> MetricsRow:

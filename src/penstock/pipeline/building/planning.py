@@ -1,0 +1,223 @@
+"""Make a BuildPlan: check the options, open the model, find its chain, and split its layers.
+
+options -> schedule -> model -> chain -> split -> schedule without the weight gradients of frozen stages
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import PreTrainedModel
+
+from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.activation_offloading import check_modules
+from penstock.models.adapters import unwrap
+from penstock.models.huggingface.head import check_for_liger
+from penstock.models.module_names import ModuleNames, named_split
+from penstock.models.source import ModelLike, Source, open_source
+from penstock.models.split.balanced_split import Memory
+from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.partition import (
+    check_enough,
+    check_one_description,
+    descriptions,
+    partition,
+    stages_of_size,
+)
+from penstock.models.tracing.chain import Chain, find_chain, under_autocast
+from penstock.models.tracing.meta import shadow
+from penstock.models.tracing.provenance import Provenance
+from penstock.parallel.expert.replay import ModelRouting
+from penstock.pipeline.building.auto_options import AutoOptions
+from penstock.pipeline.building.build_plan import BuildPlan, fastest_split, frozen_stages, plan_stages
+from penstock.pipeline.building.check_model import check_fits, check_source
+from penstock.pipeline.building.experts import choose_experts
+from penstock.schedule import Schedule, verify
+from penstock.schedule.choose import open_stages, with_option
+from penstock.schedule.frozen import without_weight_gradients
+from penstock.schedule.layout import read_layout
+
+
+def plan_build(options: AutoOptions, model: ModelLike) -> BuildPlan:
+    """Plan the build of `model`. Raises what AutoPipeline.build_plan raises."""
+    _check_options(options)
+    chosen = options.chosen_schedule()
+    _check_compile(options)
+    verify(chosen)  # a wrong schedule of the user's raises before any file is read
+    source = _open(options, model)
+    check_source(source, options)
+    routed = _routed(source.model) if options.replay_routing else None
+    chain = _find_chain(options, source.model, trains=chosen.trains)
+    with source.with_room():  # the loss is found on logits with values
+        replace(options, compile=False).loss_of(source.model, chain)  # a build looks at the compiler
+    schedule = _in_stages_of_size(options, chain.count, chosen)
+    plan = _planned(source, chain, schedule, _layer_ranges(options, source.model, chain, schedule), routed)
+    if options.axes is not None and not options.axes.resolved:
+        return plan
+    return _within_memory(options, plan, schedule)
+
+
+def _planned(
+    source: Source, chain: Chain, schedule: Schedule, split: list[range], routed: ModelRouting | None
+) -> BuildPlan:
+    """The plan of this split. schedule: with the weight gradients of frozen stages"""
+    stages = plan_stages(source.model, chain, schedule, split)
+    schedule = without_weight_gradients(schedule, frozen_stages(source.model, stages))
+    return BuildPlan(schedule, verify(schedule), stages, source, chain, routed)
+
+
+def _check_options(options: AutoOptions) -> None:
+    """Raise ConfigError, PartitionError for options that are wrong whatever the model and schedule."""
+    check_one_description(options, **_other_descriptions(options))
+    if options.layout is not None:
+        read_layout(options.layout)
+    if options.load not in ("each", "broadcast"):
+        rule = "every rank reads the weights of its stages, or one reads them for those with the same"
+        raise ConfigError(f"load={options.load!r}", rule, "Take 'each' or 'broadcast'")
+
+
+def _check_compile(options: AutoOptions) -> None:
+    """Raise ConfigError for options whose work on a layer a compiler would not see."""
+    for name in ("replay_routing", "quantize"):
+        if options.compile and (value := getattr(options, name)):
+            rule = "a compiler does not follow what this does around each call of a module"
+            raise ConfigError(f"compile with {name}={value!r}", rule, "Leave out one of the two")
+
+
+def _open(options: AutoOptions, model: ModelLike) -> Source:
+    source = open_source(
+        model,
+        options.dtype,
+        options.attention,
+        options.adapter,
+        options.quantize,
+        options.mtp_loss_scaling_factor,
+        revision=options.revision,
+        trusted=options.trust_remote_code,
+        new_weights=options.new_weights,
+    )
+    if options.experts is not None:
+        choose_experts(source.model, options.experts, given=isinstance(unwrap(model), PreTrainedModel))
+    return source
+
+
+def _routed(model: PreTrainedModel) -> ModelRouting:
+    """Raises ConfigError, ModelError for routers that cannot be replayed."""
+    with shadow(model) as without_values, Provenance() as marks:
+        return ModelRouting(without_values, marks)
+
+
+def _find_chain(options: AutoOptions, model: PreTrainedModel, *, trains: bool) -> Chain:
+    """The chain of layers of `model`, under autocast where it is asked for.
+
+    trains: whether the schedule has backwards
+    Raises ConfigError, ModelError for a chain that the options do not take.
+    """
+    chain = find_chain(model)
+    if options.chunked_loss == "liger":
+        check_for_liger(model, chain)
+    if (offloading := options.offloading()) is not None:
+        check_modules(offloading, model.get_submodule(chain.layers).children())
+    if options.autocast is not None:
+        chain = under_autocast(model, chain, options.autocast)
+    if options.axes is not None:
+        check_fits(model, chain, options.axes, options.parallel_options(), trains=trains)
+    if options.exchange == "batched" and not chain.only_hidden_states:
+        raise ConfigError(
+            f"exchange='batched' for {type(model).__name__}",
+            "more than hidden states crosses its edges, in messages that carry their shapes",
+            "Take exchange='channels'",
+        )
+    return chain
+
+
+# ---- the split: a layout, numbers of layers or costs; other descriptions become one of these here
+
+
+def _other_descriptions(options: AutoOptions) -> dict[str, object]:
+    """Descriptions of the split that SplitOptions lacks."""
+    return {"balance": options.balance, "module_fqns_per_stage": options.module_fqns_per_stage}
+
+
+def _splits_by_default(options: AutoOptions) -> bool:
+    return not descriptions(options, **_other_descriptions(options))
+
+
+def _layer_ranges(
+    options: AutoOptions, model: PreTrainedModel, chain: Chain, schedule: Schedule
+) -> list[range]:
+    """The layers of each stage."""
+    placement = schedule.placement
+    names = options.modules_per_stage or options.module_fqns_per_stage
+    if names is not None:
+        known = {n: any(True for _ in m.parameters()) for n, m in model.named_modules() if n}
+        return named_split(names, placement.depth, ModuleNames.of(chain), known)
+    if placement.depth > 1 and _splits_by_default(options):
+        return _fastest(options, model, chain, schedule)
+    return partition(
+        chain.count,
+        placement.depth,
+        options,
+        balance=options.balance,
+        holders=placement.holders,
+        prediction_layers=chain.prediction_layers,
+    )
+
+
+def _fastest(
+    options: AutoOptions,
+    model: PreTrainedModel,
+    chain: Chain,
+    schedule: Schedule,
+    memory: Memory | None = None,
+) -> list[range]:
+    check_enough(chain.count, schedule.placement.depth)
+    costs = multiply_adds(model, chain, options.sequence_length, options.image_tokens)
+    return fastest_split(costs, schedule, memory)
+
+
+def _in_stages_of_size(options: AutoOptions, layers: int, schedule: Schedule) -> Schedule:
+    """`schedule` with as many stages a rank as one number of `layers_per_stage` makes, if that is open.
+
+    Raises PartitionError for a number that does not fit; ConfigError where the schedule cannot have them.
+    """
+    size, option = options.layers_per_stage, open_stages(options.schedule)
+    if not isinstance(size, int) or option is None:
+        return schedule
+    name, count = option
+    wanted = stages_of_size(size, layers, schedule.ranks, count) // count
+    return replace(options, schedule=with_option(options.schedule, name, wanted)).chosen_schedule()
+
+
+def _within_memory(options: AutoOptions, plan: BuildPlan, schedule: Schedule) -> BuildPlan:
+    """`plan`, or where its default split exceeds the memory limit, the fastest split that keeps it.
+
+    schedule: that of the plan, with the weight gradients of frozen stages
+
+    Raises ConfigError for a memory limit that is too small.
+    """
+    try:
+        options.account(plan).recomputed()
+    except ConfigError:
+        limited = _limited_split(options, plan)
+        if limited is None:
+            raise
+        plan = _planned(plan.source, plan.chain, schedule, limited, plan.routed)
+        options.account(plan).recomputed()
+    return plan
+
+
+def _limited_split(options: AutoOptions, plan: BuildPlan) -> list[range] | None:
+    """The default split under the memory limit. None where none keeps it, or another was asked for."""
+    checkpointing = options.checkpointing()
+    if checkpointing is None or checkpointing.memory_limit is None or checkpointing.shape is None:
+        return None
+    if not _splits_by_default(options):
+        return None
+    try:
+        memory = options.account(plan).of_layers(
+            checkpointing.memory_limit, checkpointing.shape, recomputed=True
+        )
+        return _fastest(options, plan.source.model, plan.chain, plan.schedule, memory)
+    except (ModelError, PartitionError):
+        return None
