@@ -181,7 +181,7 @@ MUTANTS = [
         OF_STREAMED,
     ),
     Mutant(
-        STREAMED,
+        "runtime/transport/point_to_point.py",
         'it has not begun"\n        for work in self._works:\n            work.wait()',
         'it has not begun"\n        for work in self._works:\n            work.wait(timeout)',
         OF_STREAMED,
@@ -218,7 +218,7 @@ MUTANTS = [
         EXECUTOR,
         "        recorder.add(op, takes, start, now())",
         "        recorder.add(op, takes, start, start)",
-        "runtime/test_executor.py runtime/transport/test_emulated.py",
+        "runtime/test_executor.py runtime/transport/test_slow_network.py",
     ),
     Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),
     Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py"),

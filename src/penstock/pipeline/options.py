@@ -38,7 +38,6 @@ from penstock.pipeline.building.compiling import (
 )
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
-from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule
 from penstock.schedule.choose import ScheduleLike, chosen_schedule, with_microbatches
 from penstock.schedule.frozen import without_weight_gradients
@@ -79,7 +78,7 @@ class Options:
             it, weights and gradients keep their dtype. None leaves that to the caller's own region.
         wire_dtype: dtype in which floating-point tensors travel; None keeps theirs. A dtype narrower than
             the model's changes the gradients.
-        network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
+        network: deprecated, without an effect: no slower network is emulated any more
         sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not
             named), not at all (None), or by a function of (entry, number of microbatches)
         shapes: how a rank knows the shapes that cross an edge. "inferred": by arithmetic, before anything
@@ -124,7 +123,7 @@ class Options:
     exchange: str = "auto"
     autocast: torch.dtype | None = None
     wire_dtype: torch.dtype | None = None
-    network: Network | None = None
+    network: object = None
     sharding: Sharding | None = None
     shapes: Shapes = "inferred"
     activation_checkpointing: bool | str | Checkpointing = False
@@ -156,6 +155,9 @@ class Options:
                 raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
         if self.overlap is not None:
             rule = "AutoPipeline(overlap=) is deprecated: the ops of a pair run one after the other"
+            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+        if self.network is not None:
+            rule = "AutoPipeline(network=) is deprecated: it emulates nothing. simulate() takes the costs"
             warnings.warn(rule, DeprecationWarning, stacklevel=4)
         options = self.world_options()
         options.check()
@@ -205,7 +207,6 @@ class Options:
             transport=self.transport,
             wire=self.wire_dtype,
             exchange="channels" if self.exchange == "auto" and self.shapes == "exchanged" else self.exchange,
-            network=self.network,
             axes=self.axes,
         )
 

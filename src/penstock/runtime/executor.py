@@ -166,7 +166,7 @@ class Executor:
         self.messages.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
 
     def _exchange(self, action: Exchange, step: StepInput) -> None:
-        self.messages.start(action.in_line)
+        self.messages.start()
 
     def _free(self, action: Free, step: StepInput) -> None:
         self.messages.free(action.message)

@@ -100,12 +100,7 @@ class Send(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Start all that was posted and sent since the last exchange; do not wait.
-
-    in_line: whether the rank may wait here until the exchange is over, without a deadlock
-    """
-
-    in_line: bool
+    """Start all that was posted and sent since the last exchange; do not wait."""
 
 
 class Free(NamedTuple):
@@ -168,7 +163,7 @@ def lower(
     actions = _Lowering(schedule, rank, receives, recomputed, reduced, copies).actions()
     if exchanges is not None:
         assert exchanges.schedule == schedule
-        actions = _with_exchanges(actions, exchanges.in_line)
+        actions = _with_exchanges(actions)
     return Plan(rank, schedule, tuple(actions), proof.peak_live[rank])
 
 
@@ -266,9 +261,9 @@ class _Lowering:
         return self._schedule.gradient(message.target, message.op.microbatch)
 
 
-def _with_exchanges(actions: Iterable[Action], in_line: bool) -> Iterator[Action]:
+def _with_exchanges(actions: Iterable[Action]) -> Iterator[Action]:
     """The same actions, with an exchange after each run of sends and posts."""
     for moves, run in groupby(actions, lambda action: isinstance(action, Send | Post)):
         yield from run
         if moves:
-            yield Exchange(in_line)
+            yield Exchange()

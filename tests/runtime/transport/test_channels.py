@@ -84,7 +84,7 @@ class Ends:
         channels = (Channel(0, 1), Channel(1, 0))
         self.first, self.second = (
             Channels(Groups(self.mail, rank), channels, (0, 1), torch.device("cpu"),  # type: ignore[arg-type]
-                     options.get("wire"), Watch(), network=None)  # type: ignore[arg-type]
+                     options.get("wire"), Watch())  # type: ignore[arg-type]
             for rank in (0, 1)
         )  # fmt: skip
 

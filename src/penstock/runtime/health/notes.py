@@ -16,17 +16,15 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.runtime.health.limits import ANSWERS, within
+from penstock.runtime.health.limits import ANSWERS, CallThread, within
 
 FailureKind = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
 T = TypeVar("T")
@@ -43,11 +41,7 @@ class LimitedStore:
         # torch's own calls hold the connection for as long as they wait, as in making a group
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.gone = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._calls,), name="penstock-store", daemon=True
-        )
-        self._thread.start()
+        self._thread = CallThread("penstock-store")
 
     def set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(key, text))
@@ -74,21 +68,14 @@ class LimitedStore:
         if self.gone:
             return None
         try:
-            return within(self.limit, "the store does not answer", call, self._calls.put)
+            return within(self.limit, "the store does not answer", call, self._thread.put)
         except RuntimeError:
             self.gone = True
             return None
 
     def close(self) -> None:
         stuck, self.gone = self.gone, True
-        self._calls.put(None)
-        if not stuck:
-            self._thread.join(self.limit)
-
-
-def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
+        self._thread.close(0 if stuck else self.limit)
 
 
 class ProcessId(NamedTuple):

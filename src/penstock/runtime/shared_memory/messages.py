@@ -65,7 +65,7 @@ class SharedMessages(Messages):
     """
 
     needless: frozenset[type[Action]] = frozenset({Exchange, Free})
-    medium = "shared memory"
+    carried_by = "shared memory"
 
     def __init__(
         self,

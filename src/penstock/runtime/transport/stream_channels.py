@@ -24,8 +24,8 @@ from penstock.runtime.device import stream
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.channels import Channels
-from penstock.runtime.transport.groups import FOREVER, GroupProcesses, Groups
-from penstock.runtime.transport.point_to_point import Batches, P2PBatch, Work, ring_exchange
+from penstock.runtime.transport.groups import GroupProcesses, Groups
+from penstock.runtime.transport.point_to_point import Batches, Work
 
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
 # messages that the plan has proven to have arrived, and that have not left yet.
@@ -52,26 +52,8 @@ class Transfer:
         return True
 
 
-class StreamBatch(P2PBatch):
-    """Transfers that start together on one stream, after those of the batch before."""
-
-    def __init__(self, before: P2PBatch | None) -> None:
-        super().__init__(None)  # the stream keeps the order
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        assert self._works is not None, "it has not begun"
-        for work in self._works:
-            work.wait()
-        return True
-
-
-class StreamBatches(Batches):
-    def _batch(self, before: P2PBatch | None) -> P2PBatch:
-        return StreamBatch(before)
-
-
 class StreamChannels(Channels):
-    """The channels of one rank. Collective: it connects them.
+    """The channels of one rank, over NCCL. Collective: it connects them.
 
     Args: as for Channels.
     """
@@ -88,6 +70,8 @@ class StreamChannels(Channels):
         batched: bool = False,
     ) -> None:
         super().__init__(groups, channels, hosts, device, wire, watch, batched=batched)
+        if batched:
+            self._p2p = self._batches(groups)
         self._stream = stream.stream_of(device)
         self._sent: dict[Message, Transfer] = {}
         self._transfers: deque[Transfer] = deque()  # in the order of the compute stream
@@ -98,7 +82,7 @@ class StreamChannels(Channels):
         group = next(iter(self._p2p_groups.values())).group if self._p2p_groups else groups.pipeline
         # torch: the first call in a group is one of all its ranks
         GroupProcesses(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
-        return StreamBatches(group, ring_exchange())
+        return Batches(group)
 
     def _connect(self, groups: Groups, channels: Sequence[Channel]) -> None:
         """Send a byte over every channel."""
@@ -107,12 +91,12 @@ class StreamChannels(Channels):
             if groups.rank not in ends:
                 continue
             peer = target if groups.rank == source else source
-            moves = self._carrier.send if groups.rank == source else self._carrier.receive
+            moves = self._p2p.send if groups.rank == source else self._p2p.receive
             byte = self._pool.take(TensorSpec((1,), torch.uint8))
             what = f"the connection of stages {channel.source} and {channel.target}"
             with self._watch.waiting(what, peer):
                 works = moves(self._p2p_groups[channel], [byte])
-                self._carrier.start(in_line=False)
+                self._p2p.start()
             self._reach(Transfer(what, peer, works, [byte]))
 
     # ---- receiving
