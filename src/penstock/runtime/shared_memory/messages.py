@@ -108,20 +108,11 @@ class SharedMessages(Messages):
         arrivals.free()  # the sender may need them
         number = message.op.microbatch
         while (payload := arrivals.take(number, specs)) is None:
-            if arrivals.ready:
-                arrivals.read()
-            else:
-                self._wait(arrivals, message)
+            if not arrivals.ready:
+                with self._watch.waiting(message, self._hosts[message.op.stage]):
+                    arrivals.wait(self._limit, self._spin)
+            arrivals.read()
         return payload
-
-    def _wait(self, arrivals: Arrivals, message: Message) -> None:
-        peer = self._hosts[message.op.stage]
-        self._watch.begin(message, peer)
-        try:
-            arrivals.wait(self._limit, self._spin)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- sending
 

@@ -183,14 +183,9 @@ class Channels(Messages):
 
     def _finish(self, works: Sequence[Work], message: Message, read: bool = False) -> None:
         """Wait for the works that bring `message`. read: whether this host reads the values next"""
-        peer = self._hosts[message.op.stage]
-        self._watch.begin(message, peer)
-        try:
+        with self._watch.waiting(message, self._hosts[message.op.stage]):
             for work in works:
                 work.wait(self._limit)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- sending
 
@@ -239,23 +234,16 @@ class Channels(Messages):
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._at)
 
     def start(self) -> None:
-        try:
+        with self._watch.waiting("an exchange", None):
             self._p2p.start()
-        except RuntimeError as cause:
-            raise self._watch.error(cause, "an exchange") from cause
 
     def free(self, message: Message) -> None:
         """Report a failed send when its buffer is freed."""
         sending = self._sending.pop(message)
         if sending.over and not sending.failed:
             return
-        peer = self._hosts[message.target]
-        self._watch.begin(message, peer)
-        try:
+        with self._watch.waiting(message, self._hosts[message.target]):
             sending.finish(self._limit)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- state
 

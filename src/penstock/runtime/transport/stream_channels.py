@@ -139,7 +139,7 @@ class StreamChannels(Channels):
         self._freed.clear()
         moment = self._stream.now()
         assert not isinstance(moment, float)
-        self._until(moment.query, "what its GPU computes with them", None)
+        hold_up_until(moment.query, "what its GPU computes with them", None, self._watch, self._limit)
 
     # ---- state
 
@@ -165,10 +165,7 @@ class StreamChannels(Channels):
 
     def _reach(self, transfer: Transfer) -> None:
         """Hold up the host until the transfer is complete."""
-        self._until(transfer.over, transfer.what, transfer.peer)
-
-    def _until(self, over: Callable[[], bool], what: Message | str, peer: int | None) -> None:
-        hold_up_until(over, what, peer, self._watch, self._limit)
+        hold_up_until(transfer.over, transfer.what, transfer.peer, self._watch, self._limit)
 
 
 def hold_up_until(
