@@ -392,30 +392,6 @@ MUTANTS = [
         "runtime/device/test_memory.py",
     ),
     Mutant(
-        "runtime/device/footprints.py",
-        "at(lengths[3]) == values[3] and",
-        "True and",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):",
-        "if False:",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "if not provisional and (split",
-        "if (split",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "not near[0] < length < near[-1]",
-        "False",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
         "runtime/sharded_weights.py",
         "    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):\n"
         "        return None\n",
