@@ -232,8 +232,8 @@ MUTANTS = [
     Mutant(OFFLOAD, "backward - ahead, backward", "backward, backward", OF_OFFLOAD),
     Mutant(
         OFFLOADED,
-        "        self._link.wait(copied)\n        for place in places:\n            place.device = None",
-        "        for place in places:\n            place.device = None",
+        "        self._link.wait(copied)\n        for storage in storages:\n            storage.dev",
+        "        for storage in storages:\n            storage.dev",
         OF_OFFLOADING,
     ),
     Mutant(OFFLOADED, "if cdata not in staying", "", OF_OFFLOADING),
@@ -406,7 +406,7 @@ MUTANTS = [
     ),
     Mutant(
         "models/weights/reading.py",
-        "if not is_held_elsewhere(each.memory)]",
+        "if not is_held_elsewhere(scratch.memory)]",
         "]",
         "models/weights/test_reading.py",
     ),

@@ -213,10 +213,10 @@ def _follow_positions(model: PreTrainedModel) -> None:
 def _edits(model: nn.Module) -> Iterator[str]:
     """What somebody has put into a model of transformers, by name."""
     for name, module in model.named_modules():
-        held = vars(module)
-        if held["_forward_hooks"] or held["_forward_pre_hooks"]:
+        attributes = vars(module)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             yield f"a hook of {name or type(model).__name__}"
-        elif "forward" in held:
+        elif "forward" in attributes:
             yield f"the replaced forward of {name or type(model).__name__}"
         elif type(module).__module__.partition(".")[0] not in ("torch", "transformers"):
             yield f"{name or 'the model'}, a {type(module).__name__}"

@@ -46,10 +46,10 @@ _PLAIN = nullcontext()
 # Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
 # pass through them without a gradient, and W again with one.
 VIEWS = frozenset(
-    f"{name}Backward{number}"
+    f"{name}Backward{version}"
     for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
                  "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View")
-    for number in (0, 1)
+    for version in (0, 1)
 ) | {"_ToTorchTensorBackward"}  # fmt: skip
 
 
@@ -338,13 +338,13 @@ class _Product(torch.autograd.Function):
             False  # as the functions of torch do that are named so, without calls of Python
         )
         ctx.to_save = (x, weight if ctx.needs_input_grad[0] else None)
-        held: Tensor | GradientEdge | None = None
+        root: Tensor | GradientEdge | None = None
         if weight.is_leaf:
-            held = weight
+            root = weight
         elif isinstance(weight.grad_fn, FunctionBase):
             # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
-            held = get_gradient_edge(weight)
-        ctx.of_product = form, tape, None if bias is None else bias.shape, held
+            root = get_gradient_edge(weight)
+        ctx.of_product = form, tape, None if bias is None else bias.shape, root
         result = form.product(x, weight, bias)
         # a view made here could not be modified in place later, as torch's own result can
         return result.detach() if result._is_view() else result
@@ -354,11 +354,11 @@ class _Product(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        form, tape, bias_shape, held = ctx.of_product
+        form, tape, bias_shape, root = ctx.of_product
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
         db = dy.sum_to_size(bias_shape) if of_bias else None
-        later = tape.defer(ctx.next_functions[1] if held is None else held, x, dy, form)
+        later = tape.defer(ctx.next_functions[1] if root is None else root, x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 

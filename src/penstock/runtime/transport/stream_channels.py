@@ -37,10 +37,10 @@ _ASK = 0.2  # seconds between two looks at whether another rank has failed
 class Transfer:
     """One message under way, with the tensors that it is read from."""
 
-    def __init__(self, what: Message | str, peer: int, works: Sequence[Work], held: Sequence[Tensor] = (),
+    def __init__(self, what: Message | str, peer: int, works: Sequence[Work], tensors: Sequence[Tensor] = (),
                  nbytes: int = 0) -> None:  # fmt: skip
         self.what, self.peer, self.nbytes = what, peer, nbytes
-        self._works, self._held = works, held
+        self._works, self._tensors = works, tensors
 
     def over(self) -> bool:
         """Whether it is complete; frees its tensors then. Raises RuntimeError where it failed."""
@@ -48,7 +48,7 @@ class Transfer:
             return False
         for work in self._works:
             work.wait()  # raises what NCCL found
-        self._works, self._held, self.nbytes = (), (), 0
+        self._works, self._tensors, self.nbytes = (), (), 0
         return True
 
 
@@ -154,8 +154,8 @@ class StreamChannels(Channels):
     # ---- waiting
 
     def _drop_complete(self) -> None:
-        self._transfers = deque(each for each in self._transfers if not self._is_over(each))
-        self._freed = deque(each for each in self._freed if not self._is_over(each))
+        self._transfers = deque(t for t in self._transfers if not self._is_over(t))
+        self._freed = deque(t for t in self._freed if not self._is_over(t))
 
     def _is_over(self, transfer: Transfer) -> bool:
         try:
