@@ -80,12 +80,10 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
     with torch.random.fork_rng(devices=[]), _marked_as_done(stage, fresh):
         with _without_placeholders(stage), guard_torch_init_functions():  # torch's own ignore the marks
             if passing is None:
-                made = _materialise(empty.values())
-                for call in calls:
-                    _run(call, seed)
-                _pass_on(stage, made, ties)
+                seen, groups = set[int](), [InitGroup(set(empty), dict(enumerate(calls)))]
             else:
-                _initialise_in_groups(stage, calls, seed, passing.seen, empty, ties)
+                seen, groups = passing.seen, _groups(calls, seed, passing.seen, set(empty))
+            _initialise_groups(stage, groups, seed, seen, empty, ties)
         _initialise_tied(stage, whole, ties, seed, fresh)
 
 
@@ -189,13 +187,14 @@ def _check_filled(stage: nn.Module, name: str, value: Tensor) -> None:
         )
 
 
-def _initialise_in_groups(
-    stage: nn.Module, calls: Sequence[InitCall], seed: int, seen: set[int], empty: TensorSlots, ties: Ties
+def _initialise_groups(
+    stage: nn.Module, groups: Sequence[InitGroup], seed: int, seen: set[int], empty: TensorSlots, ties: Ties
 ) -> None:
+    order = {tensor: index for index, tensor in enumerate(empty)}
     others = set(empty)  # the tensors that no call may read, unless they are of its group
 
     def run(group: InitGroup) -> None:  # a function, so that nothing of the group outlives it
-        made = _materialise([empty[tensor] for tensor in group.tensors])
+        made = _materialise([empty[tensor] for tensor in sorted(group.tensors, key=order.__getitem__)])
         seen.clear()
         for _, call in sorted(group.calls.items()):
             _run(call, seed)
@@ -208,7 +207,7 @@ def _initialise_in_groups(
         _pass_on(stage, made, ties)
         others.update(id(dict.__getitem__(slot.table, slot.name)) for slot, _ in made)
 
-    for group in _groups(calls, seed, seen, set(empty)):
+    for group in groups:
         run(group)
 
 

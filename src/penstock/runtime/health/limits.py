@@ -1,4 +1,4 @@
-"""Time limits: of calls that may never return, and what torch's errors say of another rank.
+"""Time limits for calls that may never return, and what torch's errors say about another rank.
 
 torch's client of the key-value store waits for answers without a limit. Where the store's machine cannot be
 reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 ANSWERS = 3.0  # seconds in which a store answers
 
-# gloo, the store, shared memory; NCCL has two forms
+# the words of gloo, the store and shared memory; NCCL has two forms
 _LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
 # only the words tell gloo's errors from others
 _OF_GLOO = re.compile(

@@ -1,7 +1,7 @@
 """Failure notes: what each process does, in torch's key-value store, for those that outlive it.
 
-    note/<process>    every period: a number that grows, host, what the process does, the wait that has lasted
-    failed, silent    the first process that failed, and the first one that was found silent
+    note/<process>    every period: the time, the host, what the process does, the wait that has lasted
+    failed, silent    the first process that failed, and the first one that was silent for too long
 
 Notes are judged by whether they move while the reader looks on: clocks of other machines may be wrong. Nobody
 waits for the store for long: torch's client has no time limit of its own. Where the store's machine cannot be

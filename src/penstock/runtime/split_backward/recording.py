@@ -222,10 +222,11 @@ thread = _Thread()
 
 
 class _Recorded:
-    """This thread records on `tape` inside."""
+    """This thread records on `tape` inside. first: it is the forward itself, and no part that runs again"""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._mode = tape, EveryCall(tape) if tape.every_call else None
+    def __init__(self, tape: Tape, *, first: bool) -> None:
+        self._tape, self._first = tape, first
+        self._mode = EveryCall(tape) if tape.every_call else None
 
     def __enter__(self) -> Tape:
         self._before, thread.tape = thread.tape, self._tape
@@ -237,14 +238,8 @@ class _Recorded:
         if self._mode is not None:
             self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         thread.tape = self._before
-
-
-class _RecordedFirst(_Recorded):
-    """The forward itself, and no part of it that runs again."""
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tape.end_forward()
+        if self._first:
+            self._tape.end_forward()
 
 
 class _Carries(TorchFunctionMode):
@@ -302,7 +297,7 @@ class _RecordingAgain:
 
     def __enter__(self) -> None:
         if current() is None:
-            self._entered.enter_context(_Recorded(self._tape))
+            self._entered.enter_context(_Recorded(self._tape, first=False))
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
@@ -315,12 +310,12 @@ def deferring(weights: WeightCasts | None = None, *, every_call: bool = True) ->
     every_call: False where the modules that make products ask for the tape (modules.py)
     """
     casts = WeightCasts() if weights is None else weights
-    return _RecordedFirst(Tape(casts, defers=True, every_call=every_call))
+    return _Recorded(Tape(casts, defers=True, every_call=every_call), first=True)
 
 
 def casting(weights: WeightCasts, *, every_call: bool = True) -> AbstractContextManager[Tape]:
     """Any other forward of a stage runs under this where autocast is on; `hold` takes the tape."""
-    return _RecordedFirst(Tape(weights, defers=False, every_call=every_call))
+    return _Recorded(Tape(weights, defers=False, every_call=every_call), first=True)
 
 
 def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,8 @@
 
 NCCL connects two ranks in the first message between them, and holds up both hosts until they have come to
 it. In the order of a schedule two ranks may each come to another one first. So all channels are connected
-when they are made, in one order on all ranks: the first that is open always has both its ranks.
+when they are made, in one order on all ranks: both ranks of the first channel that is not connected yet wait
+for each other, and for nothing else.
 """
 
 from __future__ import annotations
