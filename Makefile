@@ -92,6 +92,7 @@ docs: env  ## Write the pages that come from the source, then build the site int
 	$(BIN)/python docs/config.py
 	$(BIN)/python docs/schedules.py
 	$(BIN)/python docs/architecture.py
+	$(BIN)/python docs/counts.py
 	$(BIN)/python docs/api.py
 	$(BIN)/python docs/faults.py
 	$(BIN)/python -m benchmarks.page

@@ -31,7 +31,7 @@ from benchmarks.rounds import Numbers, Rounds, interval, rounds_of, summary
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.microbatches import fingerprint
 from penstock.batch.padding import Padding
-from penstock.runtime import ops
+from penstock.runtime import step_memory
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import Executor
@@ -67,7 +67,7 @@ def _nothing(*_: object) -> None:
 
 
 def _only_loss(executor: Executor, *_: object) -> Tensor:
-    loss = float(torch.stack(executor.ops.loss_shares).double().sum()) if executor.ops.loss_shares else 0.0
+    loss = float(torch.stack(executor.loss_shares).double().sum()) if executor.loss_shares else 0.0
     return torch.tensor([loss], dtype=torch.float64)
 
 
@@ -85,7 +85,7 @@ def unrecorded(pipe: Pipeline) -> Iterator[None]:
         for owner, name, other in (
             (Recorder, "add", _nothing),
             (Recorder, "waited", _nothing),
-            (ops, "Ledger", Off),
+            (step_memory, "Ledger", Off),
             (Channels, "buffer_bytes", 0),
             (report, "pack", _only_loss),
             (report, "unpack", _only_losses),

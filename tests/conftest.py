@@ -114,7 +114,7 @@ def _cache(config: pytest.Config) -> pytest.Cache | None:
 
 
 TOOK = "penstock/took"  # in pytest's cache: seconds of each test when it last ran on this machine
-SHORT = 0.4  # seconds
+SHORT = 0.25  # seconds
 
 
 class Durations:

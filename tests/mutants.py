@@ -42,7 +42,8 @@ OF_OFFLOAD, OF_OFFLOADING = (
     "schedule/test_offload.py",
     "runtime/device/test_offload.py pipeline/test_offloading.py",
 )
-OPS, STAGE, SHARED = "runtime/ops.py", "runtime/stage.py", "runtime/shared_weights.py"
+STEP_MEMORY, STAGE = "runtime/step_memory.py", "runtime/stage.py"
+SHARED = "pipeline/steps/shared_gradients.py"
 VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulation/simulate.py"
 ARRAYS = "schedule/op_arrays.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
@@ -58,7 +59,7 @@ OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
 OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
-OF_SHARED = "runtime/test_shared_weights.py"
+OF_SHARED = "pipeline/steps/test_shared_gradients.py"
 
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
@@ -115,12 +116,12 @@ MUTANTS = [
     # ---- the optimizer's step in a step
     Mutant(
         OPTIMIZER_STEP,
-        "                self._model._clip(norm, self.max_norm)\n",
+        "                self._model._clip(norm, self._max_norm)\n",
         "                pass\n",
         OF_OPTIMIZER_STEP,
     ),
     Mutant(OPTIMIZER_STEP, "if math.isfinite(norm)", "if True", OF_OPTIMIZER_STEP),
-    Mutant(OPTIMIZER_STEP, " and loss <= self.max_loss", "", OF_OPTIMIZER_STEP),
+    Mutant(OPTIMIZER_STEP, " and loss <= self._max_loss", "", OF_OPTIMIZER_STEP),
     # ---- hosts that run ahead of their GPU
     Mutant(
         "runtime/recorder.py",
@@ -212,21 +213,43 @@ MUTANTS = [
     Mutant("parallel/mesh.py", "else backend_of_gpus(attempt, rank, world, device)", 'else "nccl"', OF_NCCL),
     Mutant("runtime/transport/channels.py", '"pp messages", messages=True)', '"pp messages")', OF_NCCL),
     Mutant("runtime/health/watch.py", "            free()\n", "", OF_STREAMED),
-    # ---- executor and ops
+    # ---- the parts of a step and of a stage
+    Mutant(
+        "pipeline/steps/runner.py",
+        "                part.failed()\n",
+        "                pass\n",
+        "pipeline/steps/test_step.py",
+    ),
+    Mutant(
+        "pipeline/steps/runner.py",
+        "            self._report(step, any(part.changed for part in parts))\n",
+        "            self._report(step, False)\n",
+        OF_SHARED,
+    ),
+    Mutant(
+        "runtime/stage_part.py",
+        "if getattr(type(part), method) is not plain",
+        "",
+        "runtime/test_stage_part.py",
+    ),
+    Mutant(STAGE, '            end(number, "I")\n', "            pass\n", "runtime/test_stage_part.py"),
+    # ---- executor
     Mutant(EXECUTOR, "self.inbox.pop(takes)", "self.inbox[takes]", f"runtime/test_executor.py {EVERY}"),
     Mutant(
         EXECUTOR,
-        "        recorder.add(op, takes, start, now())",
+        "        recorder.add(op, takes, start, recorder.now())",
         "        recorder.add(op, takes, start, start)",
         "runtime/test_executor.py runtime/transport/test_slow_network.py",
     ),
-    Mutant(EXECUTOR, "        self.ops.end_step(step)\n", "", EVERY),
+    Mutant(EXECUTOR, "        self._end_step(step)\n", "", EVERY),
     Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py"),
-    Mutant(OPS, "1 / step.weight", "1.0", EVERY),
-    Mutant(OPS, "list(foreach_div(self.totals, step.weight))", "self.totals", EVERY),
-    Mutant(OPS, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
-    Mutant(OPS, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"),
-    Mutant(OPS, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
+    Mutant(EXECUTOR, "1 / step.weight", "1.0", EVERY),
+    Mutant(EXECUTOR, "list(foreach_div(self._totals, step.weight))", "self._totals", EVERY),
+    Mutant(EXECUTOR, 'edge if kind == "F" else edge.gradients', "edge", "pipeline/test_edges.py"),
+    Mutant(
+        EXECUTOR, "min(stage, message.target) %", "max(stage, message.target) %", "pipeline/test_edges.py"
+    ),
+    Mutant(STEP_MEMORY, "self.peak_live = live", "self.peak_live = live + 1", EVERY),
     # ---- activations in host memory
     Mutant(OFFLOAD, "positions[1] < positions[2]", "positions[1] <= positions[2]", OF_OFFLOAD),
     Mutant(OFFLOAD, "backward - ahead, backward", "backward, backward", OF_OFFLOAD),
@@ -239,13 +262,15 @@ MUTANTS = [
     Mutant(OFFLOADED, "if cdata not in staying", "", OF_OFFLOADING),
     Mutant(OFFLOADED, "if tensor._version != version:", "if False:", OF_OFFLOADING),
     # ---- steps of any number of microbatches
-    Mutant(SCHEDULES, "known.pop(count, None) or make(count)", "make(count)", OF_COUNTS),
-    Mutant(SCHEDULES, "        known.pop(next(iter(known)))\n", "        pass\n", OF_COUNTS),
+    Mutant(SCHEDULES, "lru_cache(KEPT)(self._make_training)", "self._make_training", OF_COUNTS),
+    Mutant(SCHEDULES, "lru_cache(KEPT)(self._make_forwards)", "self._make_forwards", OF_COUNTS),
     Mutant(
         "pipeline/pipeline.py", "return find(built.microbatches), RefusedBatch(error)", "raise", OF_COUNTS
     ),
-    Mutant("pipeline/steps/step.py", "weight = total_tokens or (", "weight = (", OF_COUNTS),
-    Mutant(STAGE, "        self.routing.reset()  # a micro", "        pass  # a micro", OF_COUNTS),
+    Mutant("pipeline/steps/runner.py", "total_tokens or tokens, collect", "tokens, collect", OF_COUNTS),
+    Mutant(
+        "parallel/expert/replay.py", "        self.reset()  # a micro", "        pass  # a micro", OF_COUNTS
+    ),
     Mutant(
         "pipeline/options.py",
         "without_weight_gradients(with_microbatches(self.schedule, chosen, count), frozen)",
@@ -355,11 +380,11 @@ MUTANTS = [
     Mutant(RECORDING, " or not torch.is_autocast_cache_enabled()", "", OF_AUTOCAST),
     Mutant(RECORDING, "self._casts is None or not tensor.requires_grad", "self._casts is None", OF_AUTOCAST),
     Mutant(CASTS, "torch.inference_mode(False), torch.enable_grad()", "torch.enable_grad()", OF_AUTOCAST),
-    Mutant(OPS, "            torch.clear_autocast_cache()", "            pass", OF_AUTOCAST),
+    Mutant(EXECUTOR, "            torch.clear_autocast_cache()", "            pass", OF_AUTOCAST),
     Mutant(
-        "pipeline/steps/step.py",
-        "with seeds, autocasting(self._built.autocast, self._world.device):",
-        "with seeds:",
+        "pipeline/steps/run_parts.py",
+        "return autocasting(self._dtype, self._device)",
+        "return nullcontext()",
         OF_AUTOCAST,
     ),
     Mutant(
@@ -383,11 +408,14 @@ MUTANTS = [
         "train/optimizers/test_low_bit.py",
     ),
     Mutant(
-        OPS, "before is None and not self.ledger.has_run(stage)", "False", "runtime/device/test_memory.py"
+        STEP_MEMORY,
+        "before is None and not self.ledger.has_run(index)",
+        "False",
+        "runtime/device/test_memory.py",
     ),
     Mutant(
-        OPS,
-        "            self.ledger.correct(before.footprint, new_footprint)\n",
+        STEP_MEMORY,
+        "            self.ledger.correct(before.footprint, measured)\n",
         "            pass\n",
         "runtime/device/test_memory.py",
     ),
@@ -500,9 +528,9 @@ MUTANTS = [
         "runtime/test_stage.py pipeline/test_edges.py",
     ),
     Mutant(
-        STAGE,
-        "self._recomputing.on = recompute",
-        "self._recomputing.on = False",
+        "models/activation_checkpointing.py",
+        "self.on = how.recompute",
+        "self.on = False",
         "models/test_activation_checkpointing.py runtime/device/test_memory.py",
     ),
 ]

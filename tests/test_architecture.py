@@ -30,6 +30,10 @@ def test_the_picture_is_the_codes() -> None:
     script("architecture", "--check")
 
 
+def test_the_counts_of_the_page_are_the_codes() -> None:
+    script("counts", "--check")
+
+
 def test_the_page_of_the_public_api_is_the_codes() -> None:
     """In this process, which has imported what the page describes."""
     assert not runpy.run_path(str(ROOT / "docs" / "api.py"))["stale"](), "run python docs/api.py"

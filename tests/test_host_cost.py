@@ -9,7 +9,7 @@ import torch
 from benchmarks import host
 
 # calls of Python an op, beyond a plain loop's: what they are now, and some more for other versions of Python
-CALLS = [("1f1b", 105), ("zb_h1", 116), pytest.param("zb_v", 110, marks=pytest.mark.sweep)]
+CALLS = [("1f1b", 93), ("zb_h1", 108), pytest.param("zb_v", 110, marks=pytest.mark.sweep)]
 
 
 @pytest.mark.parametrize(("schedule", "most"), CALLS)

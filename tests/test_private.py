@@ -150,18 +150,26 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in modules().items() if name != HERE}
-OURS = {name for tree in TREES.values() for name in defined(tree)} | DOCUMENTED | PUT_ON
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The source by module. Read by the tests alone: importing this file is a cost of each test process."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in modules().items() if name != HERE}
+
+
+@cache
+def ours() -> frozenset[str]:
+    """The private names that are no library's."""
+    return frozenset({name for tree in trees().values() for name in defined(tree)} | DOCUMENTED | PUT_ON)
 
 
 def wrong(tree: ast.AST) -> list[str]:
     """Private names of others in a file, each with its line."""
-    unlisted = [(name, line) for name, line in attributes(tree) if name not in LISTED | OURS]
+    unlisted = [(name, line) for name, line in attributes(tree) if name not in LISTED | ours()]
     return sorted({f"{line}: {name}" for name, line in (*paths(tree), *unlisted)})
 
 
 def test_private_names_stand_in_one_file() -> None:
-    found = [f"{name}:{each}" for name, tree in TREES.items() for each in wrong(tree)]
+    found = [f"{name}:{each}" for name, tree in trees().items() for each in wrong(tree)]
     assert not found, "put these into penstock/private.py:\n" + "\n".join(found)
 
 
@@ -205,7 +213,7 @@ def taken() -> set[str]:
     """The names that other files import from `penstock.private`."""
     return {
         alias.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in nodes(tree)
         if isinstance(node, ast.ImportFrom) and node.module == HERE
         for alias in node.names
@@ -226,8 +234,8 @@ def test_each_name_of_the_file_has_a_user_and_each_user_a_name() -> None:
 
 
 def test_each_attribute_of_the_table_is_used() -> None:
-    used = {name for tree in TREES.values() for name, _ in attributes(tree)}
-    used |= {node.value for tree in TREES.values() for node in nodes(tree)
+    used = {name for tree in trees().values() for name, _ in attributes(tree)}
+    used |= {node.value for tree in trees().values() for node in nodes(tree)
              if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
     assert sorted(LISTED - used) == []
 

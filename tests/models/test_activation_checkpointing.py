@@ -29,6 +29,7 @@ from penstock.models.huggingface.stages import HFCall, cut
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.stage import Stage
+from penstock.runtime.stage_part import Forward
 from support.covering import every, pairs
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_step
@@ -58,7 +59,7 @@ class CheckpointedStages:
             switch = install(own.items(), how)
             for index, layer in own.items():
                 next(layer.children()).register_forward_pre_hook(self._count(index))
-            self.stages.append(Stage(number, part, HFCall(part, info), switch))
+            self.stages.append(Stage(number, part, HFCall(part, info), [switch]))
 
     def _count(self, index: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
@@ -89,10 +90,11 @@ class CheckpointedStages:
 
     def forward(self, number: int, microbatch: Batch, on: bool, split: bool) -> None:
         received: Payload | None = None
+        how = Forward(split, recompute=on)
         for stage in self.stages[:-1]:
-            sent = stage.forward(number, received, microbatch, None, split, on)
+            sent = stage.forward(number, received, microbatch, how=how)
             received = Payload(tuple(tensor.detach() for tensor in sent.tensors), sent.specs)
-        self.stages[-1].forward_loss(number, received, microbatch, NextToken(), split, on)
+        self.stages[-1].forward(number, received, microbatch, how=how, loss=NextToken())
 
 
 @pytest.mark.parametrize("row", every(3, pairs({

@@ -15,6 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from penstock import Axes
 from penstock.errors import PenstockError
+from penstock.parallel.fsdp import StageShards
 from support.mesh import batch, build_pipe, own_part, pieces
 from support.pool import Pool
 
@@ -58,7 +59,7 @@ def failing_step(ranks: int, axes: Axes, how: str) -> str:
         store.wait([f"said-{rank}" for rank in range(last)])
 
     if dist.get_rank() == last and how == "reduced":
-        pipe.stages[0].shards.reduce = fail  # type: ignore[union-attr, method-assign]
+        pipe.stages[0].part(StageShards).reduce = fail  # type: ignore[union-attr, method-assign]
     elif dist.get_rank() == last:
         layers = (
             part for part in pipe.stages[0].module.modules() if isinstance(part, GradientCheckpointingLayer)

@@ -23,7 +23,7 @@ from penstock.batch.padding import Padding
 from penstock.errors import BatchError, ConfigError, InputError
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.pipeline.steps import schedules
-from penstock.runtime import ops
+from penstock.runtime import step_memory
 from penstock.schedule import build, dump, verify
 from support.adapted import PREFIX, adapted, lora
 from support.covering import every
@@ -164,6 +164,7 @@ def test_a_batch_of_tensors_is_split_into_as_many_as_are_asked_for() -> None:
 def test_a_schedule_is_made_once_for_a_count_and_the_last_ones_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(schedules, "KEPT", 3)
     pipe = made(tiny_model("llama"))
     proven: list[int] = []
 
@@ -172,7 +173,6 @@ def test_a_schedule_is_made_once_for_a_count_and_the_last_ones_are_kept(
         return verify(schedule)
 
     monkeypatch.setattr(schedules, "verify", counted)
-    monkeypatch.setattr(schedules, "KEPT", 3)
     for count in (4, 2, 2, 1, 4, 2, 1):
         pipe.step(ragged(count))
     assert proven == [2, 1]
@@ -502,7 +502,7 @@ def random_calls(ranks: int, schedule: str, calls: int, most: int) -> tuple[list
     cases = [(count, length) for count in range(1, most + 1) for length in range(3, most + 4)]
     with pytest.MonkeyPatch.context() as patch:
         anew: list[str] = []
-        for owner, name in ((schedules, "verify"), (schedules, "lower"), (ops, "measuring")):
+        for owner, name in ((schedules, "verify"), (schedules, "lower"), (step_memory, "measuring")):
             patch.setattr(owner, name, counted(getattr(owner, name), name, anew))
 
         def call(count: int, length: int) -> None:

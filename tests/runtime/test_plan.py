@@ -131,7 +131,7 @@ def test_a_plan_knows_which_of_its_own_forwards_are_run_again() -> None:
     proof = verify(build("1f1b", ranks=2, microbatches=3, stages_per_rank=2))
     plans = [lower(proof, rank, recomputed=frozenset({(0, 1), (2, 0), (3, 2)})) for rank in (0, 1)]
     computes = [[a for a in plan.actions if isinstance(a, Compute) and a.op.kind == "F"] for plan in plans]
-    again = [{a.op[::2] for a in rank if a.recompute} for rank in computes]
+    again = [{a.op[::2] for a in rank if a.how.recompute} for rank in computes]
     assert again == [{(0, 1), (2, 0)}, {(3, 2)}]
     assert text(plans[0]) == text(lower(proof, 0))
 

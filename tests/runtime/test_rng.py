@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +18,9 @@ from penstock.runtime.rng import (
     generator_of,
     mix,
     next_seed,
-    seeded_call,
     seeded_step,
 )
+from penstock.runtime.stage_part import WHOLE
 
 PLACES = 3
 
@@ -36,6 +37,12 @@ class Layers(nn.Module):
         return [layer(torch.ones(64)) for layer in (*self.layers, self.after)]
 
 
+def seeded(rng: StageRNG, call: Callable[[Any], Any], microbatch: dict[str, Tensor]) -> Any:
+    """A forward of a stage."""
+    rng.before_forward(0, microbatch, WHOLE)
+    return call(microbatch["x"])
+
+
 def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Tensor]:
     """By microbatch's content and place, what was drawn; `stages` have these layers, the last one the end."""
     found: dict[Any, Tensor] = {}
@@ -43,11 +50,10 @@ def run(seed: int, stages: list[list[int]], contents: list[int]) -> dict[Any, Te
         module = Layers()
         own = [(f"layer {place}", module.layers[at]) for at, place in enumerate(places)]
         rng = StageRNG(stage, torch.device("cpu"), [*own, ("after", module.after)])
-        call = seeded_call(lambda received, microbatch: module(microbatch["x"]), rng)  # noqa: B023
         given = [{"x": torch.tensor([content])} for content in contents]
         with seeded_step([rng], seed, given, given):
             for content, microbatch in zip(contents, given, strict=True):
-                gave = call((), microbatch)
+                gave = seeded(rng, module, microbatch)
                 found |= {(content, place): gave[at] for at, place in enumerate(places)}
                 found[content, "after"] = gave[-1]
     return found
@@ -81,15 +87,15 @@ def test_what_a_backward_calls_again_draws_what_its_own_forward_did() -> None:
     block = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4, bias=False), nn.Dropout(0.5)).double()
     rng = StageRNG(0, torch.device("cpu"), [("a", block), ("b", block[0]), ("c", block[2])])
 
-    def again(received: Any, microbatch: Any) -> Any:
-        return checkpoint(block, microbatch["x"], use_reentrant=False)
+    def again(x: Tensor) -> Any:
+        return checkpoint(block, x, use_reentrant=False)
 
     found = []
-    for run in (again, lambda received, microbatch: block(microbatch["x"])):
+    for run in (again, block):
         given = [{"x": torch.rand(64, 4, dtype=torch.float64, generator=generator(i))} for i in range(3)]
         block.zero_grad()
         with seeded_step([rng], 5, given, given):
-            losses = [seeded_call(run, rng)((), each).square().sum() for each in given]
+            losses = [seeded(rng, run, each).square().sum() for each in given]
             for loss in losses:
                 loss.backward()
         weight: Tensor = block[1].weight  # type: ignore[assignment]
@@ -134,7 +140,7 @@ def test_before_and_after_a_step_and_in_evaluation_nothing_is_seeded() -> None:
     assert not torch.equal(layer(x), layer(x))
     given = [{"x": x}]
     with seeded_step([rng], 5, given, given):
-        seeded_call(lambda received, microbatch: layer(microbatch["x"]), rng)((), given[0])
+        seeded(rng, layer, given[0])
     assert not torch.equal(layer(x), layer(x))
     state = torch.get_rng_state()
     layer.eval()(x)

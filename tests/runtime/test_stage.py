@@ -13,6 +13,7 @@ from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, declared, fla
 from penstock.batch.shapes import Microbatch
 from penstock.runtime.sharded_weights import FSDPGradients
 from penstock.runtime.stage import Stage
+from penstock.runtime.stage_part import Forward
 
 
 class Residual(nn.Module):
@@ -49,7 +50,7 @@ def test_a_sent_output_is_not_kept_alive() -> None:
 @pytest.mark.parametrize("split", [False, True])
 def test_a_received_tensor_that_is_passed_on_unchanged(split: bool) -> None:
     stage = Stage(1, nn.Identity(), lambda received, microbatch: received[0])
-    stage.forward(0, payload(torch.ones(3)), {}, split=split)
+    stage.forward(0, payload(torch.ones(3)), {}, how=Forward(split))
     backward = stage.input_backward if split else stage.backward
     (gradient,) = backward(0, [torch.full((3,), 5.0)])
     assert gradient.tolist() == [5.0] * 3
@@ -86,7 +87,7 @@ def test_where_fsdp_reduces_in_the_backward_nothing_is_deferred(monkeypatch: pyt
     """Its reduction would come before W; tests/runtime/split_backward/test_backward.py has the real one."""
     monkeypatch.setattr(FSDPGradients, "reduces_in_backward", property(lambda self: True))
     stage = Stage(0, module := Residual(), module)
-    stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}, split=True)
+    stage.forward(0, payload(torch.ones(2, 4, dtype=torch.float64)), {}, how=Forward(split=True))
     stage.input_backward(0, [torch.ones(2, 4, dtype=torch.float64)])
     assert stage.deferred[0].nbytes == 0
     assert module.linear.weight.grad is not None

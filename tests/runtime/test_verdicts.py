@@ -70,7 +70,7 @@ def run(schedule: Schedule, proof: Proof) -> list[nn.Module]:
     ]
     run_together(executors, StepInput(microbatches(schedule.microbatches), 1))
     assert sum(executor.left_over for executor in executors) + transport.messages.pending == 0
-    assert tuple(executor.ops.peak_live for executor in executors) == proof.peak_live
+    assert tuple(executor.memory.peak_live for executor in executors) == proof.peak_live
     return [stages[stage].module for stage in range(schedule.stages)]
 
 

@@ -164,7 +164,7 @@ def group_per_channel(ranks: int) -> None:
 
 def replicas() -> Any:
     """Values and gradients by stage, loss and norm, of a schedule that keeps two copies of the model."""
-    from runtime.test_shared_weights import batch, made
+    from pipeline.steps.test_shared_gradients import batch, made
 
     torch.manual_seed(dist.get_rank())
     pipe = made(timeout=30)

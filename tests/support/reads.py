@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.batch import placement
 from penstock.models.huggingface import masks
-from penstock.pipeline.steps import step
+from penstock.pipeline.steps import runner
 from penstock.runtime import executor
 from penstock.runtime.device import stream
 
@@ -145,7 +145,7 @@ def watched() -> Iterator[Reads]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (placement, masks):
             patch.setattr(module, "to_device", to_device)
-        patch.setattr(step, "placed", lambda microbatches, device: real(microbatches, gpu))
+        patch.setattr(runner, "placed", lambda microbatches, device: real(microbatches, gpu))
         patch.setattr(stream, "stream_of", lambda device: _Stream(reads))
         patch.setattr(executor.Executor, "compute", traced)
         with reads, _Copies(reads):

@@ -53,12 +53,14 @@ class StepInput:
     """The input of a step; every rank has all of it.
 
     weight: valid items over all microbatches, by which the loss is divided
-    collect: replaces the loss where nothing is trained
+    collect: is given the last stage's outputs where nothing is trained
+    scored: whether the last stage computes the loss; always where something is trained
     """
 
     microbatches: Sequence[Microbatch]
     weight: int
     collect: Collect | None = None
+    scored: bool = True
 
     @cached_property
     def keys(self) -> tuple[MicrobatchKey, ...]:

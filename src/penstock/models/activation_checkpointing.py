@@ -30,6 +30,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError, ModelError
 from penstock.private import (
     UNSAFE_VIEW,
@@ -42,6 +43,7 @@ from penstock.private import (
     tree_map,
 )
 from penstock.runtime.split_backward.recording import recording_again
+from penstock.runtime.stage_part import Forward, StagePart
 from penstock.runtime.unseen import LayerState, unrecorded
 
 
@@ -110,7 +112,7 @@ def refusal(field: str, value: object, rule: str, remedy: str) -> ConfigError:
     return ConfigError(f"activation_checkpointing.{field}={value!r}", rule, remedy)
 
 
-class Switch:
+class Switch(StagePart):
     """Turns the checkpointing of the installed layers on or off for the forwards that follow.
 
     A backward runs again what its own forward did not hold, whatever the switch says by then.
@@ -118,6 +120,9 @@ class Switch:
 
     def __init__(self, on: bool = True) -> None:
         self.on = on
+
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+        self.on = how.recompute
 
 
 def install(layers: Iterable[tuple[int, nn.Module]], options: Checkpointing) -> Switch:

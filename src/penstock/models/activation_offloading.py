@@ -10,7 +10,7 @@ nothing. What others hold as well stays: weights, buffers, and what a stage has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -150,19 +150,8 @@ def _offloaded(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (Offloaded, kind), {"__module__": kind.__module__})
 
 
-def checked(parallelize: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
-    """`parallelize`, which raises ConfigError where it compiles what contains a chosen module."""
-
-    def parallelized(module: nn.Module) -> nn.Module:
-        result = parallelize(module)
-        if isinstance(result, nn.Module):
-            _check_compiled(result)
-        return result
-
-    return parallelized
-
-
-def _check_compiled(stage: nn.Module) -> None:
+def check_compiled(stage: nn.Module) -> None:
+    """Raise ConfigError where a compiled module contains a chosen one."""
     for name, outer in stage.named_modules():
         within = outer.named_modules() if is_compiled(outer) else ()
         chosen = [inner for inner, module in within if module is not outer and isinstance(module, Offloaded)]

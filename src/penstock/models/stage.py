@@ -102,19 +102,13 @@ class DeclaresShapes(Protocol):
         """The value for the next stage. Not called on the last stage."""
 
 
-class SharesWeights(Protocol):
-    """A stage's module with weights that every other stage holds a copy of, under the same names.
-
-    All stages name the same ones. Each copy begins with the values of the first stage's, and each step gives
-    all of them the sum of their gradients, so that they stay one weight. `split` makes such modules.
-    """
-
-    on_every_stage: Sequence[str]
-    """Names of parameters, or of modules with all of theirs."""
-
-
 def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a stage's module names in `on_every_stage`. Raises ModelError for unknown names."""
+    """The parameters that a stage's module names in `on_every_stage`, of which all stages hold copies.
+
+    It lists names of parameters, or of modules with all of theirs, the same on every stage. Each copy begins
+    with the values of the first stage's, and each step gives all of them the sum of their gradients.
+    Raises ModelError for unknown names.
+    """
     parameters: dict[str, nn.Parameter] = {}
     for name in getattr(module, "on_every_stage", ()):
         path, _, last = name.rpartition(".")
@@ -139,8 +133,10 @@ class ProvidedCall:
     is one.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, callee: nn.Module | None = None) -> None:
+        """callee: what is called in place of `module`, a wrapper around it; None: nothing is"""
         self._module, self._signature = module, inspect.signature(module.forward)
+        self._callee = module if callee is None else callee
         kinds = [(p.name, p.kind) for p in self._signature.parameters.values()]
         by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
@@ -150,7 +146,7 @@ class ProvidedCall:
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         args, kwargs = _as_arguments(received[0]) if received else ((), {})
-        return self._module(*args, **self._with_entries(args, kwargs, microbatch))
+        return self._callee(*args, **self._with_entries(args, kwargs, microbatch))
 
     def check(self, value: Any, microbatch: Microbatch) -> None:
         """Raise ModelError where forward cannot be called on `value` from the stage before."""

@@ -23,6 +23,8 @@ from penstock.errors import ModelError
 from penstock.parallel.mesh import flattened, job_backend, present
 from penstock.private import concatenate_meshes, tree_map_only
 from penstock.runtime.sharded_weights import param_groups, sharded_modules
+from penstock.runtime.stage_part import StagePart
+from penstock.schedule.ops import Kind
 
 
 @dataclass(frozen=True)
@@ -188,13 +190,14 @@ def _refuse_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
             )
 
 
-class StageShards:
+class StageShards(StagePart):
     """Reduces a stage's gradients with FSDP2 once a step, after the stage's last backward.
 
     Attributes:
         uneven: the mesh of ranks of which some may lack gradients that others have; None where all are alike
     """
 
+    reduces = True
     uneven: DeviceMesh | None = None
 
     def __init__(self, module: nn.Module, sharded: Sharded) -> None:
@@ -212,7 +215,7 @@ class StageShards:
     def after_forward(self) -> None:
         """Free the buffer of the last gathering, as FSDP2 does where a forward returns through its root.
 
-        A stage's forward ends half-way through the model's.
+        A stage's forward ends half-way through the model's, but for the last stage's.
         """
         context = self._module._get_fsdp_state()._comm_ctx
         if (last := context.all_gather_state) is not None:
@@ -220,12 +223,12 @@ class StageShards:
                 stream.wait_event(last.event)
             context.all_gather_state = None
 
-    def accumulate(self) -> None:
+    def after_backward(self, number: int, kind: Kind) -> None:
         """Add the gradients that W has left in the weights' dtype to the sums in reduce_dtype.
 
         FSDP2 does so after a whole backward. Without it the next W would add in the narrower dtype.
         """
-        if not self._widens:
+        if kind != "W" or not self._widens:
             return
         for group in self._groups():
             for parameter in group.fsdp_params:
@@ -262,8 +265,8 @@ class StageShards:
             if somewhere and not here:
                 weight._unsharded_param.grad = torch.zeros_like(weight._unsharded_param)
 
-    def reshard(self) -> None:
-        """Free the whole weights after a step without backwards, or one that failed."""
+    def end_forwards(self) -> None:
+        """Free the whole weights after a step without backwards."""
         from penstock.private import TrainingState
 
         for part in self._parts:
@@ -271,6 +274,9 @@ class StageShards:
                 # a stage's forward ends half-way through the whole model's, and FSDP2 would wait for the rest
                 group._training_state = TrainingState.IDLE
             part.reshard()
+
+    def reset(self) -> None:
+        self.end_forwards()
 
     def _groups(self) -> Iterator[Any]:
         for part in self._parts:

@@ -33,7 +33,7 @@ from penstock.parallel.tensor.plan import assigned, check
 from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
 from penstock.parallel.tensor.styles import STYLES, Style, check_length
 from penstock.private import tree_map_only
-from penstock.runtime.stage import Shards
+from penstock.runtime.stage_part import StagePart
 from penstock.runtime.transport.groups import limit_waits
 
 
@@ -160,7 +160,7 @@ class MeshPlan:
         if self.axes.tp > 1:
             tensor_parallel(module, self._mesh["tp"], sequence_parallel=self._options.sequence_parallel)
 
-    def fully_shard(self, module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
+    def fully_shard(self, module: nn.Module, layers: Sequence[nn.Module]) -> StagePart | None:
         """Apply FSDP2 to a stage's module in place. None if nothing is left to do after its backwards."""
         if self._data is not None:
             experts = [] if self._experts is None else list(expert.mixtures(module).values())
@@ -229,21 +229,14 @@ def _refuse_images(microbatches: Sequence[Microbatch], axes: Axes) -> None:
             )
 
 
-class _TensorShards:
+class _TensorShards(StagePart):
     """A stage whose weights only tp shards: some gradients are still partial sums after its backwards."""
+
+    reduces = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def after_forward(self) -> None:
-        """Nothing was gathered."""
-
-    def accumulate(self) -> None:
-        """Gradients are in the weights' own dtype."""
-
     @torch.no_grad()
     def reduce(self) -> None:
         complete_gradients(self._module)
-
-    def reshard(self) -> None:
-        """Nothing was gathered."""

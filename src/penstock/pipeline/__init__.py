@@ -15,7 +15,7 @@ from penstock.pipeline.building.split_module import (
     provider_of,
     split,
 )
-from penstock.pipeline.building.stages import StageFacts, make_stage, own_stages
+from penstock.pipeline.building.stages import StageFacts, make_stage, own_stages, stage_parts
 from penstock.pipeline.compare import Compared, Report
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
@@ -47,4 +47,5 @@ __all__ = [
     "own_stages",
     "provider_of",
     "split",
+    "stage_parts",
 ]

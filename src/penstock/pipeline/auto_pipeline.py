@@ -65,19 +65,31 @@ from penstock.pipeline.building.build_plan import (
 from penstock.pipeline.building.compiling import as_compile, compiled_loss
 from penstock.pipeline.building.experts import choose_experts
 from penstock.pipeline.building.memory import Account
-from penstock.pipeline.building.stages import BuiltStages, ShardStage, make_stage, own_stages, parameter_names
+from penstock.pipeline.building.stages import (
+    AddPart,
+    BuiltStages,
+    Lowering,
+    StageDraft,
+    StageWeights,
+    make_stage,
+    own_stages,
+    parameter_names,
+    recomputed_by,
+    stage_parts,
+)
 from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.health.agreement import compare_values, shared_errors
 from penstock.runtime.sharded_weights import materialize
-from penstock.runtime.stage import Shards, Stage
+from penstock.runtime.stage import Stage
+from penstock.runtime.stage_part import StagePart
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Proof, Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
 from penstock.schedule.ops import collector_paused
-from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight
+from penstock.schedule.simulation.recompute import StageMicrobatches
 
 
 @dataclass(frozen=True)
@@ -438,14 +450,10 @@ def _recomputation(
     axes: resolved, where there are any
     """
     checkpointing = auto.checkpointing()
-    if checkpointing is None:
-        return lambda proof: frozenset()
-    if checkpointing.memory_limit is not None:
-        plan = plan.without_values()
-        return lambda proof: auto.account(
-            replace(plan, schedule=proof.schedule, proof=proof), axes
-        ).recomputed()
-    return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
+    if checkpointing is None or checkpointing.memory_limit is None:
+        return recomputed_by(checkpointing)
+    plan = plan.without_values()
+    return lambda proof: auto.account(replace(plan, schedule=proof.schedule, proof=proof), axes).recomputed()
 
 
 class _Build:
@@ -496,6 +504,7 @@ class _Build:
             world,
             stages,
             {index: plan.layers_of(module, index) for index, module in modules.items()},
+            StageWeights(shared_weights(plan, self._ties, modules), self._saved(files), names),
             edges,
             loss,
             auto.batch_splitter(
@@ -503,15 +512,14 @@ class _Build:
                 BatchCheck(source.model, loss if auto.own_loss and isinstance(loss, OwnLoss) else None),
                 **self._padding_of_model(),
             ),
-            auto.schedules(schedule, plan.frozen),
+            Lowering(
+                auto.schedules(schedule, plan.frozen),
+                _recomputation(auto, plan, None if mesh_plan is None else mesh_plan.axes),
+                None if (offloading := auto.offloading()) is None else offloading.ahead,
+            ),
             mesh_plan,
-            shared=shared_weights(plan, self._ties, modules),
-            saved=self._saved(files),
-            names=names,
-            recomputed=_recomputation(auto, plan, None if mesh_plan is None else mesh_plan.axes),
-            offloading=auto.offloading(),
-            trace_folder=auto.trace_folder,
-            autocast=auto.autocast,
+            auto.trace_folder,
+            auto.autocast,
             balances=bool(plan.chain.recorded),
         )
 
@@ -581,31 +589,37 @@ class _Build:
         auto, plan = self._auto, self._plan
         info = plan.info(index)
         shard = None if self._mesh_plan is None else self._sharding(model)
+        routing = None if plan.routed is None else plan.routed.for_stage(model)
         defers_head = shard is None and auto.own_loss and auto.chunked_loss
-        return make_stage(
-            index,
-            model,
-            self._world.device,
-            layers=plan.layers_of(model, index),
-            checkpointing=auto.checkpointing(),
-            offloading=auto.offloading(),
-            parallelize_fn=auto.parallelize_fn,
-            compile=compile_layers,
-            call=lambda module: HFCall(
+        parts = [
+            lambda draft: routing,
+            *stage_parts(
+                checkpointing=auto.checkpointing(),
+                offloading=auto.offloading(),
+                parallelize_fn=auto.parallelize_fn,
+                compile=compile_layers,
+                after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else {},
+                placed=shard is not None,
+            ),
+            *(() if shard is None else (shard,)),
+        ]
+
+        def call(module: nn.Module, callee: nn.Module) -> HFCall:
+            return HFCall(
                 module,
                 info,
                 self._entries,
+                callee=callee,
                 defers_head=defers_head,
                 shape_questions=lambda: completer.shape_questions,
-            ),
-            routing=None if plan.routed is None else plan.routed.for_stage(model),
-            after={name: model.get_submodule(name) for name in plan.chain.after} if info.is_last else None,
-            position=info.stage,
-            shard=shard,
-            placed=shard is not None,
+            )
+
+        layers = plan.layers_of(model, index)
+        return make_stage(
+            index, model, self._world.device, parts, layers=layers, call=call, position=info.stage
         )
 
-    def _sharding(self, model: PreTrainedModel) -> ShardStage:
+    def _sharding(self, model: PreTrainedModel) -> AddPart:
         """Lay the model out over the mesh while it is on meta: no rank ever holds all of it.
 
         Returns what shards its weights once parallelize_fn has run, and fills them.
@@ -626,8 +640,8 @@ class _Build:
         if fill_first:
             fill()
 
-        def shard(module: nn.Module, layers: Sequence[nn.Module]) -> Shards | None:
-            shards = mesh_plan.fully_shard(module, layers)
+        def shard(draft: StageDraft) -> StagePart | None:
+            shards = mesh_plan.fully_shard(draft.module, draft.plain_layers)
             if not fill_first:
                 fill()
             return shards

@@ -8,33 +8,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.batch.microbatches import Collect, check_rows, with_entries
 from penstock.batch.shapes import Microbatch
-from penstock.errors import BatchError, ConfigError, InputError, ModelError, PeerError
+from penstock.errors import BatchError, ConfigError, InputError, ModelError
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.building.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.compare import TOLERANCE, Report, compare
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_model import SplitModel
-from penstock.pipeline.steps.evaluate import Evaluation, Evaluations, chosen_experts
-from penstock.pipeline.steps.optimizer_step import OptimizerStep, optimizer_error
+from penstock.pipeline.steps.evaluate import Evaluation, Evaluations, RoutedExperts
+from penstock.pipeline.steps.optimizer_step import optimizer_step
 from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
-from penstock.pipeline.steps.put_off import warn_of_whole_backwards
+from penstock.pipeline.steps.put_off import WholeBackwards
+from penstock.pipeline.steps.run_parts import Autocast, Edges, SameWeights, Seeds
+from penstock.pipeline.steps.runner import StepRunner
 from penstock.pipeline.steps.schedules import LoweredSchedule
+from penstock.pipeline.steps.shared_gradients import SharedGradients
 from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch
-from penstock.pipeline.steps.step import StepRecord, StepResult, StepRunner
+from penstock.pipeline.steps.step import StepPart, StepRecord, StepResult
 from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
-from penstock.runtime.sharded_weights import check_not_replaced
-from penstock.runtime.shared_weights import SharedGradients
+from penstock.runtime.executor import run_together
 from penstock.runtime.stage import without_gradients
-from penstock.runtime.transport.calls import collective
+from penstock.runtime.transport.calls import calling, collective
 from penstock.schedule import Costs, Proof, Timeline
 from penstock.schedule.ops import check_size
 
@@ -51,17 +52,20 @@ class Pipeline(SplitModel):
         """Collective."""
         super().__init__(built)
         self._built = built
-        self._shared = SharedGradients(
-            built.shared, self.modules, built.schedule.placement, built.world.transport, self.processes,
-            built.world.reductions.batch_part[1],
-        )  # fmt: skip
-        self._steps = StepRunner(built)
+        self._shared, self._routed = SharedGradients(built, self.modules), RoutedExperts(built)
+        self._seeds = Seeds(built)
+        every_step = [SameWeights(built), Edges(built), self._seeds, Autocast(built)]
+        self._parts: Sequence[StepPart] = (  # of the steps that train, after those of every step
+            OptimizerWatch(self.parameters()),
+            self._shared,
+            self._routed,
+            WholeBackwards(self.stages),
+        )
+        self._steps = StepRunner(built, every_step)
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
         self._proof = self._training.proof
         self._evaluations = Evaluations(built, self._steps)
         self._last: StepRecord | None = None
-        self._lengths: list[int] = []  # of the rows of the last step's batch, where they were padded
-        self._optimizers = OptimizerWatch(self.parameters())
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(local))
 
@@ -89,7 +93,6 @@ class Pipeline(SplitModel):
 
     # ---- run
 
-    @collective
     def step(
         self,
         batch: BatchLike,
@@ -140,42 +143,13 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
-        optimizers, update = _listed(optimizer, max_norm, max_loss), None
-        if optimizers is not None:
-            update = OptimizerStep(self, optimizers, max_norm, max_loss)
-        # raised in `run`, once the ranks have met: another rank may not find it
-        refusal: InputError | None = self._shared.replaced()
-        refusal = refusal or optimizer_error(optimizers or (), self.parameters())
-        refusal = refusal or _total_error(total_tokens)
-        batch = self._with(batch, entries) if refusal is None else RefusedBatch(refusal)
-        lowered, batch = self._scheduled(batch, microbatches)
-        self._optimizers.before_step()
-        self._shared.begin_step()
-        is_first = self._last is None
-        try:
-            with torch.enable_grad():
-                result, self._last = self._steps.run(
-                    lowered,
-                    batch,
-                    changed=lambda: self._shared.changed,
-                    optimizer_step=update,
-                    total_tokens=None if refusal else total_tokens,
-                )
-            self._training, self._lengths = lowered, self._built.splitter.unpadded_lengths(batch)
-            if any(each.changed for each in self._last[1]):
-                self._shared.compare()
-            self._shared.end_step()
-            if update is not None:
-                result = result._replace(norm=update.finish(result.loss))
-        except BaseException as failure:
-            if isinstance(failure, PeerError):  # perhaps in the sum over shared weights, or of the norms
-                self._steps.fail(failure, lowered)
-            self._shared.restore()
-            raise
-        self._optimizers.after_step()
-        if is_first:
-            warn_of_whole_backwards(self.stages)
-        return result
+        with calling(self._world.transport, "step()"):
+            parts = [*self._parts, *optimizer_step(self, optimizer, max_norm, max_loss)]
+            lowered, batch = self._scheduled(self._with(batch, entries), microbatches)
+            with self._steps.running(lowered, batch, parts, total_tokens=total_tokens) as step:
+                run_together(lowered.executors, step.input)
+            self._training, self._last = lowered, step.record
+            return step.result
 
     @overload
     def evaluate(self, batch: BatchLike, outputs: Literal[False] = ..., **entries: Any) -> StepResult: ...
@@ -209,7 +183,7 @@ class Pipeline(SplitModel):
         """
         batch = self._with(batch, entries)
         if outputs is False:
-            return self._evaluations.loss(batch)
+            return self._evaluations.run(batch)[0]
         return self._evaluations.outputs(batch, outputs, everywhere)
 
     @collective
@@ -224,9 +198,8 @@ class Pipeline(SplitModel):
 
         Returns an empty dict on ranks without a last stage. Raises what `step` raises.
         """
-        return self._evaluations.results(
-            self._with(batch, entries), collect or (lambda output, number: output)
-        )
+        collect = collect or (lambda output, microbatch: output)
+        return self._evaluations.run(self._with(batch, entries), collect, scored=False)[1]
 
     @collective
     def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:
@@ -266,11 +239,12 @@ class Pipeline(SplitModel):
         `routed_experts`, with the same batch.
         Raises ConfigError, on every rank, without replay_routing=True and before the first step.
         """
-        return chosen_experts(self._built, self._training.schedule.microbatches, self._lengths)
+        return self._routed.gather()
 
     def close(self) -> None:
         """Release the pipeline's process groups; the modules stay usable."""
-        self._optimizers.stop()
+        for part in self._parts:
+            part.close()
         self._world.transport.close()
 
     def _count(self, batch: BatchLike, count: int | None) -> int:
@@ -298,10 +272,8 @@ class Pipeline(SplitModel):
     def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
         """The batch with more entries. A RefusedBatch in its place raises when the ranks have met."""
         try:
-            for stage, module in self.modules.items():
-                check_not_replaced(module, stage)
             return with_entries(batch, entries, self._built.splitter.sharding)
-        except (BatchError, ModelError) as error:  # which other ranks may not find
+        except BatchError as error:  # which other ranks may not find
             return RefusedBatch(error)
 
     # ---- compare with the whole model
@@ -347,7 +319,7 @@ class Pipeline(SplitModel):
 
         They do if some rank holds a dropout (penstock.runtime.rng.dropouts).
         """
-        return self._steps.draws
+        return self._seeds.draws
 
     @property
     def timeline(self) -> Timeline:
@@ -359,7 +331,7 @@ class Pipeline(SplitModel):
         """By rank, the bytes held when the last step held most: activations, buffers, and for W."""
         if not self._last:
             return (Held(),) * self.schedule.ranks
-        return tuple(each.held for each in self._last[1])
+        return tuple(of_rank.held for of_rank in self._last[1])
 
     @property
     def peak_memory(self) -> tuple[PeakMemory, ...]:
@@ -384,7 +356,7 @@ class Pipeline(SplitModel):
         """By rank, the most bytes that the last step held between I and W; 0 without split backwards."""
         if not self._last:
             return (0,) * self.schedule.ranks
-        return tuple(each.peak_deferred for each in self._last[1])
+        return tuple(of_rank.peak_deferred for of_rank in self._last[1])
 
     @contextmanager
     def measuring_device(self) -> Iterator[None]:
@@ -414,8 +386,7 @@ class Pipeline(SplitModel):
         they are known, without a GPU's waits for its host (`measuring_device`); the bytes of each stage and
         microbatch. Raises ConfigError before the first step.
         """
-        offloading = self._built.offloading
-        ahead = 1 if offloading is None else offloading.ahead
+        ahead = self._built.lowering.ahead or 1
         return step_costs(self._last_step("costs"), self._training.executors, self.processes, ahead)
 
     @collective
@@ -467,26 +438,3 @@ class Pipeline(SplitModel):
         if self._last is None:
             raise ConfigError(f"{asked} before the first step", "it is of the last step", "Call step() first")
         return self._last
-
-
-def _total_error(total_tokens: int | None) -> ConfigError | None:
-    """The error of a number that a loss cannot be divided by."""
-    if total_tokens is None or (type(total_tokens) is int and total_tokens > 0):
-        return None
-    rule = "the loss is divided by it: a whole number, and 1 at least"
-    return ConfigError(f"total_tokens={total_tokens!r}", rule, "Give what Pipeline.count_tokens returns")
-
-
-def _listed(
-    optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float, max_loss: float
-) -> Sequence[Optimizer] | None:
-    """The optimizers of a step. Raises ConfigError for a largest norm or loss without one."""
-    if optimizer is None and max_loss != math.inf:
-        remedy = "Give one, or compare the loss that step() returns"
-        raise ConfigError(f"max_loss={max_loss} without an optimizer", "it keeps one from a step", remedy)
-    if optimizer is None and max_norm != math.inf:
-        remedy = "Give one, or call clip_grad_norm_() after the step"
-        raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
-    if optimizer is None:
-        return None
-    return [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

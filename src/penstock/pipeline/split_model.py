@@ -45,8 +45,9 @@ class SplitModel:
         """Collective."""
         self.schedule, self._world = built.schedule, built.world
         self._stages = {stage.index: stage for stage in sorted(built.stages, key=lambda stage: stage.index)}
-        self._layers, self._saved, self._names = built.layers, built.saved, built.names or {}
-        self._copies = built.copies
+        weights = built.weights
+        self._layers, self._saved = built.layers, weights.saved
+        self._names, self._copies = weights.names, weights.copies
         placement = built.schedule.placement
         self._info = stage_facts(built.stages, built.layers, placement, built.world.processes)
 

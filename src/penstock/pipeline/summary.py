@@ -31,7 +31,9 @@ def step_costs(
 ) -> Costs:
     """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
     schedule = last[0]
-    local = [[*place, *sizes] for executor in executors for place, sizes in executor.ops.ledger.sizes.items()]
+    local = [
+        [*place, *sizes] for executor in executors for place, sizes in executor.memory.ledger.sizes.items()
+    ]
     everyone = (entry for process in processes.gather(local) for entry in process)
     known = {(stage, number): MicrobatchBytes(*sizes) for stage, number, *sizes in everyone}
     none = MicrobatchBytes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through

@@ -3,13 +3,16 @@
     schedule --verify, lower--> plan
                                   |  actions, in order
                                   v
-    transport <--post, send--  executor  --compute--> ops --> stage (forward, backward)
+    transport <--post, send--  executor  --compute--> stage (forward, backward)
         |                      ^      |
         +-------receive------- inbox outbox
 
 One step on one rank: each action of the plan has one effect (`Executor._effects`). `Await` puts a payload
-into the inbox; `Compute` takes it, runs its op and puts the result into the outbox; `Send` and `Deliver`
-empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
+into the inbox; `Compute` takes it, runs its op on a stage and puts the result into the outbox; `Send` and
+`Deliver` empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
+
+With short ops every Python call costs time. So the plan's `Compute` holds all that is known before the first
+step, and what crosses an edge is looked up once a step for all microbatches of one shape.
 """
 
 from __future__ import annotations
@@ -17,14 +20,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.autograd import profiler
 
-from penstock.batch.loss import Loss
+from penstock.batch.head_logits import whole
+from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
-from penstock.batch.payload import Payload
-from penstock.batch.shapes import EdgeShapes
+from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
+from penstock.batch.shapes import EdgeShapes, check
+from penstock.private import foreach_div
+from penstock.runtime.device.offload import Offload
 from penstock.runtime.device.stream import Time
-from penstock.runtime.ops import Ops, RunOp
 from penstock.runtime.plan import (
     Action,
     Await,
@@ -40,6 +47,7 @@ from penstock.runtime.plan import (
 )
 from penstock.runtime.recorder import Progress, Recorder
 from penstock.runtime.stage import Stage
+from penstock.runtime.step_memory import StepMemory
 from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
 from penstock.schedule.offload import HostCopy
@@ -49,11 +57,15 @@ Effect = Callable[[Any, StepInput], None] | None
 
 
 class Executor:
-    """Runs one rank's plan. `inbox` and `outbox` are empty between steps.
+    """Runs one rank's plan. Between steps `inbox` and `outbox` are empty, and no stage holds an activation.
 
     Args:
         stages: the stages of this rank, by index.
         edges: what crosses each edge; None where each message carries its own specs.
+
+    Attributes:
+        loss_shares: the loss of each microbatch over the step's weight, on the last stage's rank.
+        results: what `collect` of the step's input returned, by microbatch.
     """
 
     def __init__(
@@ -68,40 +80,62 @@ class Executor:
         self.plan, self.transport, self.recorder = plan, transport, recorder
         self._program = plan.schedule.programs[plan.rank]
         self.messages = messages = transport.messages
-        self.stages, self._with_specs = stages, edges is None
-        self.ops = Ops(plan, stages, edges, loss, recorder.device, messages)
-        self._by_kind: Mapping[str, RunOp] = {}
+        self.stages, self._edges, self._loss = stages, edges, loss
+        self._trains = bool(plan.peak_live)  # else no backward comes, and nothing is held
+        self.memory = StepMemory(plan, stages, recorder.device, messages)
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
         self.current: Op | None = None
         self._bound: list[tuple[Effect, Any]] = []
+        self.loss_shares: list[Tensor] = []
+        self.results: dict[int, Any] = {}
+        self._totals: list[Tensor] = []  # the loss of each microbatch so far
+        self._seed: Tensor | None = None  # the gradient of the loss itself, 1 / weight
+        self._expected: dict[tuple[int, str, int], EdgeSpecs] = {}  # by shape within this step
 
     def run(self, step: StepInput) -> Iterator[Message]:
         """One step. Yields each message that another rank of this process must send first."""
-        if not self._bound:
-            self._bound = list(self._effects())
+        self._begin_step()
+        bound: Iterable[tuple[Effect, Any]] = self._bound
+        if profiler._is_profiler_enabled:  # asked once a step: without a profiler an op costs nothing more
+            bound = [
+                (_in_profile(effect) if effect and type(action) is Compute else effect, action)
+                for effect, action in bound
+            ]
         try:
-            yield from self._run(self._bound, step)
-        except BaseException as error:
-            if self.current is not None and isinstance(error, RuntimeError):
+            for effect, action in bound:
+                if effect is not None:
+                    effect(action, step)
+                    continue
+                began = self.recorder.now()
+                while not self._arrived(action.message, began):
+                    yield action.message
+            self.messages.complete()
+        except RuntimeError as error:
+            if self.current is not None:
                 self._raise_typed(self.current, error)
             raise
+        self._end_step(step)
 
-    def _run(self, bound: Iterable[tuple[Effect, Any]], step: StepInput) -> Iterator[Message]:
+    def _begin_step(self) -> None:
+        if not self._bound:
+            self._bound = list(self._effects())
         self.recorder.begin_step(self._program)
-        self.ops.begin_step()
-        self._by_kind = self.ops.by_kind
-        if profiler._is_profiler_enabled:  # asked once a step: without a profiler an op costs nothing more
-            self._by_kind = {kind: _in_profile(run) for kind, run in self._by_kind.items()}
-        for effect, action in bound:
-            if effect is not None:
-                effect(action, step)
-                continue
-            began = self.recorder.now()
-            while not self._arrived(action.message, began):
-                yield action.message
-        self.messages.complete()
-        self.ops.end_step(step)
+        self.memory.begin_step()
+        self.loss_shares, self.results, self._totals, self._seed = [], {}, [], None
+        self._expected = {}
+        for stage in self.stages.values() if self._trains else ():
+            stage.begin_step()
+
+    def _end_step(self, step: StepInput) -> None:
+        for stage in self.stages.values():
+            stage.end_step()
+            if not self._trains:
+                stage.end_forwards()
+        if torch.is_autocast_enabled(self.recorder.device.type):
+            torch.clear_autocast_cache()  # weights are about to change, and the region may go on
+        if self._totals:
+            self.loss_shares, self._totals = list(foreach_div(self._totals, step.weight)), []
 
     def _effects(self) -> Iterator[tuple[Effect, Any]]:
         """Each action with its effect, found once for all steps."""
@@ -119,23 +153,95 @@ class Executor:
                 settled = True
             yield effects[type(action)], action
 
-    # ---- effects of the actions
+    # ---- the ops
 
     def compute(self, compute: Compute, step: StepInput) -> None:
+        """Run one op, and record when it ran and what it holds or frees."""
         op, takes = compute.op, compute.takes
+        index, kind, number = op
         self.current = op
         received = None if takes is None else self.inbox.pop(takes)
-        recorder = self.recorder
+        stage, memory, recorder = self.stages[index], self.memory, self.recorder
+        result: Payload | None = None
         if recorder.holds_back:
             recorder.hold_back(op)
-        now = recorder.now
-        start = now()
-        result = self._by_kind[op.kind](compute, received, step)
-        recorder.add(op, takes, start, now())
+        start = recorder.now()
+        match kind:
+            case "F" if not self._trains:
+                result = self._infer(compute, received, step)
+            case "F":
+                expected = None if compute.sends is None else self._specs(compute.sends, step)
+                loss = self._loss if compute.is_last else None
+                with memory.forward(compute, step):
+                    result = stage.forward(
+                        number, received, step.microbatches[number], expected, compute.how, loss
+                    )
+                if loss is not None:  # detached, as it is kept to the end: its graph would keep the inputs
+                    self._totals.append(result.tensors[0].detach())
+                    result = None
+                result = memory.after_forward(compute, received, result, step)
+            case "B" | "I":
+                memory.before_backward()
+                backward = stage.backward if kind == "B" else stage.input_backward
+                gradients = backward(number, self._output_gradients(received, step))
+                result = self._checked(compute, gradients, SINGLE, step)
+                memory.after_backward(op, received, result, step)
+            case "W":
+                stage.weight_backward(number)
+                memory.ledger.weight_backward(op)
+        recorder.add(op, takes, start, recorder.now())
         self.current = None
         if compute.gives:
             assert result is not None
             self.outbox[op] = result
+
+    def _infer(self, compute: Compute, received: Payload | None, step: StepInput) -> Payload | None:
+        """A forward that holds nothing: its result, or on the last stage its loss and what is collected."""
+        index, _, number = compute.op
+        microbatch = step.microbatches[number]
+        output = self.stages[index].infer(received, microbatch)
+        if received is not None:
+            self.memory.ledger.take(received)
+        if not compute.is_last:
+            return self._checked(compute, *flatten(output), step)
+        with torch.no_grad():
+            if step.collect is not None:
+                output = whole(output)
+            if step.scored:
+                self._totals.append(total_of(self._loss, output, microbatch, number))
+            if step.collect is not None:
+                self.results[number] = step.collect(output, number)
+        return None
+
+    def _output_gradients(self, received: Payload | None, step: StepInput) -> tuple[Tensor, ...]:
+        """The gradients of a stage's outputs: those received, or on the last stage that of its loss."""
+        if received is not None:
+            return received.tensors
+        if self._seed is None:
+            self._seed = torch.full_like(self._totals[0], 1 / step.weight)
+        return (self._seed,)
+
+    def _checked(self, compute: Compute, tensors: tuple[Tensor, ...], form: Any, step: StepInput) -> Payload:
+        expected = None if compute.sends is None else self._specs(compute.sends, step)
+        if expected is None:
+            return Payload(tensors, EdgeSpecs.of(tensors, form))
+        check(compute.op, tensors, form, expected)
+        return Payload(tensors, expected)
+
+    def _specs(self, message: Message, step: StepInput) -> EdgeSpecs | None:
+        """The specs of the message; looked up once a step for all microbatches of one shape."""
+        if self._edges is None:
+            return None
+        stage, kind, number = message.op
+        key = stage, kind, step.shapes[number]
+        if (known := self._expected.get(key)) is not None:
+            return known
+        source = min(stage, message.target) % self.plan.schedule.placement.depth
+        edge = self._edges(source, step.microbatches[number])
+        self._expected[key] = edge if kind == "F" else edge.gradients
+        return self._expected[key]
+
+    # ---- effects of the other actions
 
     def _arrived(self, message: Message, began: Time) -> bool:
         """Receive the message into the inbox. Returns False if another rank of this process must run first.
@@ -146,7 +252,7 @@ class Executor:
         if payload is None:
             return False
         self.recorder.waited(message.op, began, self.recorder.now())
-        self.ops.ledger.receive(payload)
+        self.memory.ledger.receive(payload)
         self.inbox[message.op] = payload
         return True
 
@@ -154,16 +260,16 @@ class Executor:
         self.transport.settle()
 
     def _post(self, action: Post, step: StepInput) -> None:
-        self.messages.post(action.message, self.ops.specs(action.message, step))
+        self.messages.post(action.message, self._specs(action.message, step))
 
     def _deliver(self, action: Deliver, step: StepInput) -> None:
         op = action.message.op
         result = self.outbox.pop(op)
-        self.ops.ledger.receive(result)
+        self.memory.ledger.receive(result)
         self.inbox[op] = Payload(detached(result.tensors, result.specs), result.specs)
 
     def _send(self, action: Send, step: StepInput) -> None:
-        self.messages.send(action.message, self.outbox.pop(action.message.op), self._with_specs)
+        self.messages.send(action.message, self.outbox.pop(action.message.op), self._edges is None)
 
     def _exchange(self, action: Exchange, step: StepInput) -> None:
         self.messages.start()
@@ -180,7 +286,21 @@ class Executor:
         self.recorder.reduced(action.stage, start, self.recorder.now())
 
     def _host_copy(self, action: HostCopy, step: StepInput) -> None:
-        self.ops.host_copy(action, step)
+        """A step of the copies of a microbatch's activations to host memory and back."""
+        number, key = action.microbatch, (action.stage, action.microbatch)
+        stage, ledger = self.stages[action.stage], self.memory.ledger
+        offload = stage.part(Offload)
+        if offload is None:
+            return
+        match action.step:
+            case "offload":
+                offload.offload(number, stage.staying(number, step.microbatches[number]))
+            case "release":
+                ledger.release(key, offload.release(number))
+            case "reload":
+                ledger.reload(key, offload.reload(number))
+            case "restore":
+                offload.restore(number)
 
     def _raise_typed(self, doing: Op | str, error: RuntimeError) -> None:
         """Raise `error`, or the typed error that says which other rank caused it."""
@@ -207,7 +327,9 @@ class Executor:
         self.current = None
         self.inbox.clear()
         self.outbox.clear()
-        self.ops.reset()
+        self._totals, self.results = [], {}
+        for stage in self.stages.values():
+            stage.reset()
 
 
 def _in_profile(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -216,9 +338,9 @@ def _in_profile(run: Callable[..., Any]) -> Callable[..., Any]:
     Not by the name alone: torch takes 2F0 for a mangled name of C++, and shows F0.
     """
 
-    def named(compute: Compute, *args: Any) -> Any:
+    def named(compute: Compute, step: StepInput) -> None:
         with profiler.record_function(f"op {compute.op}"):
-            return run(compute, *args)
+            run(compute, step)
 
     return named
 

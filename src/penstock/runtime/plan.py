@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeGuard
 
+from penstock.runtime.stage_part import Forward
 from penstock.schedule import Op, Proof, Schedule
 from penstock.schedule.offload import HostCopies, HostCopy, offloaded, verify_copies
 from penstock.schedule.order import AHEAD, Exchanges, posts
@@ -72,9 +73,7 @@ class Compute(NamedTuple):
     gives: whether another stage needs its result
     sends: the message that its result becomes, where that stage is on another rank
     is_last: whether the stage is the last one of its copy of the model
-    split: whether the backward of this microbatch is split into I and W
-    recompute: whether the forward keeps its inputs only, and runs again in the backward
-    offload: whether what the forward saves will wait in host memory
+    how: how the forward of this microbatch runs
     """
 
     op: Op
@@ -82,9 +81,7 @@ class Compute(NamedTuple):
     gives: bool
     sends: Message | None
     is_last: bool
-    split: bool
-    recompute: bool
-    offload: bool = False
+    how: Forward
 
 
 class Deliver(NamedTuple):
@@ -219,9 +216,7 @@ class _Lowering:
             result is not None,
             result if self._is_remote(result) else None,
             self._placement.is_last(op.stage),
-            place in self._schedule.split,
-            place in self._recomputed,
-            op.kind == "F" and place in self._offloaded,
+            Forward(place in self._schedule.split, place in self._recomputed, place in self._offloaded),
         )
 
     def _host(self, stage: int) -> int:

@@ -78,8 +78,8 @@ class Recorder:
     def begin_step(self, program: Sequence[Op] = ()) -> None:
         self.program = program
         # with other microbatches, and in forwards without a backward, an op takes another time
-        place = len(program), program[-1].kind if program else ""
-        self.device_times, self._launching = self._by_program[place]
+        size_and_kind = len(program), program[-1].kind if program else ""
+        self.device_times, self._launching = self._by_program[size_and_kind]
         self._stream.begin_step()
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
 
@@ -125,15 +125,15 @@ class Recorder:
         whole: defaultdict[_StageKind, list[float]] = defaultdict(list)
         gapped: list[tuple[_StageKind, float]] = []
         for at, (op, start, end) in enumerate(zip(self._done, starts, ends, strict=True)):
-            place, launched = (op.stage, op.kind), marks[4 * at + 1].queued
-            self._launching[place] = launched - marks[4 * at].queued
+            key, launched = (op.stage, op.kind), marks[4 * at + 1].queued
+            self._launching[key] = launched - marks[4 * at].queued
             if start >= launched + self._offset:
-                whole[place].append(end - start)
+                whole[key].append(end - start)
             else:
-                gapped.append((place, end - start))
+                gapped.append((key, end - start))
         known = self.device_times
-        known.update((place, median(lengths)) for place, lengths in whole.items())
-        gaps = [max(0.0, length - known[place]) if place in known else nan for place, length in gapped]
+        known.update((key, median(lengths)) for key, lengths in whole.items())
+        gaps = [max(0.0, length - known[key]) if key in known else nan for key, length in gapped]
         self.host_bound = sum(gaps)
 
     def reductions(self) -> dict[int, tuple[float, float]]:
@@ -142,8 +142,8 @@ class Recorder:
 
     def ended(self) -> list[tuple[Op, OpTimes]]:
         """The ops that have ended, without waiting: in a failed step a kernel may never end."""
-        each = zip(*[iter(self._times)] * len(OpTimes._fields), strict=False)
-        over = takewhile(lambda ran: stream.is_over(ran[1][1]), zip(self._done, each, strict=False))
+        by_op = zip(*[iter(self._times)] * len(OpTimes._fields), strict=False)
+        over = takewhile(lambda ran: stream.is_over(ran[1][1]), zip(self._done, by_op, strict=False))
         return [(op, OpTimes(*map(self._seconds, times))) for op, times in over]
 
     def _seconds(self, when: Time) -> float:
@@ -186,7 +186,7 @@ def timeline(
         tuple(peak_live),
         overlaps=schedule.overlaps,
         waits=tuple(waits),
-        reductions=tuple(each._replace(start=each.start - zero, end=each.end - zero) for each in reductions),
+        reductions=tuple(of._replace(start=of.start - zero, end=of.end - zero) for of in reductions),
         device=tuple(device),
         host_bound=tuple(host_bound),
     )
@@ -214,8 +214,8 @@ class Progress(NamedTuple):
     @property
     def phase(self) -> str:
         """Warm-up until the first backward, drain after the last forward, steady in between."""
-        backwards = [place for place, op in enumerate(self.program) if op.kind != "F"]
-        forwards = [place for place, op in enumerate(self.program) if op.kind == "F"]
+        backwards = [at for at, op in enumerate(self.program) if op.kind != "F"]
+        forwards = [at for at, op in enumerate(self.program) if op.kind == "F"]
         if self.over or not backwards:
             return ""
         if len(self.done) < backwards[0]:

@@ -24,6 +24,7 @@ from torch import nn
 from penstock.batch.microbatches import checksums, named_tensors
 from penstock.batch.shapes import Microbatch, microbatch_key
 from penstock.private import DropoutNd
+from penstock.runtime.stage_part import Forward, StagePart
 
 _MASK = (1 << 63) - 1
 _ODD = 0x1E3779B97F4A7C15
@@ -45,7 +46,7 @@ def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
                 yield name, key, value
 
 
-class StageRNG:
+class StageRNG(StagePart):
     """Seeds the generator of one stage where a forward begins, and where one of its modules is called.
 
     Args:
@@ -62,8 +63,7 @@ class StageRNG:
         for place, module in modules:
             self._watch(module, place, seeding)
 
-    def begin(self, microbatch: Microbatch) -> None:
-        """A forward of the stage begins."""
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
         self._seed(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
     def enter(self, place: str) -> None:
@@ -103,16 +103,6 @@ class _Seeding(nn.Module):
         if not torch.compiler.is_compiling():
             self._rng.enter(self._rng_place)
         return super().__call__(*args, **kwargs)
-
-
-def seeded_call(call: Any, rng: StageRNG) -> Any:
-    """A StageCall that seeds the stage's generator and then runs `call`."""
-
-    def seeded(received: tuple[Any, ...], microbatch: Microbatch) -> Any:
-        rng.begin(microbatch)
-        return call(received, microbatch)
-
-    return seeded
 
 
 def mix(seed: int, text: str) -> int:

@@ -81,17 +81,6 @@ class FSDPGradients:
         gathered = [weight for weight in weights if hasattr(weight, "_unsharded_param")]
         return {id(weight.sharded_param): weight._unsharded_param for weight in gathered}
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether its weights are gathered and stay so: forwards and backwards communicate no weights."""
-        return all(
-            group.is_unsharded
-            and group.post_forward_mesh_info is None
-            and not group.reshard_after_backward
-            and not group.reduce_grads
-            for group in self._groups
-        )
-
 
 def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of `tensor`; in-place changes change the tensor."""

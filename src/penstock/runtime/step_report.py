@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,16 +76,16 @@ class StepReport(NamedTuple):
 
 
 Reports = Sequence[StepReport]  # by rank
-# how many numbers are in front of the reductions: those of three tuples, and six that stand alone
-_HEAD = sum(len(each._fields) for each in (Held, PeakMemory, OpSeconds)) + 6
+# the fields in front of the lists
+_HEAD: Sequence[type[Any]] = (float, int, int, Held, bool, PeakMemory, int, OpSeconds, float)
 
 
 def losses(executors: Sequence[Executor]) -> list[float]:
     """The loss shares of these ranks. Waits for a GPU once."""
-    shares = [executor.ops.loss_shares for executor in executors]
-    sums = [torch.stack(each).double().sum() for each in shares if each]
+    shares = [executor.loss_shares for executor in executors]
+    sums = [torch.stack(of_rank).double().sum() for of_rank in shares if of_rank]
     values = iter(torch.stack(sums).tolist() if sums else ())
-    return [next(values) if each else 0.0 for each in shares]
+    return [next(values) if of_rank else 0.0 for of_rank in shares]
 
 
 def pack(
@@ -96,13 +96,12 @@ def pack(
     asks: int = 0,
 ) -> Tensor:
     """One rank's report as a float64 vector, of the same length on all ranks. loss: from `losses`"""
-    ops, schedule = executor.ops, executor.plan.schedule
-    recorder = executor.recorder
+    schedule, recorder, ledger = executor.plan.schedule, executor.recorder, executor.memory.ledger
     times, spans = recorder.times(), recorder.reductions()
     stages, known = schedule.placement.stages_of(executor.plan.rank), recorder.device_times
     reductions = [time for stage in stages for time in spans.get(stage, (0.0, 0.0))]
     device = [known.get((stage, kind), 0.0) for stage in stages for kind in _KINDS]
-    peaks = ops.peak_live, ops.ledger.peak_deferred, *ops.ledger.peak
+    peaks = executor.memory.peak_live, ledger.peak_deferred, *ledger.peak
     seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)
     head = [loss, *peaks, float(changed), *memory, float(asks), *seconds, recorder.host_bound]
     body = [*reductions, *device, *times]
@@ -115,26 +114,18 @@ def unpack(schedule: Schedule, vectors: Sequence[Tensor]) -> Reports:
     """The reports of all ranks from their vectors, in order. Reads the numbers in the order of `pack`."""
     reports = []
     for rank, vector in enumerate(vectors):
-        numbers, lengths = vector.tolist(), _lengths(schedule, rank)
-        head, body = iter(numbers), iter(numbers[_HEAD:])
-        reductions, device, times = (list(islice(body, length)) for length in lengths)
-        reports.append(
-            StepReport(
-                loss=next(head),
-                peak_live=int(next(head)),
-                peak_deferred=int(next(head)),
-                held=Held(*map(int, islice(head, len(Held._fields)))),
-                changed=bool(next(head)),
-                memory=PeakMemory(*map(int, islice(head, len(PeakMemory._fields)))),
-                asks=int(next(head)),
-                seconds=OpSeconds(*islice(head, len(OpSeconds._fields))),
-                host_bound=next(head),
-                reductions=reductions,
-                device=device,
-                times=times,
-            )
-        )
+        numbers = iter(vector.tolist())
+        head = [_read(numbers, kind) for kind in _HEAD]
+        reports.append(StepReport(*head, *(list(islice(numbers, n)) for n in _lengths(schedule, rank))))
     return reports
+
+
+def _read(numbers: Iterator[float], kind: type[Any]) -> Any:
+    """The next field, of this type."""
+    if not hasattr(kind, "_fields"):
+        return kind(next(numbers))
+    values = islice(numbers, len(kind._fields))
+    return kind(*(values if kind is OpSeconds else map(int, values)))
 
 
 def _lengths(schedule: Schedule, rank: int) -> tuple[int, int, int]:
@@ -145,7 +136,9 @@ def _lengths(schedule: Schedule, rank: int) -> tuple[int, int, int]:
 
 def shares(schedule: Schedule, reports: Reports) -> tuple[float, float | None]:
     """The same as `Timeline.bubble` and `Timeline.host_share`, without a span for every op."""
-    ran = [each.times for each in reports if each.times]  # a rank of an unused copy of the model has no ops
+    ran = [
+        report.times for report in reports if report.times
+    ]  # a rank of an unused copy of the model has no ops
     ends = [times[-_TIMES + 1] for times in ran] + [of.end for of in _reductions(schedule, reports)]
     makespan = max(ends) - min(times[0] for times in ran)
     busy = sum(sum(times[1::_TIMES]) - sum(times[::_TIMES]) for times in ran)
@@ -156,22 +149,17 @@ def shares(schedule: Schedule, reports: Reports) -> tuple[float, float | None]:
 
 def _host_bound(reports: Reports) -> tuple[float, ...]:
     """As Timeline has it: empty where a rank does not know its own."""
-    gaps = tuple(each.host_bound for each in reports)
+    gaps = tuple(report.host_bound for report in reports)
     return gaps if all(map(isfinite, gaps)) else ()
-
-
-def ends(reports: Reports) -> list[float]:
-    """When each rank ended its last op or reduction; 0 for a rank without ops."""
-    return [max([0.0, *each.times[1::_TIMES], *each.reductions]) for each in reports]
 
 
 def measured(schedule: Schedule, reports: Reports) -> Timeline:
     """The timeline of the step."""
     ran = []
-    for program, each in zip(schedule.programs, reports, strict=True):
-        times = zip(*[iter(each.times)] * _TIMES, strict=True)
+    for program, report in zip(schedule.programs, reports, strict=True):
+        times = zip(*[iter(report.times)] * _TIMES, strict=True)
         ran.append([(op, OpTimes(*four)) for op, four in zip(program, times, strict=True)])
-    peaks = [each.peak_live for each in reports]
+    peaks = [report.peak_live for report in reports]
     return timeline(
         schedule, ran, peaks, [*_reductions(schedule, reports)],
         device=[*_device_times(schedule, reports)], host_bound=_host_bound(reports),
@@ -179,17 +167,17 @@ def measured(schedule: Schedule, reports: Reports) -> Timeline:
 
 
 def _device_times(schedule: Schedule, reports: Reports) -> Iterator[DeviceTime]:
-    for rank, each in enumerate(reports):
+    for rank, report in enumerate(reports):
         stages = schedule.placement.stages_of(rank)
-        places = [(stage, kind) for stage in stages for kind in _KINDS]
-        for (stage, kind), seconds in zip(places, each.device, strict=True):
+        ops = [(stage, kind) for stage in stages for kind in _KINDS]
+        for (stage, kind), seconds in zip(ops, report.device, strict=True):
             if seconds:
                 yield DeviceTime(stage, kind, seconds)
 
 
 def _reductions(schedule: Schedule, reports: Reports) -> Iterator[Reduction]:
-    for rank, each in enumerate(reports):
+    for rank, report in enumerate(reports):
         stages = schedule.placement.stages_of(rank)
-        for stage, start, end in zip(stages, each.reductions[::2], each.reductions[1::2], strict=True):
+        for stage, start, end in zip(stages, report.reductions[::2], report.reductions[1::2], strict=True):
             if start:
                 yield Reduction(rank, stage, start, end)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.provenance import Provenance
 from penstock.parallel.expert.experts import expert_parallel, mixtures
 from penstock.parallel.expert.replay import ModelRouting, StageRouting
+from penstock.runtime.stage_part import WHOLE
+from penstock.schedule.ops import Kind
 from support import zoo
 from support.families import ragged_batch
 from support.mixtures import (
@@ -54,6 +57,20 @@ def routing_of(model: PreTrainedModel, change: Callable[[], object] = lambda: No
     return routing
 
 
+@contextmanager
+def forward(routing: StageRouting, number: int, batch: Batch) -> Iterator[None]:
+    routing.before_forward(number, batch, WHOLE)
+    yield
+    routing.after_forward()
+
+
+@contextmanager
+def backward(routing: StageRouting, number: int, kind: Kind) -> Iterator[None]:
+    routing.before_backward(number)
+    yield
+    routing.after_backward(number, kind)
+
+
 def loss_of(model: PreTrainedModel) -> Tensor:
     batch = ragged_batch()
     return total_loss(model, batch) / valid(batch)
@@ -61,9 +78,9 @@ def loss_of(model: PreTrainedModel) -> Tensor:
 
 def step(model: PreTrainedModel, routing: StageRouting, number: int, batch: Batch) -> Tensor:
     """The loss of a forward of microbatch `number`, whose backward has run."""
-    with routing.forward(number, batch):
+    with forward(routing, number, batch):
         loss = loss_of(model)
-    with routing.backward(number, last=True):
+    with backward(routing, number, "B"):
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
@@ -105,18 +122,18 @@ def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
     # layers are run again from the last one
     assert any(not torch.equal(a, b) for a, b in zip(made, reversed(first), strict=False))
     model.zero_grad()
-    with routing.forward(7, ragged_batch()):
+    with forward(routing, 7, ragged_batch()):
         loss = loss_of(model)
     first = list(routing.kept(7).values())
     made.clear()
-    with routing.backward(7, last=False):
+    with backward(routing, 7, "I"):
         loss.backward()  # type: ignore[no-untyped-call]
     assert len(made) == len(first)
     assert all(torch.equal(again, before) for again, before in zip(made, reversed(first), strict=True))
-    assert routing.held == [7]
-    with routing.backward(7, last=True):
+    assert routing.left_over == 1
+    with backward(routing, 7, "W"):
         pass
-    assert routing.held == []
+    assert routing.left_over == 0
     recorded = routing.recorded[7].chosen.flatten(0, 1)
     assert all(torch.equal(recorded[:, place], layer) for place, layer in enumerate(first))
 
@@ -157,7 +174,7 @@ def test_evaluation_in_between_changes_nothing() -> None:
     model = model_of()
     routing = routing_of(model)
     checkpointed(model)
-    with routing.forward(0, ragged_batch()):
+    with forward(routing, 0, ragged_batch()):
         loss = loss_of(model)
         kept = dict(routing.kept(0))
         with torch.no_grad():
@@ -167,7 +184,7 @@ def test_evaluation_in_between_changes_nothing() -> None:
         model.train()
     assert routing.kept(0).keys() == kept.keys() == mixtures(model).keys()
     assert all(routing.kept(0)[name] is kept[name] for name in kept)
-    with routing.backward(0, last=False), torch.no_grad():
+    with backward(routing, 0, "I"), torch.no_grad():
         made = shaken(model, 1.0, lambda: True)
         loss_of(model)
     assert any(not torch.equal(a, b) for a, b in zip(made, kept.values(), strict=True))
@@ -180,7 +197,7 @@ def test_shape_inference_is_left_alone() -> None:
     routing = routing_of(model)
     name = next(iter(mixtures(model)))
     block = model.to("meta").get_submodule(name.rpartition(".")[0])
-    with routing.forward(0, ragged_batch()):
+    with forward(routing, 0, ragged_batch()):
         block(torch.zeros(2, 5, 32, dtype=torch.float64, device="meta"))
     assert routing.kept(0) == {}
 
@@ -193,16 +210,16 @@ def test_each_microbatch_replays_its_own_choices() -> None:
     losses = []
     for microbatch in (0, 1):
         ids = (ragged_batch()["input_ids"] + microbatch) % zoo.VOCABULARY
-        with routing.forward(microbatch, {"input_ids": ids}):
+        with forward(routing, microbatch, {"input_ids": ids}):
             losses.append(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    assert routing.held == [0, 1]
+    assert routing.left_over == 2
     for microbatch in (1, 0):
         made.clear()
         layers = list(routing.kept(microbatch).values())
-        with routing.backward(microbatch, last=True):
+        with backward(routing, microbatch, "B"):
             losses[microbatch].backward()
         assert all(torch.equal(a, b) for a, b in zip(reversed(made), layers, strict=True))
-    assert routing.held == []
+    assert routing.left_over == 0
 
 
 def test_choices_of_another_length_are_refused() -> None:
@@ -229,9 +246,9 @@ def test_reentrant_checkpointing_leaves_no_choice_to_replay() -> None:
     routing = routing_of(model)
     model.activation_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
-    with routing.forward(0, ragged_batch()):
+    with forward(routing, 0, ragged_batch()):
         loss = loss_of(model)
-    with pytest.raises(ConfigError, match="use_reentrant=False"), routing.backward(0, last=True):
+    with pytest.raises(ConfigError, match="use_reentrant=False"), backward(routing, 0, "B"):
         loss.backward()  # type: ignore[no-untyped-call]
 
 
@@ -260,9 +277,9 @@ def replayed() -> list[str]:
     routing = routing_of(model, lambda: expert_parallel(model, mesh))
     checkpointed(model)
     mine = own_rows(batch, rank, ranks)
-    with routing.forward(0, mine):
+    with forward(routing, 0, mine):
         own = total_loss(model, mine) / valid(batch)
-    with routing.backward(0, last=True):
+    with backward(routing, 0, "B"):
         own.backward()  # type: ignore[no-untyped-call]
     return differences("replayed", own, loss, gathered(model), expected, 1e-5)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, ModelError
-from penstock.runtime.stage import RoutedStage
+from penstock.parallel.expert.replay import StageRouting
 from penstock.train.config.load import load_config
 from penstock.train.settings import make_auto
 from support import zoo
@@ -95,7 +95,7 @@ def build(model: PreTrainedModel, case: Case, **more: Any) -> Pipeline:
 
 
 def left(pipe: Pipeline) -> int:
-    return sum(len(stage.routing.held) for stage in pipe.stages if isinstance(stage, RoutedStage))
+    return sum(stage.left_over for stage in pipe.stages)
 
 
 def recomputed(case: Case, size: float, without: bool) -> None:
@@ -310,7 +310,7 @@ def test_a_step_that_fails_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="broken on purpose"):
         pipe.step(whole)
     assert not left(pipe)
-    assert not any(stage.routing.recorded for stage in pipe.stages if isinstance(stage, RoutedStage))
+    assert not any(routing.recorded for stage in pipe.stages if (routing := stage.part(StageRouting)))
     fails.clear()
     pipe.zero_grad()
     assert pipe.step(whole).loss == pytest.approx(loss, rel=1e-10)

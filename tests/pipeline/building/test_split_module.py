@@ -13,7 +13,7 @@ from torch import nn
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
 from penstock.errors import ConfigError, EquivalenceError, ModelError, PartitionError
-from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_checkpointing import Checkpointing, Switch
 from penstock.pipeline import (
     layers_of,
     make_schedule,
@@ -23,6 +23,7 @@ from penstock.pipeline import (
     own_stages,
     provider_of,
     split,
+    stage_parts,
 )
 from support.families import tiny_config, tiny_model
 from support.own_chain import WIDTH, Chain, Layer, OptionalParts, made, squares, x_batch
@@ -276,7 +277,12 @@ def test_stages_by_hand() -> None:
     assert [own_stages(schedule, [rank]) for rank in range(2)] == [[0], [1]]
     device = torch.device("cpu")
     parts = [copy.deepcopy(split(model, names, stage)) for stage in range(2)]
-    stages = [make_stage(i, part, device, checkpointing=Checkpointing()) for i, part in enumerate(parts)]
+    how = stage_parts(checkpointing=Checkpointing())
+    stages = [make_stage(i, part, device, how) for i, part in enumerate(parts)]
+    assert all(stage.part(Switch) for stage in stages)
+    with pytest.warns(DeprecationWarning, match="give checkpointing to stage_parts"):  # as 0.5.0 took it
+        old = make_stage(0, copy.deepcopy(split(model, names, 0)), device, checkpointing=Checkpointing())
+    assert old.part(Switch)
     sent = stages[0].infer(None, batch)
     found = stages[1].infer(Payload((sent,), EdgeSpecs.of((sent,), SINGLE)), batch)
     torch.testing.assert_close(found, model(batch["x"]))

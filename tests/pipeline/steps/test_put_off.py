@@ -15,6 +15,8 @@ from penstock import Axes, Pipeline
 from penstock.batch import head_logits
 from penstock.batch.shapes import Microbatch
 from penstock.models.stage import StageInfo
+from penstock.pipeline.steps.put_off import WholeBackwards
+from penstock.runtime.split_backward.deferred import PutOff
 from support import pictures
 from support.families import each_layer, pipeline, ragged_batch, tiny_model
 from support.mesh import batch as mesh_batch
@@ -62,6 +64,12 @@ def hooked(name: str) -> Prepare:
     return prepare
 
 
+def put_off_by(pipe: Pipeline) -> list[PutOff | None]:
+    """How much the I of each stage left for W in the first step."""
+    (watch,) = (part for part in pipe._parts if isinstance(part, WholeBackwards))
+    return [counter.put_off for counter in watch.counters]
+
+
 def said(pipe: Pipeline, batch: Any) -> list[str]:
     """The warnings of the first of two steps; the second has none."""
     with warnings.catch_warnings(record=True) as caught:
@@ -76,9 +84,9 @@ def said(pipe: Pipeline, batch: Any) -> list[str]:
 def test_plain_products_are_put_off_and_nothing_is_said() -> None:
     pipe = two_products()
     assert said(pipe, batch()) == []
-    for stage in pipe.stages:
-        assert stage.put_off is not None
-        assert (stage.put_off.rows, stage.put_off.total) == (10, 2 * 10 * (NARROW + WIDE))
+    for put_off in put_off_by(pipe):
+        assert put_off is not None
+        assert (put_off.rows, put_off.total) == (10, 2 * 10 * (NARROW + WIDE))
 
 
 @pytest.mark.parametrize(("name", "share"), [("narrow", None), ("wide", "20%")])
@@ -170,7 +178,7 @@ def on_a_mesh(family: str, axes: Axes) -> list[tuple[float, list[str]]]:
         warnings.filterwarnings("always", "Stage . puts off")
         pipe = build_pipe(family, 2, axes, {"schedule": "zb_h1"})
         pipe.step(own_part(mesh_batch(), *pipe.batch_part))
-    totals = [0 if stage.put_off is None else stage.put_off.total for stage in pipe.stages]
+    totals = [0 if put_off is None else put_off.total for put_off in put_off_by(pipe)]
     pipe.close()
     return [(total, [str(each.message) for each in caught]) for total in totals]
 
@@ -196,5 +204,6 @@ def test_weights_that_a_later_microbatch_uses_first_are_put_off_too() -> None:
     assert said(pipe, [*text, *(each for each in seen if "pixel_values" in each)]) == []
     tower = pipe.modules[0].get_submodule("model.vision_model")
     used = {id(each) for each in tower.parameters()}
-    assert pipe.stages[0].put_off is not None
-    assert used & pipe.stages[0].put_off.flops.keys()
+    put_off = put_off_by(pipe)[0]
+    assert put_off is not None
+    assert used & put_off.flops.keys()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from penstock import AutoPipeline, Pipeline
 from penstock.batch.shapes import microbatch_key
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.runtime import ops
+from penstock.runtime import step_memory
 from penstock.runtime.device import footprints, memory
 from penstock.runtime.device.footprints import (
     Footprint,
@@ -164,7 +164,7 @@ def forget_buffers(pipe: Pipeline) -> None:
 def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     most = 0
     (executor,) = pipe._training.executors
-    messages = executor.ops._messages  # asked where a step looks at what it holds
+    messages = executor.memory._messages  # asked where a step looks at what it holds
 
     class Watched:
         @property
@@ -175,7 +175,7 @@ def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
             most = max(most, alive.nbytes - casts)
             return int(messages.buffer_bytes)
 
-    with patch.object(executor.ops, "_messages", Watched()), Measured() as alive:
+    with patch.object(executor.memory, "_messages", Watched()), Measured() as alive:
         pipe.step(batch)
     return most
 
@@ -235,7 +235,7 @@ def test_a_forward_is_measured_until_its_shape_is_known(lengths: list[int], meas
     """On CPUs that takes twice as long as the forward. What a first one allocates for all does not count."""
     pipe = AutoPipeline(ranks=2, microbatches=4, shapes="inferred").build(tiny_model("llama"))
     batch = [{"input_ids": tokens(2, n, n), "labels": tokens(2, n, n)} for n in lengths]
-    with patch.object(ops, "measuring", wraps=memory.measuring) as measuring:
+    with patch.object(step_memory, "measuring", wraps=memory.measuring) as measuring:
         pipe.step(batch)
         assert measuring.call_count == measured * len(pipe.stages)
         pipe.step(batch)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.runtime.device.offload import Offload
+from penstock.runtime.stage_part import Forward
 from support.host_link import LateLink
 
 CPU = torch.device("cpu")
@@ -19,8 +20,10 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def forward(offload: Offload, number: int = 0) -> Iterator[None]:
-    with offload.forward(number), offload.saving():
+    offload.before_forward(number, {}, Forward(offload=True))
+    with offload.saving():
         yield
+    offload.after_forward()
 
 
 def there_and_back(offload: Offload, number: int = 0, staying: frozenset[int] = frozenset()) -> int:

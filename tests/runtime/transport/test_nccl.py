@@ -496,7 +496,7 @@ def test_a_rank_that_does_not_come_to_the_sum_of_shared_gradients() -> None:
     def job(rank: int) -> BaseException | None:
         pipe = jobs.pipeline(build("dualpipe", ranks=2, microbatches=2), 2, 2)
         if rank == 1:
-            pipe._shared.end_step = lambda: None  # type: ignore[method-assign]
+            pipe._shared.end = lambda step: None  # type: ignore[method-assign]
             pipe.step(jobs.batch(2, torch.float64))
             return None
         with pytest.raises(StalledPeerError, match="shared gradient from rank 1") as caught:

@@ -118,6 +118,7 @@ class HFCall:
         info: StageInfo,
         entries: frozenset[str] | None = None,
         *,
+        callee: nn.Module | None = None,
         defers_head: Chunked = False,
         shape_questions: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -125,6 +126,7 @@ class HFCall:
         Args:
             entries: those of a microbatch that the model gets, from `taken` of it before axes change its
                 forward; others are the loss's.
+            callee: what is called in place of `model`, a wrapper around it; None: nothing is.
             defers_head: whether the last stage may return HeadLogits, and for what; see Options.
             shape_questions: returns how many questions about values a forward of the whole model asks that
                 shapes alone decide (penstock.models.huggingface.masks).
@@ -132,6 +134,7 @@ class HFCall:
         if defers_head and info.is_last:
             defer_head(model, defers_head)
         self._model, self._taken = model, taken(model) if entries is None else entries
+        self._callee = model if callee is None else callee
         self._boundary: Boundary = model.boundary
         self._seen = frozenset[str]() if info.is_first else tower_inputs(model)
         self._shape_questions, self._answers = shape_questions, dict[object, Any]()
@@ -150,7 +153,7 @@ class HFCall:
         self._boundary.begin(received[0] if received else None)
         try:
             with self._answering(arguments, microbatch):
-                result = self._model(**arguments, use_cache=False)
+                result = self._callee(**arguments, use_cache=False)
         except StageDone:
             return self._boundary.end()
         except BaseException as error:

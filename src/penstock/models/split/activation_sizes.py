@@ -28,6 +28,7 @@ from penstock.runtime.device.memory import Measured, MicrobatchBytes
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.deferred import without_autocast
 from penstock.runtime.stage import Stage, StageCall
+from penstock.runtime.stage_part import Forward
 
 
 class _Fused(TorchFunctionMode):
@@ -126,16 +127,16 @@ def stage_sizes(
         lowered = None if autocast is None else AutocastWithoutValues(autocast)
         call = HFCall(model, info, entries, defers_head=defers_head)
         lowering = call if lowered is None else _Under(lowered, call)
-        stage = Stage(info.stage, model.train(), lowering, offload=offload)
+        stage = Stage(info.stage, model.train(), lowering, () if offload is None else (offload,))
         casts = tuple if lowered is None else lambda: lowered.casts.storages
         try:
-            saving = nullcontext() if offload is None else offload.forward(0)
-            with without_autocast(), _Fused(), saving, Measured(casts) as measured:
+            how = Forward(split, offload=offload is not None)
+            with without_autocast(), _Fused(), Measured(casts) as measured:
                 if info.is_last:
-                    stage.forward_loss(0, received, microbatch, NextToken(), split)
+                    stage.forward(0, received, microbatch, how=how, loss=NextToken())
                     sent: tuple[torch.Tensor, ...] = ()
                 else:
-                    sent = stage.forward(0, received, microbatch, edge, split).tensors
+                    sent = stage.forward(0, received, microbatch, edge, how).tensors
         except Exception:  # a forward that looks at values
             return None
         held = footprint(measured.own_bytes, stage.live[0].inputs, sent)

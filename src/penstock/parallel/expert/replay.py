@@ -18,8 +18,7 @@ and tokens of which an engine says nothing (the last token of a row is never its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,8 @@ from penstock.parallel.context.sequence import FULL_SEQUENCE
 from penstock.parallel.expert.experts import count_of, mixtures
 from penstock.parallel.expert.routing import Marks, Router, Task, TopKs, not_top_k, one_too_many
 from penstock.private import current_graph_task_id
+from penstock.runtime.stage_part import Forward, StagePart
+from penstock.schedule.ops import Kind
 
 _log = logging.getLogger(__name__)
 Choices = Mapping[str, Tensor]  # by the name of the module of experts: (tokens, top_k)
@@ -177,7 +178,7 @@ class Recorded(NamedTuple):
     length: int | None
 
 
-class _Held(NamedTuple):
+class _MicrobatchChoices(NamedTuple):
     """The choices of a microbatch, kept until its last backward."""
 
     rows: int
@@ -186,8 +187,8 @@ class _Held(NamedTuple):
     kept: dict[str, Tensor]  # choices by mixture
 
 
-class StageRouting:
-    """Records and replays the choices in one stage, for its ops (penstock.runtime.stage.Routing).
+class StageRouting(StagePart):
+    """Records and replays the choices in one stage.
 
     Forwards outside of any op, in evaluation mode or of shapes only are left alone. A router whose choice is
     not one top-k raises ModelError in its first forward.
@@ -204,40 +205,49 @@ class StageRouting:
     def __init__(self, module: nn.Module, places: Mapping[str, int], numbers: Mapping[str, int]) -> None:
         self.recorded: dict[int, Recorded] = {}
         self._places = places
-        self._microbatches: dict[int, _Held] = {}
+        self._microbatches: dict[int, _MicrobatchChoices] = {}
         self._forward: tuple[Choices | None, dict[str, Tensor] | None] = None, None  # to replay, and kept
         self._backward: int | None = None  # the microbatch whose backward runs
         for name in places:
             Router(name, numbers[name], self._task).attach(module)
 
-    def forward(self, number: int, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """For a forward that a backward follows: its choices are kept."""
+    def begin_step(self) -> None:
+        self.reset()  # a microbatch of that number may have gone through another copy of the model
+
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+        """The choices of a forward that a backward follows are kept."""
         self.recorded.pop(number, None)
         full = microbatch.get(FULL_SEQUENCE)
         rows, tokens = model_input(microbatch).shape[:2]
-        held = _Held(rows, tokens, None if full is None else full.length, {})
-        self._microbatches[number] = held
-        return self._in_forward(self._batch_choices(microbatch), held.kept)
+        kept: dict[str, Tensor] = {}
+        self._microbatches[number] = _MicrobatchChoices(
+            rows, tokens, None if full is None else full.length, kept
+        )
+        self._forward = self._batch_choices(microbatch), kept
 
-    def inference(self, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """For a forward that no backward follows: nothing is kept."""
-        return self._in_forward(self._batch_choices(microbatch), None)
+    def after_forward(self) -> None:
+        self._forward = None, None
 
-    @contextmanager
-    def backward(self, number: int, last: bool) -> Iterator[None]:
-        """For a backward or a half of it: a forward that runs again chooses as before. last: the last one"""
-        before, self._backward = self._backward, number
-        try:
-            yield
-        finally:
-            self._backward = before
-        if last:
+    def before_inference(self, microbatch: Microbatch) -> None:
+        """Nothing is kept of a forward that no backward follows."""
+        self._forward = self._batch_choices(microbatch), None
+
+    def after_inference(self) -> None:
+        self._forward = None, None
+
+    def before_backward(self, number: int) -> None:
+        """A forward that runs again in the backward chooses as before."""
+        self._backward = number
+
+    def after_backward(self, number: int, kind: Kind) -> None:
+        self._backward = None
+        if kind != "I":  # else W follows
             self._release(number)
 
     @property
-    def held(self) -> list[int]:
-        """The microbatches whose backward has not ended: none between steps."""
-        return sorted(self._microbatches)
+    def left_over(self) -> int:
+        """Microbatches whose backward has not ended: none between steps."""
+        return len(self._microbatches)
 
     def kept(self, number: int) -> Choices:
         """The choices of a microbatch whose backward has not ended; none in evaluation mode."""
@@ -247,6 +257,7 @@ class StageRouting:
         """Forget the choices of the last step, and what a failed one has left."""
         self._microbatches.clear()
         self.recorded.clear()
+        self._forward, self._backward = (None, None), None
 
     def _release(self, number: int) -> None:
         rows, tokens, length, kept = self._microbatches.pop(number)
@@ -259,14 +270,6 @@ class StageRouting:
             return None
         choices = microbatch[ROUTED].long()
         return {name: choices[:, :, place].flatten(0, 1) for name, place in self._places.items()}
-
-    @contextmanager
-    def _in_forward(self, choices: Choices | None, kept: dict[str, Tensor] | None) -> Iterator[None]:
-        before, self._forward = self._forward, (choices, kept)
-        try:
-            yield
-        finally:
-            self._forward = before
 
     def _task(self, name: str, trains: bool) -> Task | None:
         """The task of mixture `name` in a forward that begins now in this thread; None for none."""

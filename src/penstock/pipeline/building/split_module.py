@@ -143,7 +143,7 @@ def split(
         elif absent == "none":
             _remove(holder, last)
     if on_every_stage:
-        vars(copied)["on_every_stage"] = tuple(on_every_stage)  # as penstock.models.stage.SharesWeights says
+        vars(copied)["on_every_stage"] = tuple(on_every_stage)  # see declared_on_every_stage
     return copied
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,10 +26,11 @@ from penstock.pipeline.options import Options, Parallelize
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.health.agreement import compare_values, named, shared_errors
-from penstock.runtime.rng import StageRNG, dropouts, seeded_call
+from penstock.runtime.rng import StageRNG, dropouts
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages
-from penstock.runtime.stage import RoutedStage, Routing, Shards, Stage, StageCall
+from penstock.runtime.stage import Stage, StageCall
+from penstock.runtime.stage_part import StagePart
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Proof, Schedule
 from penstock.schedule.ops import Placement
@@ -36,7 +38,36 @@ from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_f
 
 NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their numbers in the whole model
 LayersByStage = Mapping[int, NumberedLayers]  # by stage
-ShardStage = Callable[[nn.Module, Sequence[nn.Module]], Shards | None]
+
+
+@dataclass(frozen=True)
+class StageWeights:
+    """What is known of the weights of a build.
+
+    shared: weights that several stages hold
+    saved: how they are saved; None for a user's own modules
+    names: by stage of this process, the names of the parameters that are saved
+    copies: by stage of this process, the names of the parameters that are copies of the first stage's
+    """
+
+    shared: Sequence[SharedWeights] = ()
+    saved: SavedModel | None = None
+    names: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    copies: Mapping[int, frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How the schedule of a number of microbatches is made, and lowered to plans.
+
+    make_schedule: makes it; raises ConfigError
+    recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
+    ahead: see Offloading; None where no activations wait in host memory
+    """
+
+    make_schedule: Callable[[int], Schedule]
+    recomputed: Callable[[Proof], StageMicrobatches]
+    ahead: int | None
 
 
 @dataclass(frozen=True)
@@ -46,12 +77,6 @@ class BuiltStages:
     stages: those of this process
     edges: the shapes that cross each edge; None where messages carry them
     mesh_plan: how the axes other than the pipeline's change a microbatch; None without them
-    shared: weights that several stages hold
-    make_schedule: makes the schedule of another number of microbatches; raises ConfigError
-    names: by stage of this process, the names of the parameters that are saved
-    copies: by stage of this process, the names of the parameters that are copies of the first stage's
-    recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
-    offloading: which activations wait in host memory; None: none do
     trace_folder: where each process writes the timeline of a step that fails
     autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
     balances: whether the model's forward adds an auxiliary loss of its routers
@@ -61,17 +86,12 @@ class BuiltStages:
     world: World
     stages: Sequence[Stage]
     layers: LayersByStage
+    weights: StageWeights
     edges: EdgeShapes | None
     loss: Loss
     splitter: BatchSplitter
-    make_schedule: Callable[[int], Schedule]
+    lowering: Lowering
     mesh_plan: MeshPlan | None = None
-    shared: Sequence[SharedWeights] = ()
-    saved: SavedModel | None = None
-    names: Mapping[int, frozenset[str]] | None = None
-    copies: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    recomputed: Callable[[Proof], StageMicrobatches] = lambda proof: frozenset()
-    offloading: Offloading | None = None
     trace_folder: str | Path | None = None
     autocast: torch.dtype | None = None
     balances: bool = False
@@ -103,10 +123,11 @@ def stage_facts(
     """The facts of all stages, on every process. Collective."""
     local = []
     for stage in stages:
-        held = list(stage.module.parameters())
+        parameters = list(stage.module.parameters())
         numbers = [number for number, _ in layers[stage.index]]
-        trainable = sum(parameter.numel() for parameter in held if parameter.requires_grad)
-        sizes = sum(p.numel() for p in held), trainable, sum(local_shard(p).nbytes for p in held)
+        trainable = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        scalars, nbytes = sum(p.numel() for p in parameters), sum(local_shard(p).nbytes for p in parameters)
+        sizes = scalars, trainable, nbytes
         local.append((stage.index, numbers, *sizes))
     everyone = sorted(entry for process in processes.gather(local) for entry in process)
     depth = placement.depth
@@ -125,79 +146,128 @@ def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:
     return [stage for rank in ranks for stage in schedule.placement.stages_of(rank)]
 
 
-def make_stage(
-    index: int,
-    module: nn.Module,
-    device: torch.device,
+class StageDraft:
+    """A stage in the making, which each of its parts changes in place.
+
+    Attributes:
+        position: its number in its copy of the model
+        module: what holds its parameters; callee: what is called, `module` or something around it
+        layers: with their numbers in the whole model
+        places: the layers by their places in the whole model, for random numbers
+    """
+
+    def __init__(
+        self,
+        index: int,
+        position: int,
+        module: nn.Module,
+        device: torch.device,
+        layers: NumberedLayers | None,
+    ) -> None:
+        self.index, self.position, self.device = index, position, device
+        self.module = self.callee = module
+        self.layers = layers_of(module) if layers is None else layers
+        if layers is None:  # their numbers over all stages are unknown
+            names = {id(inner): name for name, inner in module.named_modules()}
+            self.places = [(f"stage {position}, {names[id(layer)]}", layer) for _, layer in self.layers]
+        else:
+            self.places = [(f"layer {number}", layer) for number, layer in layers]
+
+    @property
+    def plain_layers(self) -> list[nn.Module]:
+        return [layer for _, layer in self.layers]
+
+
+AddPart = Callable[[StageDraft], StagePart | None]  # changes a stage, and returns what runs around its ops
+
+
+def stage_parts(
     *,
-    layers: NumberedLayers | None = None,
     checkpointing: Checkpointing | None = None,
     offloading: Offloading | None = None,
     parallelize_fn: Parallelize | None = None,
     compile: Callable[[Sequence[nn.Module]], None] | None = None,
-    call: Callable[[nn.Module], StageCall] = ProvidedCall,
-    shard: ShardStage | None = None,
-    placed: bool = False,
-    routing: Routing | None = None,
     after: Mapping[str, nn.Module] | None = None,
-    position: int | None = None,
-) -> Stage:
-    """Make stage `index` ready to run: on its device, its layers checkpointed, wrapped by `parallelize_fn`.
+    placed: bool = False,
+) -> list[AddPart]:
+    """The parts of a stage, for `make_stage`, in the order in which they change it.
 
     Args:
-        layers: layers of `module` with their numbers in the whole model; None searches its module lists
         parallelize_fn: see Options
         compile: compiles its layers in place
-        call: makes what runs the module that `parallelize_fn` returned
-        shard: called last, with the module and its layers, to shard its weights over a mesh
-        placed: whether `module` is where it belongs: on its device, or on meta until `shard` fills it
-        routing: records and replays the choices of its routers
         after: by name, the modules that run after all layers of the model
+        placed: whether the module is where it belongs: on its device, or on meta until a later part fills it
+    """
+
+    def checkpointed(draft: StageDraft) -> StagePart | None:
+        return None if checkpointing is None else install(draft.layers, checkpointing)
+
+    def offloaded(draft: StageDraft) -> StagePart | None:
+        if offloading is None:
+            return None
+        offload = Offload(draft.device, offloading.min_bytes)
+        activation_offloading.install(draft.plain_layers, offloading, offload)
+        return offload
+
+    def moved(draft: StageDraft) -> None:
+        draft.module = draft.callee = draft.module if placed else draft.module.to(draft.device)
+
+    def wrapped(draft: StageDraft) -> None:
+        if parallelize_fn is not None:
+            draft.module, draft.callee = parallelized(draft.module, parallelize_fn, draft.index)
+            activation_offloading.check_compiled(draft.callee)
+
+    def compiled(draft: StageDraft) -> None:
+        if compile is not None:
+            compile(draft.plain_layers)
+
+    def seeded(draft: StageDraft) -> StagePart | None:
+        if next(dropouts(draft.module), None) is None:  # adapters of parallelize_fn may have some
+            return None
+        return StageRNG(draft.position, draft.device, [*draft.places, *(after or {}).items()])
+
+    return [checkpointed, offloaded, moved, wrapped, compiled, seeded]
+
+
+def make_stage(
+    index: int,
+    module: nn.Module,
+    device: torch.device,
+    parts: Sequence[AddPart] | None = None,
+    *,
+    layers: NumberedLayers | None = None,
+    call: Callable[[nn.Module, nn.Module], StageCall] = ProvidedCall,
+    position: int | None = None,
+    **deprecated: Any,
+) -> Stage:
+    """Make stage `index` ready to run: a module, and what its parts do with it.
+
+    Args:
+        parts: what is done to the module, in order; None takes `stage_parts()`, which moves it to `device`
+        layers: layers of `module` with their numbers in the whole model; None searches its module lists
+        call: makes what runs the stage, from the module that holds its parameters and the one to call
         position: number of the stage in its copy of the model; None takes `index`
+        deprecated: arguments of `stage_parts`
 
     Raises ModelError for what `parallelize_fn` may not return.
     """
-    position = index if position is None else position
-    held = layers_of(module) if layers is None else layers
-    if layers is None:  # their numbers over all stages are unknown
-        names = {id(inner): name for name, inner in module.named_modules()}
-        labels = [(f"stage {position}, {names[id(layer)]}", layer) for _, layer in held]
-    else:
-        labels = [(f"layer {number}", layer) for number, layer in held]
-    switch = None if checkpointing is None else install(held, checkpointing)
-    offload = None
-    if offloading is not None:
-        offload = Offload(device, offloading.min_bytes)
-        activation_offloading.install([layer for _, layer in held], offloading, offload)
-        if parallelize_fn is not None:
-            parallelize_fn = activation_offloading.checked(parallelize_fn)
-    module, callee = parallelized(module if placed else module.to(device), parallelize_fn, index)
-    if compile is not None:
-        compile([layer for _, layer in held])
-    draws = next(dropouts(module), None) is not None  # adapters of parallelize_fn may
-    rng = StageRNG(position, device, [*labels, *(after or {}).items()]) if draws else None
-    shards = None if shard is None else shard(module, [layer for _, layer in held])
-    runs = call(callee)
-    runs = seeded_call(runs, rng) if rng else runs
-    if routing is None:
-        stage = Stage(index, module, runs, switch, shards, offload)
-    else:
-        stage = RoutedStage(index, module, runs, routing, switch, shards, offload)
-    stage.rng = rng
-    return stage
+    if deprecated:
+        names = ", ".join(deprecated)
+        warnings.warn(f"make_stage: give {names} to stage_parts", DeprecationWarning, stacklevel=2)
+    if parts is None or deprecated:
+        parts = [*(parts or ()), *stage_parts(**deprecated)]
+    draft = StageDraft(index, index if position is None else position, module, device, layers)
+    added = [part for add in parts if (part := add(draft)) is not None]
+    return Stage(index, draft.module, call(draft.module, draft.callee), added)
 
 
-def parallelized(
-    module: nn.Module, parallelize_fn: Parallelize | None, stage: int
-) -> tuple[nn.Module, nn.Module]:
+def parallelized(module: nn.Module, parallelize_fn: Parallelize, stage: int) -> tuple[nn.Module, nn.Module]:
     """The module that holds the stage's parameters, and the one to call: usually the same.
 
     If `module` comes back inside another one (torch.compile, a user's wrapper), the outer one is called, and
     the parameters keep their names in `module`.
     Raises ModelError for a result that is no module, loses the parameters' names or adds parameters.
     """
-    if parallelize_fn is None:
-        return module, module
     names = {name for name, _ in module.named_parameters()}
     result: object = parallelize_fn(module)
 
@@ -221,24 +291,7 @@ def parallelized(
     if added := [name for name, parameter in result.named_parameters() if id(parameter) not in inside]:
         rest = f"a module with {added[0]} in addition to the stage's own parameters"
         raise refusal(rest, "Put it into the stage's module")
-    return module, cast(nn.Module, _CalledThrough(result, module))
-
-
-class _CalledThrough:
-    """The stage's module `inner` in every respect, except that a call runs `outer`, which contains it."""
-
-    def __init__(self, outer: nn.Module, inner: nn.Module) -> None:
-        self._outer, self._inner = outer, inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._outer(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._inner)
+    return module, result
 
 
 # ---- the stages of a user's own modules: each rank calls the provider for its stages only
@@ -269,64 +322,69 @@ def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
 
 
 def _stages_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
-    depth, checkpointing = schedule.placement.depth, options.checkpointing()
+    depth, offloading = schedule.placement.depth, options.offloading()
     mesh_plan = options.mesh_plan(world)
     provided = {
         index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
     }
-    everyone, offloading = world.everyone, options.offloading()
-    if offloading is not None:
-        _check_offloading(offloading, provided.values(), everyone)
-    if mesh_plan is not None:
-        (rank,) = world.ranks
-        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
-        compare_values(everyone, rank, values, ())
-    on_every_stage = _on_every_stage(provided, everyone)
-    with shared_errors(everyone):
-        compiles = options.layer_compiler(schedule, world.device)
+    _check_provided(provided, world, offloading, on_mesh=mesh_plan is not None)
+    on_every_stage = _on_every_stage(provided, world.everyone)
+    with shared_errors(world.everyone):
+        parts = stage_parts(
+            checkpointing=options.checkpointing(),
+            offloading=offloading,
+            parallelize_fn=options.parallelize_fn,
+            compile=options.layer_compiler(schedule, world.device),
+        )
+        if mesh_plan is not None:
+            parts.append(lambda draft: mesh_plan.fully_shard(draft.module, draft.plain_layers))
         stages = [
-            make_stage(
-                index,
-                module,
-                world.device,
-                checkpointing=checkpointing,
-                offloading=offloading,
-                parallelize_fn=options.parallelize_fn,
-                compile=compiles,
-                position=index % depth,
-                shard=None if mesh_plan is None else mesh_plan.fully_shard,
-            )
+            make_stage(index, module, world.device, parts, position=index % depth)
             for index, module in provided.items()
         ]
         modules = _modules(stages)
-        copies = {stage: _names_in(module, on_every_stage) for stage, module in modules.items()}
-        summed = frozenset[str]().union(*copies.values())
-        shared = list(shared_by_replicas(schedule.placement, modules, summed))
-        if on_every_stage:
-            shared.append(shared_by_stages(schedule.placement, modules, sorted(on_every_stage)))
-    exchanged = options.shapes == "exchanged"
+        weights = _weights(schedule.placement, modules, on_every_stage)
     edges = None
-    if not exchanged:
+    if options.shapes != "exchanged":
         edges = provided_edges(provider, modules, depth, world.processes, options.autocast)
     return BuiltStages(
         schedule,
         world,
         stages,
         {index: layers_of(module) for index, module in modules.items()},
+        weights,
         edges,
         options.loss(),
         options.batch_splitter(),
-        options.schedules(schedule),
-        mesh_plan,
-        shared=shared,
-        copies={stage: names for stage, names in copies.items() if stage % depth},
-        recomputed=lambda proof: (
-            frozenset() if checkpointing is None else first_in_flight(proof.schedule, checkpointing.in_flight)
+        Lowering(
+            options.schedules(schedule),
+            recomputed_by(options.checkpointing()),
+            None if offloading is None else offloading.ahead,
         ),
-        offloading=offloading,
-        trace_folder=options.trace_folder,
-        autocast=options.autocast,
+        mesh_plan,
+        options.trace_folder,
+        options.autocast,
     )
+
+
+def recomputed_by(checkpointing: Checkpointing | None) -> Callable[[Proof], StageMicrobatches]:
+    """`recomputed` of Lowering, for a number in flight or for all microbatches."""
+    if checkpointing is None:
+        return lambda proof: frozenset()
+    return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
+
+
+def _weights(
+    placement: Placement, modules: Mapping[int, nn.Module], on_every_stage: frozenset[str]
+) -> StageWeights:
+    """The weights of a user's own modules. on_every_stage: the names of those that each stage holds"""
+    copies = {stage: _names_in(module, on_every_stage) for stage, module in modules.items()}
+    summed = frozenset[str]().union(*copies.values())
+    shared = list(shared_by_replicas(placement, modules, summed))
+    if on_every_stage:
+        shared.append(shared_by_stages(placement, modules, sorted(on_every_stage)))
+    depth = placement.depth
+    return StageWeights(shared, copies={stage: names for stage, names in copies.items() if stage % depth})
 
 
 def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Processes) -> frozenset[str]:
@@ -342,13 +400,15 @@ def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Processes) -> fr
         for stage, weights in declared.items()
     }
     gathered = everyone.gather([*shapes.items()])
-    every = sorted((each for process in gathered for each in process), key=lambda each: int(each[0]))
+    every = sorted((entry for process in gathered for entry in process), key=lambda entry: int(entry[0]))
     (first, expected), *others = every
     for stage, stage_shapes in others:
         for name in sorted({*expected, *stage_shapes}):
             if expected.get(name) != stage_shapes.get(name):
                 shown = [
-                    f"{each.get(name, 'none')} on stage {at}" for at, each in every if at in (first, stage)
+                    f"{of_stage.get(name, 'none')} on stage {at}"
+                    for at, of_stage in every
+                    if at in (first, stage)
                 ]
                 rule = f"every stage holds a copy of the same weight, and it is {' and '.join(shown)}"
                 raise ModelError(f"on_every_stage with {name!r}", rule, "Name it in every stage's module")
@@ -361,11 +421,22 @@ def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
 
-def _check_offloading(offloading: Offloading, provided: Iterable[nn.Module], everyone: Processes) -> None:
-    """Raise ConfigError, on every rank, for a module that no layer of any rank has. Collective."""
-    names = activation_offloading.names_in(layer for module in provided for _, layer in layers_of(module))
-    everywhere = {name for each in everyone.gather(sorted(names)) for name in each}
-    activation_offloading.check_names(offloading, everywhere)
+def _check_provided(
+    provided: Mapping[int, nn.Module], world: World, offloading: Offloading | None, *, on_mesh: bool
+) -> None:
+    """Check the modules of all ranks together. Collective.
+
+    Raises, on every rank, ConfigError for a module to offload that no layer has, and what `compare_values`
+    raises where the ranks of a mesh hold other values of a stage.
+    """
+    if offloading is not None:
+        names = activation_offloading.names_in(layer for m in provided.values() for _, layer in layers_of(m))
+        everywhere = {name for of_process in world.everyone.gather(sorted(names)) for name in of_process}
+        activation_offloading.check_names(offloading, everywhere)
+    if on_mesh:
+        (rank,) = world.ranks
+        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
+        compare_values(world.everyone, rank, values, ())
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:

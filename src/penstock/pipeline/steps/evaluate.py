@@ -1,4 +1,4 @@
-"""Run forwards only: for their loss, and for the outputs of the last stage; the experts of the last step."""
+"""Run forwards only, for the loss and the outputs of the last stage; gather the experts of the last step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from penstock.batch.loss import OwnLoss
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.errors import BatchError, ConfigError, ShapeError
-from penstock.parallel.expert.replay import Recorded
-from penstock.parallel.reductions import BatchFacts
+from penstock.parallel.expert.replay import Recorded, StageRouting
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages
+from penstock.pipeline.steps.agree import agreed
+from penstock.pipeline.steps.runner import StepRunner
 from penstock.pipeline.steps.schedules import LoweredSchedule
 from penstock.pipeline.steps.split_batch import BatchLike, as_list
-from penstock.pipeline.steps.step import StepResult, StepRunner
-from penstock.runtime.stage import RoutedStage, evaluating
+from penstock.pipeline.steps.step import Step, StepPart, StepResult
+from penstock.runtime.executor import run_together
+from penstock.runtime.stage import evaluating
 
 
 class Evaluation(NamedTuple):
@@ -44,13 +46,6 @@ class Evaluations:
     def __init__(self, built: BuiltStages, steps: StepRunner) -> None:
         self._built, self._steps = built, steps
 
-    def loss(self, batch: BatchLike) -> StepResult:
-        return self._run(batch)[0]
-
-    def results(self, batch: BatchLike, collect: Collect) -> dict[int, Any]:
-        """The results of `collect` by microbatch, on the rank where it ran."""
-        return self._run(batch, collect)[1]
-
     def outputs(self, batch: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
         """Evaluate `batch`, and return outputs too.
 
@@ -65,47 +60,44 @@ class Evaluations:
                 "two copies of the model run, and the last stage of each has the outputs of half the batch",
                 "Give everywhere=True",
             )
-        collect: Collect = wanted if callable(wanted) else lambda output, number: output
+        collect: Collect = wanted if callable(wanted) else lambda output, microbatch: output
         labelled = any("labels" in part for part in as_list(batch))
         scored = labelled or not isinstance(self._built.loss, OwnLoss)
-        result, collected, count = self._run(batch, collect, scored)
+        result, collected, count = self.run(batch, collect, scored)
         if everywhere:
-            collected = self._send_to_all(collected, count)
+            with agreed(self._built.world, count):  # what one pipeline of a mesh refuses, all refuse
+                collected = send_to_all(collected, self._built.world)
         outputs = [collected.get(microbatch) for microbatch in range(count)] if collected else None
         if outputs is not None and not callable(wanted):
             outputs = in_rows(outputs)
         loss, tokens = (result.loss, result.tokens) if scored else (None, 0)
         return Evaluation(loss, tokens, result.bubble, outputs)
 
-    def _run(
-        self, batch: BatchLike, collect: Collect | None = None, scored: bool = False
+    def run(
+        self, batch: BatchLike, collect: Collect | None = None, scored: bool = True
     ) -> tuple[StepResult, dict[int, Any], int]:
-        """The step's result, the results of `collect` by microbatch, and the number of microbatches."""
+        """Evaluate `batch`.
+
+        scored: whether to compute the loss
+        Returns the result, those of `collect` by microbatch, where they ran, and the number of microbatches.
+        """
         lowered, mesh_plan, keep = self._forwards(batch), self._built.mesh_plan, collect
         if collect is not None and mesh_plan is not None:  # the ranks of cp hold an output together
 
-            def keep(output: Any, number: int) -> Any:
-                return collect(mesh_plan.gather_output(output, number), number)
+            def keep(output: Any, microbatch: int) -> Any:
+                return collect(mesh_plan.gather_output(output, microbatch), microbatch)
 
-        with evaluating(*(stage.module for stage in self._built.stages)):
-            result, _ = self._steps.run(lowered, batch, keep, scored=scored)
+        modules = [stage.module for stage in self._built.stages]
+        with (
+            evaluating(*modules),
+            self._steps.running(lowered, batch, collect=keep, scored=scored) as step,
+        ):
+            run_together(lowered.executors, step.input)
         collected: dict[int, Any] = {}
         for executor in lowered.executors:
-            collected |= executor.ops.results
-            executor.ops.results = {}
-        return result, dict(sorted(collected.items())), lowered.schedule.microbatches
-
-    def _send_to_all(self, collected: Mapping[int, Any], count: int) -> dict[int, Any]:
-        """As `send_to_all`; what one pipeline of a mesh refuses, all refuse. Collective over the mesh."""
-        refusal, everyone = None, dict[int, Any]()
-        try:
-            everyone = send_to_all(collected, self._built.world)
-        except ShapeError as error:
-            refusal = error
-        self._built.world.reductions.agree(BatchFacts(count, has_labels=True), refusal)
-        if refusal is not None:
-            raise refusal
-        return everyone
+            collected |= executor.results
+            executor.results = {}
+        return step.result, dict(sorted(collected.items())), lowered.schedule.microbatches
 
     def _forwards(self, batch: BatchLike) -> LoweredSchedule:
         """The forwards of as many microbatches as `batch` makes on every rank. Collective over the mesh."""
@@ -159,15 +151,15 @@ def send_to_all(local_results: Mapping[int, Any], world: World) -> dict[int, Any
                 f"a result that cannot be sent ({refused})", rule, "Return these, or leave everywhere out"
             )
     results: dict[int, Any] = {}
-    for owner, (_, held) in enumerate(everyone):
-        for number, text in held.items():
+    for owner, (_, texts_of_owner) in enumerate(everyone):
+        for microbatch, text in texts_of_owner.items():
             specs = unpack_specs(text.encode())
-            mine = payloads[int(number)].tensors if owner == world.processes.index else None
+            mine = payloads[int(microbatch)].tensors if owner == world.processes.index else None
             received = [
                 _broadcast(owner, None if mine is None else mine[at], spec.shape, spec.dtype, world)
                 for at, spec in enumerate(specs.tensors)
             ]
-            results[int(number)] = unflatten(received, specs.form)
+            results[int(microbatch)] = unflatten(received, specs.form)
     return dict(sorted(results.items()))
 
 
@@ -189,39 +181,50 @@ def _broadcast(
 # ---- the experts that the last step chose
 
 
-def chosen_experts(built: BuiltStages, microbatches: int, lengths: Sequence[int]) -> Tensor | list[Tensor]:
-    """Experts of this pipeline's part of the batch, (rows, sequence, mixtures, top_k), on all its processes.
+class RoutedExperts(StepPart):
+    """Knows the form of the last step's batch, and gathers what its routers chose."""
 
-    A list by microbatch where these differ in length. Collective over the pipeline, and over cp.
-    microbatches: of the last step
-    lengths: of its rows before padding, one for all microbatches or one each; empty where none was padded
-    Raises ConfigError, on all of them, where it recorded nothing.
-    """
-    local: dict[int, tuple[list[int], Tensor]] = {}
-    for stage in built.stages:
-        recorded: Mapping[int, Recorded] = stage.routing.recorded if isinstance(stage, RoutedStage) else {}
-        for microbatch, (places, chosen, length) in sorted(recorded.items()):
-            if length is not None and built.mesh_plan is not None:
-                chosen = built.mesh_plan.gather_sequence(chosen, length)
-            local[stage.index * microbatches + microbatch] = list(places), chosen
-    pieces: dict[int, list[tuple[list[int], Tensor]]] = {}
-    for key, piece in send_to_all(local, built.world).items():
-        pieces.setdefault(key % microbatches, []).append(piece)
-    if len(pieces) < microbatches:
-        raise ConfigError(
-            f"routed_experts() of {len(pieces)} microbatches, where a step has {microbatches}",
-            "they are those of the last step, in a pipeline with replay_routing=True and in training mode",
-            "Call step() first",
-        )
-    rows = [_in_layer_order(pieces[number]) for number in range(microbatches)]
-    ends = lengths if len(lengths) == microbatches else [*lengths] * microbatches
-    if ends:
-        rows = [of_tokens[:, :end] for of_tokens, end in zip(rows, ends, strict=True)]
-    return in_rows(rows)  # type: ignore[no-any-return]
+    def __init__(self, built: BuiltStages) -> None:
+        self._built, self._microbatches = built, built.schedule.microbatches
+        # of its rows before padding, one for all microbatches or one each; empty where none was padded
+        self._lengths: list[int] = []
+
+    def end(self, step: Step) -> None:
+        self._microbatches = len(step.microbatches)
+        self._lengths = self._built.splitter.unpadded_lengths(step.batch)
+
+    def gather(self) -> Tensor | list[Tensor]:
+        """Experts of this pipeline's part of the batch, (rows, sequence, mixtures, top_k), on its processes.
+
+        A list by microbatch where these differ in length. Collective over the pipeline, and over cp.
+        Raises ConfigError, on all of them, where the last step recorded nothing.
+        """
+        count, local = self._microbatches, dict[int, tuple[list[int], Tensor]]()
+        for stage in self._built.stages:
+            routing = stage.part(StageRouting)
+            recorded: Mapping[int, Recorded] = {} if routing is None else routing.recorded
+            for microbatch, (places, chosen, length) in sorted(recorded.items()):
+                if length is not None and self._built.mesh_plan is not None:
+                    chosen = self._built.mesh_plan.gather_sequence(chosen, length)
+                local[stage.index * count + microbatch] = list(places), chosen
+        pieces: dict[int, list[tuple[list[int], Tensor]]] = {}
+        for key, piece in send_to_all(local, self._built.world).items():
+            pieces.setdefault(key % count, []).append(piece)
+        if len(pieces) < count:
+            raise ConfigError(
+                f"routed_experts() of {len(pieces)} microbatches, where a step has {count}",
+                "they are those of the last step, with replay_routing=True and in training mode",
+                "Call step() first",
+            )
+        rows = [_in_layer_order(pieces[microbatch]) for microbatch in range(count)]
+        ends = self._lengths if len(self._lengths) == count else self._lengths * count
+        if ends:
+            rows = [of_tokens[:, :end] for of_tokens, end in zip(rows, ends, strict=True)]
+        return in_rows(rows)  # type: ignore[no-any-return]
 
 
 def _in_layer_order(pieces: list[tuple[list[int], Tensor]]) -> Tensor:
     """One microbatch's mixtures of all stages."""
-    order = [place for places, _ in pieces for place in places]
+    order = [mixture for mixtures, _ in pieces for mixture in mixtures]
     together = torch.cat([chosen for _, chosen in pieces], 2)
     return together[:, :, torch.tensor(order, device=together.device).argsort()]

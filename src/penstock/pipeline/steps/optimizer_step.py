@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from torch import nn
 from torch.autograd.profiler import record_function
 from torch.optim import LBFGS, Optimizer
 
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.pipeline.split_model import SplitModel
+from penstock.pipeline.steps.step import Step, StepPart
 
 
-def optimizer_error(
-    optimizers: Sequence[Optimizer], parameters: Iterable[nn.Parameter]
-) -> ConfigError | None:
-    """The error of optimizers that `pipe.step` cannot step. parameters: this process's"""
-    ours = set(map(id, parameters))
-    for optimizer in optimizers:
-        name = type(optimizer).__name__
-        if isinstance(optimizer, LBFGS):
-            rule = "it computes loss and gradients several times in one step"
-            return ConfigError(f"optimizer={name}", rule, "Take another one, AdamW for example")
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = [parameter for parameter in held if id(parameter) not in ours and parameter.numel()]
-        if foreign:
-            return ConfigError(
-                f"optimizer={name} with a parameter of shape {list(foreign[0].shape)}",
-                "it is none of this rank's: model.parameters() are those of the model that was given to "
-                "build(), not of the pipeline",
-                "Make the optimizer over pipe.parameters()",
-            )
-    return None
+def optimizer_step(
+    model: SplitModel, optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float, max_loss: float
+) -> list[StepPart]:
+    """The part for the optimizers of a step; none without one. Raises ConfigError for a limit without one."""
+    if optimizer is None and max_loss != math.inf:
+        remedy = "Give one, or compare the loss that step() returns"
+        raise ConfigError(f"max_loss={max_loss} without an optimizer", "it keeps one from a step", remedy)
+    if optimizer is None and max_norm != math.inf:
+        remedy = "Give one, or call clip_grad_norm_() after the step"
+        raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
+    if optimizer is None:
+        return []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    return [OptimizerStep(model, optimizers, max_norm, max_loss)]
 
 
-class OptimizerStep:
+class OptimizerStep(StepPart):
     """What the optimizers do in one call of `pipe.step`.
 
     Args:
@@ -47,17 +42,34 @@ class OptimizerStep:
         self, model: SplitModel, optimizers: Sequence[Optimizer], max_norm: float, max_loss: float
     ) -> None:
         self._model, self._optimizers = model, optimizers
-        self.max_norm, self.max_loss = float(max_norm), float(max_loss)
+        self._max_norm, self._max_loss = float(max_norm), float(max_loss)
+        self.facts = f", an optimizer, max_norm={self._max_norm}"
+        if max_loss != math.inf:
+            self.facts += f", max_loss={self._max_loss}"
 
-    def finish(self, loss: float) -> float:
-        """Clip and step, or do neither where a number is not finite or the loss is too large. Collective.
+    def check(self, microbatches: Sequence[Microbatch]) -> None:
+        ours = set(map(id, self._model.parameters()))
+        for optimizer in self._optimizers:
+            name = type(optimizer).__name__
+            if isinstance(optimizer, LBFGS):
+                rule = "it computes loss and gradients several times in one step"
+                raise ConfigError(f"optimizer={name}", rule, "Take another one, AdamW for example")
+            trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            foreign = [parameter for parameter in trained if id(parameter) not in ours and parameter.numel()]
+            if foreign:
+                raise ConfigError(
+                    f"optimizer={name} with a parameter of shape {list(foreign[0].shape)}",
+                    "it is none of this rank's: model.parameters() are those of the model that was given to "
+                    "build(), not of the pipeline",
+                    "Make the optimizer over pipe.parameters()",
+                )
 
-        Returns the norm before.
-        """
-        norm = self._model._norm()
-        if math.isfinite(norm) and math.isfinite(loss) and loss <= self.max_loss:
+    def end(self, step: Step) -> None:
+        """Clip and step, or do neither where a number is not finite or the loss is too large. Collective."""
+        norm, loss = self._model._norm(), step.result.loss
+        if math.isfinite(norm) and math.isfinite(loss) and loss <= self._max_loss:
             with record_function("clip"):
-                self._model._clip(norm, self.max_norm)
+                self._model._clip(norm, self._max_norm)
             for optimizer in self._optimizers:
                 optimizer.step()
-        return norm
+        step.result = step.result._replace(norm=norm)

@@ -11,20 +11,22 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from penstock.batch.shapes import Microbatch
+from penstock.pipeline.steps.step import Step, StepPart
 from penstock.runtime.sharded_weights import local_shard
 
 
-class OptimizerWatch:
+class OptimizerWatch(StepPart):
     """Warns once where optimizers step and none of them trains the pipeline.
 
-    Until one does, or `stop`, a hook of torch shows it the steps of all optimizers.
+    Until one does, or `close`, a hook of torch shows it the steps of all optimizers.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -41,7 +43,7 @@ class OptimizerWatch:
 
         self._handle = register_optimizer_step_post_hook(on_step)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Not within a hook: torch goes through them then."""
         self._done = True
         self._parameters.clear()
@@ -49,25 +51,26 @@ class OptimizerWatch:
 
     def stepped(self, optimizer: Optimizer) -> None:
         """Any optimizer of this process has stepped."""
-        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        if any(id(parameter) in self._ids for parameter in held):
+        stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) in self._ids for parameter in stepped):
             self._done = True
         else:
             self._others = bool(self._versions)
 
-    def before_step(self) -> None:
+    def check(self, microbatches: Sequence[Microbatch]) -> None:
+        """Looks at the gradients of earlier steps, before any part takes them away."""
         if self._done:
-            self.stop()
+            self.close()
         elif self._others and self._versions == self._now() and any(map(_is_trained, self._parameters)):
-            self.stop()
+            self.close()
             warnings.warn(
                 "An optimizer has stepped, and the pipeline's parameters did not change although their "
                 "gradients are not zero. An optimizer over model.parameters() trains the model that was "
                 "given to build(), not the pipeline. Make it over pipe.parameters().",
-                stacklevel=4,  # of the call of step()
+                stacklevel=6,  # of the call of step()
             )
 
-    def after_step(self) -> None:
+    def end(self, step: Step) -> None:
         if not self._done:
             self._versions, self._others = self._now(), False
 

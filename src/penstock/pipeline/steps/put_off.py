@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
 from penstock.models.huggingface.head import DeferredHead
-from penstock.runtime.split_backward.deferred import PLAIN, is_hooked
+from penstock.pipeline.steps.step import Step, StepPart
+from penstock.runtime.split_backward.deferred import PLAIN, PutOff, is_hooked
 from penstock.runtime.split_backward.modules import is_compiled
 from penstock.runtime.stage import Stage
+from penstock.runtime.stage_part import StagePart
+from penstock.schedule.ops import Kind
 
 _LEAST = 0.8  # of the weight gradients' FLOPs
 _COMPILED, _HOOKED, _CHUNKED = "torch.compile", "hooks on gradients", "the chunked loss"
@@ -26,41 +29,65 @@ _REMEDIES = {
 }
 
 
-def warn_of_whole_backwards(stages: Iterable[Stage]) -> None:
-    """Warn of each stage whose I left less than 80 % of the weight gradients' FLOPs for W.
+class WholeBackwards(StepPart):
+    """Warns of each stage whose I left less than 80 % of the weight gradients' FLOPs for W.
 
     After the first step, of which all microbatches count: some have no images.
     """
-    for stage in stages:
-        stage.watches_put_off = False
-        if stage.put_off is None:  # its backwards are not split
-            continue
-        put_off, at_once = stage.put_off.total, _at_once(stage)
-        everything = put_off + at_once.total()
-        if put_off >= _LEAST * everything:
-            continue
-        causes = ", ".join(f"{cause} {flops / everything:.0%}" for cause, flops in at_once.most_common(4))
-        remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in at_once]
-        remedies.append("take a schedule with whole backwards, such as 1f1b")
-        warnings.warn(
-            f"Stage {stage.index} puts off {put_off / everything:.0%} of the FLOPs of its weight gradients, "
-            f"and I computes the rest at once: {causes}. A zero-bubble schedule gains by what is put off. "
-            f"To gain more, {', or '.join(remedies)}.",
-            stacklevel=4,  # of the call of step()
-        )
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.counters = [PutOffCounter(stage) for stage in stages]
+        self._counts = True
+
+    def end(self, step: Step) -> None:
+        for counter in self.counters if self._counts else ():
+            stage = counter.stage
+            stage.use([part for part in stage.parts if part is not counter])
+            if counter.put_off is not None and (warning := _warning(stage, counter.put_off)):
+                warnings.warn(warning, stacklevel=5)  # of the call of step()
+        self._counts = False
 
 
-def _at_once(stage: Stage) -> Counter[str]:
+class PutOffCounter(StagePart):
+    """Counts how much the I of a stage leaves for W; None where its backwards are not split."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.put_off: PutOff | None = None
+        stage.use([*stage.parts, self])
+
+    def after_backward(self, number: int, kind: Kind) -> None:
+        if kind == "I":
+            self.put_off = self.stage.deferred[number].put_off.after(self.put_off)
+
+
+def _warning(stage: Stage, put_off: PutOff) -> str:
+    """What to say of a stage; nothing where enough is put off."""
+    at_once = _at_once(stage, put_off)
+    everything = put_off.total + at_once.total()
+    share = put_off.total / everything if everything else 1.0
+    if share >= _LEAST:
+        return ""
+    causes = ", ".join(f"{cause} {flops / everything:.0%}" for cause, flops in at_once.most_common(4))
+    remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in at_once]
+    remedies.append("take a schedule with whole backwards, such as 1f1b")
+    return (
+        f"Stage {stage.index} puts off {share:.0%} of the FLOPs of its weight gradients, "
+        f"and I computes the rest at once: {causes}. A zero-bubble schedule gains by what is put off. "
+        f"To gain more, {', or '.join(remedies)}."
+    )
+
+
+def _at_once(stage: Stage, put_off: PutOff) -> Counter[str]:
     """The FLOPs of weight gradients that the stage's I computed for a microbatch, by their cause.
 
     Two for each entry of a weight and row of the microbatch. Of a bank of experts as many work on a row as
     the model's config says.
     """
-    assert stage.put_off is not None
     config = getattr(stage.module, "config", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     gathered = stage.sharding.gathered_by_shard
-    known = set(stage.put_off.flops)
+    known = set(put_off.flops)
     flops: Counter[str] = Counter()
     for module, parameter, compiled in _matrices(stage.module):
         key = id(gathered.get(id(parameter), parameter))
@@ -70,7 +97,7 @@ def _at_once(stage: Stage) -> Counter[str]:
         entries = parameter.numel()
         if parameter.dim() > 2:
             entries = entries // parameter.shape[0] * experts
-        flops[_cause(module, parameter, compiled)] += 2 * entries * max(1, stage.put_off.rows)
+        flops[_cause(module, parameter, compiled)] += 2 * entries * max(1, put_off.rows)
     return flops
 
 

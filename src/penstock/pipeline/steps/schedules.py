@@ -10,7 +10,8 @@ stages and channels, is the same for every count.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.pipeline.building.stages import BuiltStages
@@ -39,7 +40,11 @@ class LoweredSchedule(NamedTuple):
 
 
 class Schedules:
-    """The schedules that run on this process's stages."""
+    """The schedules that run on this process's stages.
+
+    training: the pipeline's schedule for a number of microbatches; raises ConfigError where it has none
+    forwards: the forwards of a number of microbatches alone
+    """
 
     def __init__(self, built: BuiltStages) -> None:
         self._built, world = built, built.world
@@ -48,26 +53,18 @@ class Schedules:
         # the executors of a rank share these
         self._stages = {rank: {s: stages[s] for s in placement.stages_of(rank)} for rank in world.ranks}
         self.recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
-        self._training: dict[int, LoweredSchedule] = {}
-        self._forwards: dict[int, LoweredSchedule] = {}
-
-    def training(self, count: int) -> LoweredSchedule:
-        """The pipeline's schedule for `count` microbatches. Raises ConfigError where it has none."""
-        return _kept(self._training, count, self._make_training)
-
-    def forwards(self, count: int) -> LoweredSchedule:
-        """The forwards of `count` microbatches alone."""
-        return _kept(self._forwards, count, self._make_forwards)
+        self.training = lru_cache(KEPT)(self._make_training)
+        self.forwards = lru_cache(KEPT)(self._make_forwards)
 
     def _make_training(self, count: int) -> LoweredSchedule:
         built = self._built
         is_built = count == built.schedule.microbatches
-        schedule = built.schedule if is_built else built.make_schedule(count)
+        lowering = built.lowering
+        schedule = built.schedule if is_built else lowering.make_schedule(count)
         assert schedule.placement == built.schedule.placement, f"{count} microbatches move stages"
         proof = verify(schedule)
-        offloading = built.offloading
-        copies = None if offloading is None else host_copies(schedule, offloading.ahead)
-        return self._lower(proof, built.recomputed(proof), copies)
+        copies = None if lowering.ahead is None else host_copies(schedule, lowering.ahead)
+        return self._lower(proof, lowering.recomputed(proof), copies)
 
     def _make_forwards(self, count: int) -> LoweredSchedule:
         return self._lower(verify(forwards(self._built.schedule.placement, count)))
@@ -86,9 +83,9 @@ class Schedules:
         world = built.world
         world.check(schedule)
         together = exchanges(schedule) if world.batched else None
-        reduced = frozenset(stage.index for stage in built.stages if stage.shards is not None)
+        reduced = frozenset(stage.index for stage in built.stages if stage.reduces)
         executors = []
-        for rank, held in self._stages.items():
+        for rank, stages in self._stages.items():
             plan = lower(
                 proof,
                 rank,
@@ -98,16 +95,5 @@ class Schedules:
                 copies=copies,
             )
             recorder = self.recorders[rank]
-            executors.append(Executor(plan, held, built.edges, built.loss, world.transport, recorder))
+            executors.append(Executor(plan, stages, built.edges, built.loss, world.transport, recorder))
         return LoweredSchedule(proof, executors, zlib.crc32(str(schedule).encode()))
-
-
-def _kept(
-    known: dict[int, LoweredSchedule], count: int, make: Callable[[int], LoweredSchedule]
-) -> LoweredSchedule:
-    """The one of `known` for `count`, or a new one, which may take the place of the one used longest ago."""
-    lowered = known.pop(count, None) or make(count)
-    if len(known) >= KEPT:
-        known.pop(next(iter(known)))
-    known[count] = lowered
-    return lowered

@@ -82,7 +82,7 @@ class BatchSplitter(NamedTuple):
         except InputError as error:
             refusal = error
         vector = torch.tensor([longest], dtype=torch.float64)
-        lengths = [int(each) for each in world.transport.all_gather([vector] * len(world.ranks))]
+        lengths = [int(length) for length in world.transport.all_gather([vector] * len(world.ranks))]
         if min(lengths) < 0:
             refusals = world.processes.gather(in_words(refusal))
             first_refusal = first_error(dict(enumerate(refusals)), "given to rank")
@@ -137,6 +137,6 @@ def on_host(batch: BatchLike, device: torch.device) -> BatchLike:
         return tensor.to("cpu", non_blocking=True)
 
     parts = [tree_map_only(Tensor, moved, dict(part)) for part in as_list(batch)]
-    for each in waited_for:
-        torch.cuda.current_stream(each).synchronize()
+    for gpu in waited_for:
+        torch.cuda.current_stream(gpu).synchronize()
     return parts[0] if isinstance(batch, Mapping) else parts

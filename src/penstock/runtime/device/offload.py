@@ -12,8 +12,7 @@ When each happens is the plan's business (penstock.schedule.offload).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -21,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from penstock.batch.shapes import Microbatch
 from penstock.private import FakeTensor, top_saved_tensors_default_hooks
 from penstock.runtime.device.copies import HostLink, host_link
+from penstock.runtime.stage_part import Forward, StagePart
 
 
-class Offload:
+class Offload(StagePart):
     """The activations of one stage that wait in host memory.
 
     Args:
@@ -49,14 +50,12 @@ class Offload:
 
     # ---- in the forward
 
-    @contextmanager
-    def forward(self, microbatch: int) -> Iterator[None]:
-        """Around the forward of a microbatch that will be offloaded."""
-        self._recording = self._saved[microbatch] = WeakValueDictionary()
-        try:
-            yield
-        finally:
-            self._recording = None
+    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+        if how.offload:
+            self._recording = self._saved[number] = WeakValueDictionary()
+
+    def after_forward(self) -> None:
+        self._recording = None
 
     @property
     def records(self) -> bool:
@@ -98,41 +97,41 @@ class Offload:
 
     # ---- between forward and backward
 
-    def leaving(self, microbatch: int, staying: Collection[int]) -> list[_SavedStorage]:
+    def leaving(self, index: int, staying: Collection[int]) -> list[_SavedStorage]:
         """The storages that autograd saved and nothing else holds. staying: those that others hold"""
-        return [storage for cdata, storage in self._saved[microbatch].items() if cdata not in staying]
+        return [storage for cdata, storage in self._saved[index].items() if cdata not in staying]
 
-    def offload(self, microbatch: int, staying: Collection[int]) -> None:
+    def offload(self, index: int, staying: Collection[int]) -> None:
         """Begin to copy what a forward has saved, all but `staying`, to host memory."""
-        storages = self.leaving(microbatch, staying)
-        del self._saved[microbatch]
+        storages = self.leaving(index, staying)
+        del self._saved[index]
         pinned = self._device.type == "cuda"
         for storage in storages:
             storage.device = _bytes(storage.here)
             storage.host = torch.empty(storage.nbytes, dtype=torch.uint8, pin_memory=pinned)
         copied = self._link.down([s.here for s in storages], [s.host for s in storages])
-        self._away[microbatch] = _Away(storages, copied)
+        self._away[index] = _Away(storages, copied)
 
-    def release(self, microbatch: int) -> int:
+    def release(self, index: int) -> int:
         """Free the device's memory. Returns how many bytes of it."""
-        storages, copied = self._away[microbatch]
+        storages, copied = self._away[index]
         self._link.wait(copied)
         for storage in storages:
             storage.device = None
         return sum(storage.nbytes for storage in storages)
 
-    def reload(self, microbatch: int) -> int:
+    def reload(self, index: int) -> int:
         """Begin to copy back. Returns how many bytes of the device it takes."""
-        storages, _ = self._away[microbatch]
+        storages, _ = self._away[index]
         for storage in storages:
             storage.device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
         copied = self._link.up([s.host for s in storages], [s.here for s in storages])
-        self._away[microbatch] = _Away(storages, copied)
+        self._away[index] = _Away(storages, copied)
         return sum(storage.nbytes for storage in storages)
 
-    def restore(self, microbatch: int) -> None:
+    def restore(self, index: int) -> None:
         """Wait until all is back."""
-        storages, copied = self._away.pop(microbatch)
+        storages, copied = self._away.pop(index)
         self._link.wait(copied)
         for storage in storages:
             storage.host = _NOTHING

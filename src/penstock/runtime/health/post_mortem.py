@@ -47,7 +47,7 @@ def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
     by_rank = {executor.plan.rank: executor for executor in executors}
     here = [by_rank.get(rank) for rank in range(schedule.ranks)]
     ran = [[] if executor is None else executor.recorder.ended() for executor in here]
-    peaks = [0 if executor is None else executor.ops.peak_live for executor in here]
+    peaks = [0 if executor is None else executor.memory.peak_live for executor in here]
     return timeline(schedule, ran, peaks, zero=0.0)
 
 

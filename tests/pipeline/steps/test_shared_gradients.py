@@ -13,7 +13,7 @@ from penstock import Pipeline
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ModelError
 from penstock.models.stage import StageInfo
-from penstock.runtime import shared_weights
+from penstock.pipeline.steps import shared_gradients
 from penstock.schedule import Placement, Schedule, both_ways
 from support import jobs
 from support.pool import Pool
@@ -67,7 +67,7 @@ def test_whether_other_copies_were_used_is_read_only_where_it_matters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """0.5.0: each step waited for it."""
-    monkeypatch.setattr(shared_weights, "to_device", lambda tensor, device: tensor.as_subclass(Unread))
+    monkeypatch.setattr(shared_gradients, "to_device", lambda tensor, device: tensor.as_subclass(Unread))
     pipe = made()
     for module in pipe.modules.values():
         module.unused.requires_grad_(False)

@@ -1,0 +1,245 @@
+"""Run one step: from the caller's batch to the numbers that all ranks report.
+
+split     the batch becomes microbatches                         an error of one rank is raised on all
+agree     all ranks have the same part of the batch              else BatchError, before anything is sent
+run       the executors follow their plans
+report    each rank sends its step report to all                 loss, bubble, timeline
+
+Around these stand the parts of the step (penstock.pipeline.steps.step).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+
+from penstock.batch.loss import MeanOverRows, OwnLoss, weight_of
+from penstock.batch.microbatches import Collect, StepInput
+from penstock.batch.placement import placed
+from penstock.batch.shapes import Microbatch
+from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
+from penstock.parallel.reductions import BatchFacts
+from penstock.pipeline.building.stages import BuiltStages
+from penstock.pipeline.steps.agree import agree, agreed, refused, with_fingerprint
+from penstock.pipeline.steps.schedules import LoweredSchedule, Schedules
+from penstock.pipeline.steps.split_batch import BatchLike, on_host
+from penstock.pipeline.steps.step import Step, StepPart, StepResult
+from penstock.runtime import step_report as report
+from penstock.runtime.device.memory import PeakMemory
+from penstock.runtime.executor import Executor
+from penstock.runtime.health.post_mortem import write_post_mortem
+
+
+class StepRunner:
+    """Prepares steps and evaluations, and reports them. `run_together` runs their ops in between.
+
+    Attributes:
+        peaks: peak memory of the processes, at the end of the last step or evaluation
+        seconds: by pipeline and rank, how long the ops of the last one took
+    """
+
+    def __init__(self, built: BuiltStages, parts: Sequence[StepPart]) -> None:
+        """parts: those of every step and evaluation"""
+        self._built, self._world, self._parts = built, built.world, parts
+        self._trace_folder = None if built.trace_folder is None else Path(built.trace_folder)
+        self.schedules = Schedules(built)
+        self._broken = False
+        self.peaks: tuple[PeakMemory, ...] = ()
+        self.seconds: tuple[tuple[report.OpSeconds, ...], ...] = ()
+
+    @contextmanager
+    def running(
+        self,
+        lowered: LoweredSchedule,
+        batch: BatchLike,
+        parts: Sequence[StepPart] = (),
+        *,
+        collect: Collect | None = None,
+        scored: bool = True,
+        total_tokens: int | None = None,
+    ) -> Iterator[Step]:
+        """A context for `run_together(lowered.executors, step.input)`, after which the step has a result.
+
+        Collective.
+
+        Args:
+            parts: those of this step, after those of every step
+            collect: called with the last stage's outputs, where nothing is trained
+            scored: whether the last stage computes the loss
+            total_tokens: what the loss is divided by; None takes the valid tokens of `batch`
+        """
+        if self._broken:
+            raise RunError(
+                "a step after one that failed",
+                "other ranks may still send messages of that step",
+                "Build the pipeline again, best in fresh processes",
+            )
+        parts, begun = [*self._parts, *parts], False
+        try:
+            try:
+                step = self._prepare(lowered, batch, parts, collect, scored, total_tokens)
+                for part in parts:
+                    part.begin(step)
+                begun = True
+                with torch.enable_grad() if step.trains else nullcontext(), ExitStack() as around:
+                    for part in parts:
+                        around.enter_context(part.around(step))
+                    yield step
+                self._report(step, any(part.changed for part in parts))
+            except BaseException as error:
+                self._give_up(lowered.executors, error, begun)
+                raise
+            for part in parts:
+                part.end(step)
+        except BaseException as error:
+            if isinstance(error, PeerError):  # a part may have waited for a peer, too
+                self._fail(error, lowered)
+            for part in parts:
+                part.failed()
+            raise
+
+    # ---- before the ops
+
+    def _prepare(
+        self,
+        lowered: LoweredSchedule,
+        batch: BatchLike,
+        parts: Sequence[StepPart],
+        collect: Collect | None,
+        scored: bool,
+        total_tokens: int | None,
+    ) -> Step:
+        """Split the batch, and agree on it before anything is sent."""
+        built, world = self._built, self._world
+        microbatches, refusal = list[Microbatch](), None
+        facts = BatchFacts(lowered.schedule.microbatches, scored)
+        batch = on_host(batch, world.device)
+        try:
+            microbatches = self._split(batch, facts.microbatches)
+            for part in parts:
+                part.check(microbatches)
+            _check_total(total_tokens)
+            valid = self._weight(microbatches) if scored else 1
+            facts = facts._replace(tokens=valid, total_tokens=total_tokens or 0)
+            if world.mesh is not None:
+                facts = with_fingerprint(facts, batch, lowered, parts)
+        except InputError as error:
+            refusal, facts = error, refused(facts, error)
+        tokens = agree(world, lowered.executors[0], facts, refusal)
+        local: Sequence[Microbatch] = microbatches
+        if built.mesh_plan is not None:
+            local = [built.mesh_plan.local(microbatch) for microbatch in microbatches]
+        given = StepInput(placed(local, world.device), total_tokens or tokens, collect, scored)
+        return Step(lowered, batch, microbatches, given, tokens)
+
+    def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
+        """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
+        with agreed(self._world, count):
+            microbatches = self._split(on_host(batch, self._world.device), count)
+            return list(placed(microbatches, self._world.device))
+
+    def _split(self, batch: BatchLike, count: int) -> list[Microbatch]:
+        """The microbatches of a batch `on_host`, on the host. Collective where they are padded."""
+        microbatches = self._built.splitter.split(batch, count, self._world)
+        if self._built.mesh_plan is not None:
+            self._built.mesh_plan.split_sequences(microbatches)
+        return microbatches
+
+    def count_tokens(self, batches: Sequence[BatchLike]) -> int:
+        """The valid tokens of batches, over all their parts. Collective on a mesh."""
+        tokens, built = 0, self._built
+        # these weigh a batch as its microbatches, another loss may not
+        count = 1 if isinstance(built.loss, OwnLoss | MeanOverRows) else built.schedule.microbatches
+        with agreed(self._world, len(batches)):
+            for batch in batches:
+                tokens += self._weight(built.splitter.unpadded(on_host(batch, self._world.device), count))
+        return self._world.reductions.sum_tokens(tokens)
+
+    def _weight(self, microbatches: Sequence[Microbatch]) -> int:
+        """The valid items of microbatches.
+
+        Our own losses count on the host, so as not to wait for a GPU; a user's loss gets them on the device.
+        """
+        loss = self._built.loss
+        if not isinstance(loss, OwnLoss | MeanOverRows):
+            microbatches = placed(microbatches, self._world.device)
+        return sum(weight_of(loss, microbatch) for microbatch in microbatches)
+
+    # ---- after the ops
+
+    def _report(self, step: Step, changed: bool) -> None:
+        """Send each rank's report to all, and make the step's result of them. Collective.
+
+        changed: see StepPart
+        """
+        schedule, executors = step.lowered.schedule, step.lowered.executors
+        transport, reductions = self._world.transport, self._world.reductions
+        memory, asks = PeakMemory.now(self._world.device), reductions.asks()
+        packed = zip(executors, report.losses(executors), strict=True)
+        own = [report.pack(executor, memory, loss, changed, asks) for executor, loss in packed]
+        step.reports = report.unpack(schedule, transport.all_gather(own))
+        reductions.learn([of_process.asks for of_process in self._by_process(step.reports)])
+        loss = self._gather_measurements(step.reports)
+        transport.messages.end_step()
+        left = transport.messages.pending + sum(executor.left_over for executor in executors)
+        assert not left, f"{left} entries left in caches after a step"
+        bubble, host_share = report.shares(schedule, step.reports)
+        step.result = StepResult(loss, step.tokens, bubble, host_share=host_share)
+
+    def _by_process(self, reports: report.Reports) -> report.Reports:
+        """One report of each process: a process that holds all ranks reports its own facts in each."""
+        return reports[:1] if self._world.alone else reports
+
+    def _gather_measurements(self, reports: report.Reports) -> float:
+        """Sum the loss over the mesh, and keep every rank's peak memory and op seconds. Collective."""
+        memory = [number for of_process in self._by_process(reports) for number in of_process.memory]
+        times = [seconds for of_rank in reports for seconds in of_rank.seconds]
+        mine = sum(of_rank.loss for of_rank in reports)
+        loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times])
+        width = len(PeakMemory._fields)
+        by_rank = [numbers[at : at + width] for at in range(0, len(memory), width) for numbers in pipelines]
+        self.peaks = tuple(PeakMemory(*map(int, numbers)) for numbers in by_rank)
+        self.seconds = tuple(
+            tuple(report.OpSeconds(*four) for four in zip(*[iter(numbers[len(memory) :])] * 4, strict=True))
+            for numbers in pipelines
+        )
+        return loss
+
+    # ---- a failure
+
+    def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
+        """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
+        # all ranks raised the same error before anything was sent, so that another batch may follow
+        early = not begun or not any(executor.current for executor in executors)
+        harmless = early and isinstance(error, BatchError | ConfigError)
+        harmless |= not begun and isinstance(error, InputError)
+        if not harmless:
+            self._let_none_follow()
+            if not isinstance(error, PeerError):
+                ops = "".join(f"{executor.current}: " for executor in executors if executor.current)
+                self._world.transport.fail(f"{ops}{type(error).__name__}: {error}")
+            write_post_mortem(error, executors, self._trace_folder)
+        for executor in executors if begun else ():
+            executor.reset()
+        self._world.transport.reset()
+
+    def _fail(self, error: PeerError, lowered: LoweredSchedule) -> None:
+        """Let no step follow one that failed in a wait, and write its post-mortem, if that is not done."""
+        self._let_none_follow()
+        if error.timeline is None:
+            write_post_mortem(error, lowered.executors, self._trace_folder)
+
+    def _let_none_follow(self) -> None:
+        """Other processes, if any, may still be in this step."""
+        self._broken |= not self._world.alone
+        self._world.transport.same_call = lambda name: None  # those in this step compare no calls
+
+
+def _check_total(total_tokens: int | None) -> None:
+    """Raise ConfigError for a number that a loss cannot be divided by."""
+    if total_tokens is not None and (type(total_tokens) is not int or total_tokens < 1):
+        rule = "the loss is divided by it: a whole number, and 1 at least"
+        raise ConfigError(f"total_tokens={total_tokens!r}", rule, "Give what Pipeline.count_tokens returns")
