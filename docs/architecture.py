@@ -42,9 +42,8 @@ TRIPS: dict[str, tuple[str, ...]] = {
     "a step": (
         "train/loop",
         "pipeline/pipeline",
-        "pipeline/steps/step",
+        "pipeline/steps/runner",
         "runtime/executor",
-        "runtime/ops",
         "runtime/stage",
         "runtime/split_backward/backward",
     ),
@@ -65,7 +64,7 @@ TRIPS: dict[str, tuple[str, ...]] = {
         "checkpoint/optimizer_state",
     ),
     "a failure": (
-        "pipeline/steps/step",
+        "pipeline/steps/runner",
         "runtime/health/post_mortem",
         "runtime/recorder",
         "errors",
