@@ -24,10 +24,9 @@ from benchmarks.report import Found, measured
 from benchmarks.rounds import Numbers, rounds_of
 from penstock import AutoPipeline, Pipeline
 from penstock.checkpoint.in_memory import MemoryCheckpoints
-from penstock.train.checkpoints import state_after
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.early_stop import NONE_YET
+from penstock.train.state import FRESH
 
 CONFIG = Path(__file__).parents[1] / "configs" / "stdlib.yaml"
 RANKS = 2
@@ -73,7 +72,7 @@ def _step(rank: Rank, with_copy: bool) -> float:
     dist.barrier()
     start = time.perf_counter()
     if with_copy:
-        memory.save(kept["done"], lambda: state_after(kept["done"], "benchmarks", config, 0, {}, NONE_YET))
+        memory.save(kept["done"], lambda: FRESH.after(kept["done"], "benchmarks", config, {}))
     step()
     memory.settle(exchanged=True)
     kept["optimizer"].step()

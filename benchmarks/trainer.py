@@ -26,7 +26,9 @@ from benchmarks.rounds import Numbers, rounds_of
 from penstock.train import loop
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.part import Run, TrainStep
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 
 BAR = 1.02
 STEPS, FIRST = 50, 10  # of a round, and those that do not count: shapes are new, threads start
@@ -62,10 +64,10 @@ def steps(rank: Rank, folder: str) -> list[tuple[float, float]]:
     taken: list[tuple[float, float]] = []
     mark = 0.0
 
-    def both(*arguments: Any) -> Any:
+    def both(run: Run, step: int) -> TrainStep:
         nonlocal mark
-        batch = trainers(*arguments)
-        arguments[-1].flush()  # the log: a thread would write it during the loop's step
+        trained = trainers(run, step)
+        run.log.flush()  # the log: a thread would write it during the loop's step
         by_trainer = time.perf_counter() - mark
         dist.barrier()
         start = time.perf_counter()
@@ -73,7 +75,7 @@ def steps(rank: Rank, folder: str) -> list[tuple[float, float]]:
         taken.append((by_trainer, time.perf_counter() - start))
         dist.barrier()
         mark = time.perf_counter()
-        return batch
+        return trained
 
     with patch.object(loop, "_step", both), redirect_stdout(io.StringIO()):
         run(preflight(config))

@@ -280,14 +280,16 @@ MUTANTS = [
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
     Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
-    Mutant("train/spikes.py", "Seen(losses, (", "Seen(self.seen.losses, (", "train/test_spikes.py"),
+    Mutant(
+        "train/skips.py", "left_out = (*run.state.seen.left_out, (", "left_out = ((", "train/test_skips.py"
+    ),
     Mutant(
         "train/records/slow_ranks.py",
-        "known[at + (at >= place)]",
+        "known[at + (at >= position)]",
         "known[at]",
         "train/records/test_slow_ranks.py",
     ),
-    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_spikes.py"),
+    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_skips.py"),
     Mutant(
         "train/checkpoints.py",
         "hidden = [(_step_of(path), path) for",
@@ -306,7 +308,7 @@ MUTANTS = [
         "        with self",
         "train/records/test_metrics.py",
     ),
-    Mutant("train/early_stop.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
+    Mutant("train/state.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
     Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if False:", "runtime/test_plan.py"),

@@ -23,6 +23,7 @@ LARGEST_JSON = 32 * MIB  # bytes: the index of a model with 200,000 tensors has 
 DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
 _LONGEST_NAME, _LONGEST_PATH = 255, 3000  # of Linux, with room for what is written below a folder
 _MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # as shells have them
 _DEEP = f"its lists and objects nest deeper than {DEEPEST} levels"
 
@@ -82,6 +83,15 @@ def read_bytes(path: str | Path, most: int = LARGEST_JSON) -> bytes:
 def size(count: int) -> str:
     """Bytes in words."""
     return f"{count // MIB} MiB" if count >= MIB else f"{count >> 10} KiB"
+
+
+def parse_size(text: str) -> float | None:
+    """The bytes that a text names: "4096", "5GB" (of 1000**3), "8 GiB" (of 1024**3); None for others."""
+    if (match := _SIZE.fullmatch(text)) is None:
+        return None
+    digits, unit, binary = match.groups(default="")
+    scale: int = (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    return float(digits) * scale
 
 
 def read_text(path: str | Path, most: int = LARGEST_JSON) -> str:

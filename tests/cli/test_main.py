@@ -23,7 +23,7 @@ from penstock.cli import main, restart
 from penstock.errors import ConfigError, RunError
 from penstock.launch.stop import Stop
 from penstock.pipeline import Account
-from penstock.train import run
+from penstock.train import preflight, run
 from penstock.train.config.load import load_config
 from support.command import Command
 from support.mutations import CASES, seeded
@@ -135,7 +135,7 @@ def test_an_override_means_the_same_wherever_it_stands(
             taken, checkpoint = main._sort_arguments(given, True)
             assert checkpoint == (Path(path).expanduser().as_posix() if path else "newest")
             assert load_config(file, taken) == expected
-            restart.start_ranks(server, 1, file, taken, checkpoint, tmp_path, 1, 4, 1.0)  # type: ignore[arg-type]
+            restart.start_ranks(server, 1, file, taken, checkpoint, expected, 1)  # type: ignore[arg-type]
             _, _, _, _, command, config, *rest = commands.pop()
             assert (command, config) == ("train", str(file))
             again, resumed = main._sort_arguments([each for each in rest if each != "--resume"], True)
@@ -198,7 +198,7 @@ def test_ctrl_c_before_the_ranks_start_ends_with_130(
     def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "preflight", interrupt)
+    monkeypatch.setattr(preflight, "preflight", interrupt)
     assert penstock("train", config_file(tmp_path)) == (130, "", "penstock: interrupted\n")
 
 
@@ -225,7 +225,7 @@ def test_a_process_that_trains_listens_to_signals(
     """As one process, and as a rank of torchrun's or the launcher's."""
     heard = []
 
-    def train(_: run.Prepared, stop: Stop) -> NoReturn:
+    def train(_: preflight.Prepared, stop: Stop) -> NoReturn:
         assert signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL  # it would end pytest
         with stop.saves(60, RunError("a run", "it is late", "Wait")):
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock import AutoPipeline, save_checkpoint
-from penstock.train.checkpoints import state_after
-from penstock.train.early_stop import NONE_YET
+from penstock.train.state import FRESH
 from support import tiny, zoo
 from support.adapted import adapted, logits, lora
 from support.command import Command
@@ -116,7 +115,7 @@ def test_what_was_edited_since_it_was_written_is_not_merged(tmp_path: Path, pens
     pipe = AutoPipeline(ranks=2, microbatches=2)
     pipe.build(zoo.tiny_model("llama")).save_pretrained(base)
     tuned = replace(pipe, adapter=lora()).build(base)
-    state = state_after(1, "mine", tiny.config(tmp_path), 0, {"digest": "", "position": 4}, NONE_YET)
+    state = FRESH.after(1, "mine", tiny.config(tmp_path), {"digest": "", "position": 4})
     save_checkpoint(checkpoint, tuned, torch.optim.AdamW(tuned.parameters()), state)
 
     def merged(folder: Path = tmp_path / "run") -> str:

@@ -15,7 +15,7 @@ from penstock.cli import plan
 from penstock.models.source import sdpa_for_flash
 from penstock.train.config.load import load_config
 from penstock.train.model import inline_config
-from penstock.train.run import dry_run
+from penstock.train.preflight import dry_run
 from support.families import ragged_batch
 
 FOLDER = Path(__file__).parents[2] / "configs" / "seeds"

@@ -13,14 +13,15 @@ import pytest
 
 from penstock.errors import ConfigError, PeerLostError
 from penstock.launch.failures import describe, exit_code
-from penstock.launch.start import launch, relaunch, under_torchrun
+from penstock.launch.start import launch, relaunch
+from penstock.launch.stop import under_torchrun
 from support.pool import alive, start
 
 HOST = socket.gethostname()
 PRELUDE = """
 import os, sys, time, signal
 from penstock.errors import ConfigError, PeerLostError, StalledPeerError
-from penstock.launch.start import fail, follow_parent
+from penstock.launch.stop import fail, follow_parent
 follow_parent()
 rank = int(os.environ["RANK"])
 """

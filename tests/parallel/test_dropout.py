@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock import Axes, Pipeline
 from penstock.errors import BatchError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support import jobs_train
 from support.covering import every
 from support.families import tiny_model

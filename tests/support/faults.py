@@ -133,11 +133,12 @@ def _rank(made: Tree, rank: int, ranks: int, port: int, strikes: list[Strike], r
     import torch
     import transformers
 
-    from penstock.launch import start as launch
+    from penstock.launch import stop as launch
     from penstock.launch.failures import ERROR_FILE
     from penstock.parallel import mesh
     from penstock.train.config.sections import TrainConfig
-    from penstock.train.run import preflight, run
+    from penstock.train.preflight import preflight
+    from penstock.train.run import run
 
     folder = Path(made["output"]["folder"]).parent
     os.environ.update(

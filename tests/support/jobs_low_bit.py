@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from penstock.cli.plan import memory
 from penstock.train.checkpoints import NEWEST
 from penstock.train.optimizers.optimizer import AdamWSection, make_optimizers
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.families import pipeline, ragged_batch, tiny_model
 from support.tiny import assert_same_tensors, checkpoint, metrics, tensors
 from support.twin import DECAY, OPTIONS, RATE, Make, by_hand, decayed, largest_difference, made

@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from penstock import Pipeline
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.errors import PeerError, account_of
-from penstock.launch import start as launch
+from penstock.launch import stop as launch
 from penstock.launch.failures import ERROR_FILE
 from penstock.models.stage import StageInfo
 from penstock.parallel import mesh, world

@@ -19,12 +19,13 @@ from penstock.errors import EquivalenceError, PenstockError
 from penstock.models.weights.saved import SavedModel
 from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.sharded_weights import local_shard
-from penstock.train import loop
+from penstock.train.before_steps import compare
+from penstock.train.between_steps import Checkpoints
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.records.metrics import Display
-from penstock.train.run import _check_split, preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.families import tiny_config
 from support.tiny import QWEN3, config
 
@@ -46,7 +47,7 @@ def trained(
         close = torch.distributed.destroy_process_group  # the world itself is the pool's to close
         patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: group and close(group))
         if "checkpoint_every" not in tree["train"]:
-            patch.setattr(loop, "_save", lambda *_, **__: Path("none"))
+            patch.setattr(Checkpoints, "save", lambda *_: Path("none"))
         poison(patch, poisoned, part)
         updates = count_updates(patch)
         error = ""
@@ -85,23 +86,16 @@ def checked_on_a_mesh(tree: dict[str, Any], rank: int, name: str) -> tuple[str, 
     What that rank holds of the gradient of the first parameter whose name ends with `name` is too large.
     """
     torch.set_num_threads(1)
-    prepared, shown = preflight(TrainConfig.model_validate(tree)), Shown()
+    prepared, shown = preflight(TrainConfig.model_validate(tree)), list[str]()
     pipe = prepared.auto.build(prepared.model)
-    _check_split(prepared, pipe, shown)
+    compare(prepared, pipe, shown.append)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == rank:
             enlarge(patch, name)
         with pytest.raises(EquivalenceError) as caught:
-            _check_split(prepared, pipe, shown)
+            compare(prepared, pipe, shown.append)
     pipe.close()
-    return shown.text, str(caught.value)
-
-
-class Shown(Display):
-    text = ""
-
-    def say(self, text: str) -> None:
-        self.text += text
+    return "".join(shown), str(caught.value)
 
 
 def enlarge(patch: pytest.MonkeyPatch, name: str) -> None:

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 # where a run may be struck: the module, and what is called there
 POINTS = {
-    "the look for a checkpoint": ("penstock.train.run", "find_start"),
-    "the data": ("penstock.train.run", "load_data"),
+    "the look for a checkpoint": ("penstock.train.preflight", "find_start"),
+    "the data": ("penstock.train.preflight", "load_data"),
     "the taking of the folder": ("penstock.train.run", "owned"),
     "the joining": ("penstock.parallel.mesh", "_await_all"),
     "the handshake": ("penstock.parallel.world", "shake_hands"),
     "the groups": ("penstock.parallel.world", "Groups"),
     "the build": ("penstock.train.run", "make_optimizers"),
-    "the load of a checkpoint": ("penstock.train.run", "load_checkpoint"),
+    "the load of a checkpoint": ("penstock.train.before_steps", "load_checkpoint"),
     "the writer's group": ("penstock.train.run", "CheckpointWriter"),
     "a forward": ("penstock.runtime.step_memory", "StepMemory.forward"),
     "a backward": ("penstock.runtime.step_memory", "StepMemory.before_backward"),
@@ -39,7 +39,7 @@ POINTS = {
     "the next step": ("penstock.train.loop", "seed_step"),
     "a row of metrics": ("penstock.train.records.metrics", "Metrics.write"),
     "an evaluation": ("penstock.pipeline.pipeline", "Pipeline.evaluate"),
-    "a save": ("penstock.train.loop", "_save"),
+    "a save": ("penstock.train.between_steps", "Checkpoints.save"),
     "the folder of a commit": ("penstock.models.weights.folder", "_prepare"),
     "the weights of a commit": ("penstock.models.weights.saved", "SavedModel.write"),
     "the moments of a commit": ("penstock.checkpoint.optimizer_state", "OptimizerState.write"),
@@ -190,10 +190,10 @@ def arm_later() -> None:
 
 
 class _Finder:
-    """Waits for the import of `penstock.train.run`, whose `preflight` then arms the process."""
+    """Waits for the import of `penstock.train.preflight`, whose `preflight` then arms the process."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "penstock.train.run":
+        if name != "penstock.train.preflight":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -237,14 +237,14 @@ def _kill_at_steps(rank: int) -> None:
     plan, due = json.loads(os.environ[AT_STEP]), ""
     step_of, folder = loop._step, Path(plan["folder"])
 
-    def step(run: Any, number: int, *args: Any) -> Any:
+    def step(run: Any, step_number: int) -> Any:
         nonlocal due
-        struck, point = plan["kills"].get(str(number), (None, ""))
-        mark = folder / f"killed-{number}"
+        struck, point = plan["kills"].get(str(step_number), (None, ""))
+        mark = folder / f"killed-{step_number}"
         if struck == rank and not mark.exists():
             mark.touch()
             due = point
-        return step_of(run, number, *args)
+        return step_of(run, step_number)
 
     def watched(owner: Any, name: str, point: str) -> None:
         called = getattr(owner, name)
@@ -257,6 +257,6 @@ def _kill_at_steps(rank: int) -> None:
 
         setattr(owner, name, call)
 
-    loop._step = step  # type: ignore[assignment]
+    loop._step = step
     for point in {point for _, point in plan["kills"].values()}:
         watched(*_place(point), point)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from penstock.train.check.before_training import Reference
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import Prepared, preflight
+from penstock.train.preflight import Prepared, preflight
 from support.reference import Gradients, plain_steps
 from support.tiny import config, save_model
 

@@ -14,7 +14,8 @@ from penstock.errors import CheckpointError, ConfigError, ModelError
 from penstock.models.weights.folder import read_manifest
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import dry_run, preflight, run
+from penstock.train.preflight import dry_run, preflight
+from penstock.train.run import run
 from support import tiny
 from support.adapted import logits, opened, rarely, tensors_of
 from support.folders import check_folder

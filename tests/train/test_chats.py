@@ -11,7 +11,8 @@ import pytest
 from penstock.batch.loss import IGNORED
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 from support.twin import documents_alone

@@ -18,19 +18,21 @@ from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, made_ent
 from penstock.models.weights.saved import SavedModel
 from penstock.runtime.transport.groups import OneProcess
 from penstock.train import loop
+from penstock.train.between_steps import Checkpoints, HeldOutEvaluation
 from penstock.train.checkpoints import (
     NEWEST,
-    UNNAMED,
     _with_defaults,
     changes,
     checkpoint_folder,
     newest_checkpoint,
     prune,
-    read_state,
 )
 from penstock.train.config.sections import KeepSection, TrainConfig
 from penstock.train.owner import owned
-from penstock.train.run import preflight, run
+from penstock.train.part import TrainStep
+from penstock.train.preflight import preflight
+from penstock.train.run import run
+from penstock.train.state import UNNAMED, read_state
 from support.folders import check_folder, flip, relist
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
@@ -122,7 +124,7 @@ def test_a_killed_fresh_run_starts_again_where_an_older_run_was(
 ) -> None:
     """0.5.0: `--resume` went on with the older run, under its own config, and said nothing of it."""
     shutil.copytree(two_checkpoints / "out", tmp_path / "out")
-    older = read_state(checkpoint(tmp_path, 2))["run"]
+    older = read_state(checkpoint(tmp_path, 2)).run
     with owned(tmp_path / "out", "killed", print):
         pass
     prepared = preflight(config(tmp_path, steps=2, checkpoint_every=1), NEWEST)
@@ -130,11 +132,11 @@ def test_a_killed_fresh_run_starts_again_where_an_older_run_was(
     assert f"passed over {checkpoint(tmp_path, 2)}: it is of run {older}, and the last" in prepared.notes[0]
     assert prepared.notes[-1].endswith("holds no checkpoint of its last run: starting from the beginning")
     named = preflight(config(tmp_path, steps=3), str(checkpoint(tmp_path, 2)))
-    assert (named.start.done, named.start.run) == (2, older)
+    assert (named.start.done, named.start.state.run) == (2, older)
     run(named)
     assert {row["run"] for row in metrics(tmp_path)} == {older}
     resumed = preflight(config(tmp_path, steps=4), NEWEST)
-    assert (resumed.start.done, resumed.start.run) == (3, older)
+    assert (resumed.start.done, resumed.start.state.run) == (3, older)
 
 
 @pytest.mark.parametrize(
@@ -454,18 +456,18 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_marked_and_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, what: str
 ) -> None:
     """0.5.0: it was resumed from, again and again: nothing looked at the values, which make each loss NaN."""
-    saved = loop._save
+    saved = Checkpoints.save
 
-    def spoiled(made: loop.Run, step: int, *arguments: Any, **options: Any) -> Path:
-        if step == 2:
+    def spoiled(part: Checkpoints, step: TrainStep) -> Path:
+        if step.number == 2:
             with torch.no_grad():
-                weight = next(made.pipe.parameters())
-                held = weight if what == "weight" else made.optimizers[0].state[weight]["exp_avg"]
-                held.view(-1)[3] = value
-        return saved(made, step, *arguments, **options)
+                weight = next(part.run.pipe.parameters())
+                tensor = weight if what == "weight" else part.run.optimizers[0].state[weight]["exp_avg"]
+                tensor.view(-1)[3] = value
+        return saved(part, step)
 
-    monkeypatch.setattr(loop, "_save", spoiled)
-    monkeypatch.setattr(loop, "_evaluate", lambda *_: 1.0)
+    monkeypatch.setattr(Checkpoints, "save", spoiled)
+    monkeypatch.setattr(HeldOutEvaluation, "loss", lambda *_: 1.0)
     run(preflight(config(tmp_path, steps=2, checkpoint_every=1)))
     resumed = preflight(config(tmp_path, steps=3), NEWEST)
     assert resumed.start.checkpoint == checkpoint(tmp_path, 1)

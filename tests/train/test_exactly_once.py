@@ -24,15 +24,18 @@ from torch.optim import AdamW
 from penstock import Pipeline
 from penstock.errors import ConfigError
 from penstock.models.weights import folder as weights_folder
-from penstock.train import loop
-from penstock.train.checkpoints import NEWEST, read_state
+from penstock.train import skips
+from penstock.train.between_steps import Checkpoints, HeldOutEvaluation
+from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, LoadedBatch
 from penstock.train.data.rows import HeldRows
 from penstock.train.data.streaming import Position, RowStream
+from penstock.train.preflight import preflight
 from penstock.train.records.metrics import Metrics, without_replaced_rows
-from penstock.train.run import preflight, run
+from penstock.train.run import run
 from penstock.train.settings import is_first
+from penstock.train.state import read_state
 from support.pool import Pool
 from support.tiny import assert_same_tensors, checkpoint, config, metrics
 
@@ -59,14 +62,14 @@ STRIKES = {
     "optimizer": Strike(AdamW, "step", after=True),
     "row": Strike(Metrics, "write"),
     "after row": Strike(Metrics, "write", after=True),
-    "evaluation": Strike(loop, "_evaluate"),
-    "checkpoint": Strike(loop, "_save"),
+    "evaluation": Strike(HeldOutEvaluation, "loss"),
+    "checkpoint": Strike(Checkpoints, "save"),
     "file": Strike(weights_folder, "_flush"),
     "publish": Strike(weights_folder, "_publish"),
     "published": Strike(weights_folder, "_publish", after=True),
-    "prune": Strike(loop, "_prune", after=True),
-    "spike": Strike(loop, "load_checkpoint"),
-    "rewind": Strike(loop, "load_checkpoint", after=True),
+    "prune": Strike(Checkpoints, "_prune", after=True),
+    "spike": Strike(skips, "load_checkpoint"),
+    "rewind": Strike(skips, "load_checkpoint", after=True),
 }
 
 
@@ -276,7 +279,7 @@ def check(base: Path, mode: str, world: World, kills: list[Kill]) -> int:
         step: sorted(rows) for step, rows in whole.history.items()
     }
     states = [read_state(checkpoint(each, last)) for each in (folder, whole.folder)]
-    places = [(state["data"]["rows"], state["skipped"], state["seen"].left_out) for state in states]
+    places = [((state.data or {})["rows"], state.skipped, state.seen.left_out) for state in states]
     assert places[0] == places[1]
     found, expected = rows_of(folder), rows_of(whole.folder)
     assert [row["step"] for row in found] == list(range(1, last + 1))
@@ -361,7 +364,7 @@ def test_a_killed_run_goes_on_over_other_meshes(pool: Pool, tmp_path: Path, mode
     }
     last = max(history)
     states = [read_state(checkpoint(each, last)) for each in (tmp_path, whole.folder)]
-    assert states[0]["data"]["rows"] == states[1]["data"]["rows"]
+    assert (states[0].data or {})["rows"] == (states[1].data or {})["rows"]
     assert [row["step"] for row in rows_of(tmp_path)] == list(range(1, last + 1))
     for row, other in zip(rows_of(tmp_path), rows_of(whole.folder), strict=True):
         assert row["loss"] == pytest.approx(other["loss"], rel=0.02)  # Adam takes signs at first

@@ -19,15 +19,16 @@ from penstock import Pipeline
 from penstock.errors import DataError, RunError
 from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.device import stream
-from penstock.train.checkpoints import NEWEST, read_state
+from penstock.train.checkpoints import NEWEST
 from penstock.train.data.loading import Data, LoadedBatch
-from penstock.train.loop import IN_A_ROW, Skips, seed_step
+from penstock.train.loop import seed_step
+from penstock.train.preflight import preflight
 from penstock.train.records.metrics import Metrics
-from penstock.train.run import preflight, run
+from penstock.train.run import run
+from penstock.train.state import read_state
 from support.jobs_train import poison
 from support.tiny import checkpoint, config, metrics
 
-NAN, INF = float("nan"), float("inf")
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
 
 
@@ -41,29 +42,6 @@ def no_thread_is_left() -> bool:
 
 def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in metrics(folder) if "loss" in row]
-
-
-@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
-def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
-    skips = Skips("stop")
-    with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
-        skips.check(3, skips.judge(loss=loss, grad_norm=norm))
-    skips = Skips("skip", count=2)
-    assert skips.judge(loss=loss, grad_norm=norm)
-    assert not skips.judge(loss=1.0, grad_norm=1.0)
-    assert (skips.count, skips.in_a_row) == (3, 0)
-
-
-def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
-    skips = Skips("skip")
-    for step in range(3 * IN_A_ROW):
-        skips.check(step, skips.judge(loss=NAN if step % 2 else 1.0))
-    assert skips.count == 1.5 * IN_A_ROW
-    skips.check(30, skips.judge(loss=1.0))
-    for step in range(31, 30 + IN_A_ROW):
-        skips.check(step, skips.judge(loss=NAN))
-    with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan at the last: 10 steps in a row"):
-        skips.check(40, skips.judge(loss=NAN))
 
 
 def test_a_skipped_step_is_as_if_its_batch_were_never_seen(
@@ -104,14 +82,14 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(
     run(preflight(config(tmp_path, **options)))
     whole = steps(tmp_path)
     half = checkpoint(tmp_path, 3)
-    assert read_state(half)["skipped"] == 1
+    assert read_state(half).skipped == 1
     resumed = preflight(config(tmp_path, **options), str(half))
-    assert (resumed.start.done, resumed.start.skipped) == (3, 1)
+    assert (resumed.start.done, resumed.start.state.skipped) == (3, 1)
     run(resumed)
     for row, other in zip(steps(tmp_path), whole, strict=True):
         assert [row[key] for key in EXACT] == [other[key] for key in EXACT]
     assert steps(tmp_path)[-1]["skipped_steps"] == 1
-    assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.skipped == 1
+    assert preflight(config(tmp_path, **{**options, "steps": 9}), NEWEST).start.state.skipped == 1
 
 
 def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +144,7 @@ def test_an_error_in_the_data_is_raised_at_its_step(tmp_path: Path, monkeypatch:
     with pytest.raises(DataError, match="row 7"):
         run(preflight(config(tmp_path, checkpoint_every=2)))
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 2, 2]
-    assert read_state(checkpoint(tmp_path, 2))["step"] == 2
+    assert read_state(checkpoint(tmp_path, 2)).step == 2
     assert no_thread_is_left()
 
 

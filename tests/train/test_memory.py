@@ -17,7 +17,8 @@ from penstock.checkpoint.shards import ShardFiles, shards_in
 from penstock.errors import CheckpointError, RunError
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.folders import flip
 from support.jobs_memory import lost, remembered
 from support.pool import Pool

@@ -17,7 +17,8 @@ from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, LoadedBatch
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, checkpoint, metrics, tree, write_documents

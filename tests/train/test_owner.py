@@ -21,7 +21,8 @@ from penstock.runtime.health import notes
 from penstock.runtime.transport.groups import Processes
 from penstock.train import owner
 from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.tiny import config, metrics
 
 
@@ -215,3 +216,18 @@ def test_ranks_that_write_into_several_folders_are_refused(
     monkeypatch.setattr("penstock.train.run.check_shared", lambda output, processes: seen.append(output))
     run(preflight(config(tmp_path, steps=1)))
     assert len(seen) == 1
+
+
+def test_a_file_that_somebody_removes_meanwhile_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: gone between two reads it was taken for a torn one: the run waited 20 s, and was refused."""
+    create, attempts = owner._create, list[int]()
+
+    def created(file: Path, facts: dict[str, Any]) -> bool:
+        attempts.append(1)
+        return len(attempts) > 1 and create(file, facts)  # at first another is faster, and removes its file
+
+    monkeypatch.setattr(owner, "_create", created)
+    assert taken(tmp_path, patience=0.1) == []
+    assert len(attempts) == 2

@@ -19,7 +19,8 @@ from penstock.errors import ConfigError, DataError
 from penstock.train.check.before_training import Reference
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, held_out_losses
 
 ROOT = Path(__file__).parents[2]

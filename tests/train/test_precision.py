@@ -19,7 +19,8 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import dry_run, preflight, run
+from penstock.train.preflight import dry_run, preflight
+from penstock.train.run import run
 from support.covering import every
 from support.tiny import (
     assert_same_tensors,

@@ -43,6 +43,7 @@ from penstock.train.checkpoints import (
 )
 from penstock.train.config.sections import KeepSection
 from penstock.train.owner import OWNER, owned
+from penstock.train.state import RunState
 from support.covering import every
 from support.protocol import BEGINNINGS, BUGS, BrokenError, explore, program
 
@@ -242,7 +243,7 @@ def _work(scheduler: Scheduler, job: str, rank: int, table: dict[tuple[int, int]
     if again and job == "A":  # it is told to go on from the first one, though there is a second
         seen, path = None, checkpoint_folder(output, 1)
     assert path is not None
-    start = Start(path, True, done=_step(path), checkpoints=seen)
+    start = Start(path, True, RunState(_step(path)), checkpoints=seen)
 
     def train(mine: owner.Owner | None) -> None:
         if mine is not None:

@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
 from penstock.schedule import Timeline
-from penstock.train import loop
-from penstock.train.checkpoints import NEWEST, read_state
+from penstock.train.between_steps import HeldOutEvaluation
+from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import EarlyStopSection, TrainConfig
 from penstock.train.data.rows import has_labels
-from penstock.train.early_stop import NONE_YET, BestEvaluation
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
+from penstock.train.state import BestEvaluation, read_state
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import (
@@ -212,7 +213,7 @@ def test_a_mesh_ramps_and_accumulates_as_one_process(
 
 def test_the_best_evaluation_and_how_long_ago_it_was() -> None:
     section = EarlyStopSection(patience=2, min_delta=0.1)
-    best = NONE_YET
+    best = BestEvaluation()
     for step, loss in enumerate((3.0, 2.5, 2.45, 2.6)):
         assert not best.ends(section)
         best = best.after(step, loss, section)
@@ -228,7 +229,7 @@ def test_the_best_evaluation_and_how_long_ago_it_was() -> None:
 def with_losses(patch: pytest.MonkeyPatch, *losses: float) -> None:
     """Let the run's evaluations find these in turn."""
     left = list(losses)
-    patch.setattr(loop, "_evaluate", lambda run, step: left.pop(0))
+    patch.setattr(HeldOutEvaluation, "loss", lambda evaluation, step: left.pop(0))
 
 
 def test_a_run_ends_early_says_so_and_does_not_go_on(
@@ -242,7 +243,7 @@ def test_a_run_ends_early_says_so_and_does_not_go_on(
     said = capsys.readouterr().out
     reason = "2 evaluations in a row did not lower the held-out loss by more than 0 from 1.9000, of step 2"
     assert f"ended       early, after step 4 of 9: {reason}\n" in said
-    assert read_state(checkpoint(tmp_path, 4))["best"] == BestEvaluation(1.9, 2, 2)
+    assert read_state(checkpoint(tmp_path, 4)).best == BestEvaluation(1.9, 2, 2)
     with pytest.raises(
         ConfigError, match=rf"patience=2: the run of .* ended early, after step 4: {reason}. Set"
     ):

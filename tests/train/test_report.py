@@ -13,11 +13,12 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
+from penstock.train.preflight import preflight
 from penstock.train.records.metrics import MetricsRow
 from penstock.train.report.charts import Chart, Line, draw
 from penstock.train.report.page import charts, page, report, seconds_by_part, state
 from penstock.train.report.recorded import read_run
-from penstock.train.run import preflight, run
+from penstock.train.run import run
 from schedule.render.test_page import Page
 from support.tiny import config, metrics
 

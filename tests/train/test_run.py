@@ -27,8 +27,9 @@ from penstock.errors import (
 )
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import Prepared, preflight, run
-from penstock.train.run import _data_notes as data_notes
+from penstock.train.preflight import Prepared, preflight
+from penstock.train.preflight import _data_notes as data_notes
+from penstock.train.run import run
 from support.folders import check_folder, flip
 from support.tiny import (
     GPT2_WITH_DROPOUT,
@@ -355,7 +356,8 @@ def test_a_checkpoint_that_does_not_say_its_data_is_gone_on_from_with_a_note(tmp
     made = config(tmp_path, steps=4, checkpoint_every=2)
     run(preflight(made))
     prepared = preflight(config(tmp_path, steps=6, checkpoint_every=2), NEWEST)
-    notes = list(data_notes(made, prepared.data, replace(prepared.start, data=None)))
+    start = replace(prepared.start, state=prepared.start.state._replace(data=None))
+    notes = list(data_notes(made, prepared.data, start))
     assert notes == [
         "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
     ]

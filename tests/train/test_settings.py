@@ -18,7 +18,8 @@ from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import Offloading
 from penstock.pipeline import Compile
 from penstock.train.config.sections import TrainConfig, check_rows
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from penstock.train.settings import axes_of, make_auto, ranks_of
 from support import tiny
 from support.predicting import tiny_config

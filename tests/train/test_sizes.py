@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.parallel.axes import Axes
 from penstock.train.config.load import load_config
-from penstock.train.run import preflight
+from penstock.train.preflight import preflight
 from penstock.train.settings import largest_microbatch
 from penstock.train.sizes import Size, StepSizes, calls_of
 from support.tiny import QWEN3, config, config_file

@@ -17,7 +17,8 @@ from penstock.launch.stop import Stop
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.pool import Pool
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
@@ -38,8 +39,8 @@ def struck(tree: dict[str, Any], rank: int, at: int, number: int) -> dict[str, A
         close = dist.destroy_process_group  # the world itself is the pool's to close
         patch.setattr(dist, "destroy_process_group", lambda group=None: group and close(group))
         patch.setattr(loop, "seed_step", strike)
-        outcome = run(preflight(TrainConfig.model_validate(tree), NEWEST), stop)
-    return {"step": outcome.step, "stopped": outcome.stopped, "ended": outcome.ended, "said": said.getvalue()}
+        last = run(preflight(TrainConfig.model_validate(tree), NEWEST), stop)
+    return {"step": last.number, "stopped": last.stopped, "ended": last.ended, "said": said.getvalue()}
 
 
 def made(folder: Path, **keys: Any) -> dict[str, Any]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers import logging as transformers_logging
 
 from penstock.batch.loss import OwnLoss
 from penstock.batch.microbatches import PIXELS
-from penstock.cli.shared import table
+from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError, ModelError
 from penstock.models.source import auto_class
 from penstock.parallel.nccl import describe
@@ -156,7 +155,7 @@ def _window(model: PreTrainedModel) -> int:
     """Tokens of the sliding window; 0 where there is none."""
     text = model.config.get_text_config()
     sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return max((each for each in sizes if isinstance(each, int)), default=0)
+    return max((tokens for tokens in sizes if isinstance(tokens, int)), default=0)
 
 
 def random_batch(model: PreTrainedModel, shape: tuple[int, int], loss: OwnLoss) -> dict[str, Tensor]:
@@ -182,8 +181,8 @@ def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) ->
     if costs is None:
         return fixed, None
     assert isinstance(costs.activation, list)
-    held = sum(simulate(plan.schedule, costs).peak_memory)
-    return fixed, int(held + sum(costs.activation))
+    live = sum(simulate(plan.schedule, costs).peak_memory)
+    return fixed, int(live + sum(costs.activation))
 
 
 def refuse_too_large(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int], free: int | None) -> None:
@@ -228,15 +227,14 @@ def _show_wrong(report: Report) -> None:
         print("the loss differs")
     wrong = report.wrong
     if wrong:
-        console = Console(highlight=False, width=None if Console().is_terminal else 160)
         kinds = "weights, before any step" if wrong[0].kind == "weight" else "gradients"
         heads = ("tensor", "stage", "rank", "difference", report.measure, "tolerance")
         rows = []
-        for each in wrong[:SHOWN]:
-            numbers = (f"{each.difference:.3g}", f"{each.size:.3g}", f"{each.tolerance:.3g}")
-            cells = (each.remark, "", "") if each.remark else numbers
-            rows.append((each.name, each.stage, each.rank, *cells))
-        console.print(table(heads, rows, left=["tensor"], title=f"{kinds} that differ, the worst first"))
+        for tensor in wrong[:SHOWN]:
+            numbers = (f"{tensor.difference:.3g}", f"{tensor.size:.3g}", f"{tensor.tolerance:.3g}")
+            cells = (tensor.remark, "", "") if tensor.remark else numbers
+            rows.append((tensor.name, tensor.stage, tensor.rank, *cells))
+        echo(f"{kinds} that differ, the worst first", table(heads, rows, left=["tensor"]))
     if len(wrong) > SHOWN:
         print(f"and {len(wrong) - SHOWN} more")
     equal = f", {len(report.tensors) - len(wrong)} are equal" if report.losses is not None else ""

@@ -7,13 +7,11 @@ from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.text import Text
 
 from penstock.batch.loss import IGNORED
-from penstock.cli.schedule_tables import out
-from penstock.cli.shared import table
+from penstock.cli.shared import echo, table
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, Rows, SourceRows
@@ -29,10 +27,10 @@ def show(config: TrainConfig, rows: int) -> None:
     tokenizer = tokenizer_of(config)
     data = load_data(config, tokenizer, int(model.get_text_config().vocab_size))
     console = Console(highlight=False)
-    out(totals(config, data))
-    for number, row in enumerate(first_rows(data, rows)):
+    echo(totals(config, data))
+    for index, row in enumerate(first_rows(data, rows)):
         tokens, counted = sum(len(piece.ids) for piece in row), sum(int(in_loss(p).sum()) for p in row)
-        console.print(f"\nrow {number}: {tokens} tokens, the loss counts {counted}", style="bold")
+        console.print(f"\nrow {index}: {tokens} tokens, the loss counts {counted}", style="bold")
         for piece in row:
             console.print(coloured(piece, tokenizer, console.is_terminal), soft_wrap=True)
 
@@ -43,16 +41,16 @@ def totals(config: TrainConfig, data: Data) -> RenderableType:
         return f"read while training; digest {data.digest}"
     heads = ("source", "documents", "tokens", "counted", "dropped", "median", "longest", "overlong", "rows",
              "held out")  # fmt: skip
-    held = data.held_out.sources if config.data.validation is None else [None] * len(data.rows.sources)
+    held_out = data.held_out.sources if config.data.validation is None else [None] * len(data.rows.sources)
     cells = []
-    for section, trained, own in zip(config.data.sources, data.rows.sources, held, strict=True):
+    for section, trained, rest in zip(config.data.sources, data.rows.sources, held_out, strict=True):
         facts, lengths = trained.store.facts, trained.store.lengths
         cells.append((
             section.path, f"{facts.documents:,}", f"{facts.tokens:,}", f"{facts.counted / facts.tokens:.1%}",
             f"{facts.dropped:,}", f"{np.median(lengths):.0f}", f"{lengths.max()}",
-            f"{int((lengths > config.data.longest_document).sum()):,}", f"{len(trained):,}", _count(own),
+            f"{int((lengths > config.data.longest_document).sum()):,}", f"{len(trained):,}", _count(rest),
         ))  # fmt: skip
-    return table(heads, cells, left=["source"], box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    return table(heads, cells, left=["source"])
 
 
 def _count(rows: SourceRows | None) -> str:

@@ -9,9 +9,8 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,13 +19,12 @@ from penstock.cli import schedule as schedule_commands
 from penstock.cli.shared import ScheduleChoice, ending_quietly, taking, usable
 from penstock.errors import ConfigError
 from penstock.launch import failures
-from penstock.launch import start as launch
 from penstock.launch.start import Server
-from penstock.launch.stop import Stop
+from penstock.launch.stop import Stop, fail, leave, under_torchrun
 
 if TYPE_CHECKING:
     from penstock.train.config.sections import TrainConfig
-    from penstock.train.run import Prepared
+    from penstock.train.preflight import Prepared
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
@@ -79,13 +77,14 @@ def train(
     """
     try:
         with _reported_once() as stop:
-            settings, checkpoint = _read(config, arguments or [], resume)
-            if world is not None and (not dry_run or launch.under_torchrun()):
+            overrides, checkpoint = _sort_arguments(arguments or [], resume)
+            settings = _load(config, overrides)
+            if world is not None and (not dry_run or under_torchrun()):
                 rule = "it says how many processes --dry-run is to plan for, where none were started"
                 raise ConfigError(
                     f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun"
                 )
-            if restarts and launch.under_torchrun():
+            if restarts and under_torchrun():
                 rule = "torchrun starts its processes again by itself"
                 remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
                 raise ConfigError(f"--restarts {restarts}", rule, remedy)
@@ -94,22 +93,19 @@ def train(
 
                 with ending_quietly():
                     return show(settings, checkpoint, world)
-            from penstock.train.run import preflight
+            from penstock.train.preflight import preflight
 
             with _server(settings, restarts) as server:
                 prepared = preflight(settings, checkpoint)
                 if server is not None:
                     from penstock.cli.restart import start_ranks
 
-                    overrides, _ = _sort_arguments(arguments or [], resume)
                     if (commit := prepared.config.model.commit) is not None:  # not a later one
                         overrides.append(f"model.commit={commit!r}")
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
-                    output, section = settings.output.path, settings.train
-                    raise typer.Exit(start_ranks(
-                        server, ranks, config, overrides, checkpoint, output, restarts, section.steps,
-                        section.stop_seconds,
-                    ))  # fmt: skip
+                    raise typer.Exit(
+                        start_ranks(server, ranks, config, overrides, checkpoint, settings, restarts)
+                    )
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
@@ -126,7 +122,7 @@ def data_show(
 
     Needs no model's weights. Example: penstock data show configs/sft_full.yaml
     """
-    settings, _ = _read(config, arguments or [], resume=False)
+    settings = _load(config, arguments or [])
     from penstock.cli.data import show
 
     with ending_quietly():
@@ -135,14 +131,6 @@ def data_show(
 
 Trust = Annotated[bool, typer.Option(
     "--trust-remote-code", help="Let Python code in the model's folder run.")]  # fmt: skip
-
-
-class DtypeOption(Enum):
-    """The dtypes that `check` computes in."""
-
-    FLOAT32 = "float32"
-    FLOAT64 = "float64"
-    BFLOAT16 = "bfloat16"
 
 
 @app.command()
@@ -157,7 +145,8 @@ def check(
     layout: Annotated[str | None, typer.Option(
         help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")] = None,
     stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
-    dtype: Annotated[DtypeOption, typer.Option(help="What to compute in.")] = DtypeOption.FLOAT32,
+    dtype: Annotated[
+        Literal["float32", "float64", "bfloat16"], typer.Option(help="What to compute in.")] = "float32",
     rows: Annotated[int | None, typer.Option(
         help="Rows of the batch. Default: one more than microbatches.")] = None,
     length: Annotated[int | None, typer.Option(
@@ -186,7 +175,7 @@ def check(
         folder_of(folder, None, trusted=trust_remote_code)[0],
         chosen,
         layout=layout,
-        dtype=dtype.value,
+        dtype=dtype,
         rows=rows,
         length=length,
         tolerance=tolerance,
@@ -239,12 +228,11 @@ def merge(
     print(f"{out} holds the base model with {merged}")
 
 
-def _read(config: Path, arguments: list[str], resume: bool) -> tuple[TrainConfig, str | None]:
-    """The config, before torch is imported, which takes seconds; and the checkpoint to resume from."""
-    overrides, checkpoint = _sort_arguments(arguments, resume)
+def _load(config: Path, overrides: list[str]) -> TrainConfig:
+    """The config, before torch is imported, which takes seconds."""
     from penstock.train.config.load import load_config
 
-    return load_config(config, overrides), checkpoint
+    return load_config(config, overrides)
 
 
 @contextmanager
@@ -253,14 +241,14 @@ def _reported_once() -> Iterator[Stop]:
 
     Yields what signals ask of this process, if it is a rank.
     """
-    is_rank = launch.under_torchrun()
+    is_rank = under_torchrun()
     stop = Stop(os.getppid() if is_rank else None)
     with stop if is_rank else nullcontext():
         try:
             yield stop
         except Exception as error:
             if is_rank and os.environ.get("LOCAL_RANK", "0") != "0":
-                launch.fail(error, quiet=True)
+                fail(error, quiet=True)
             raise
 
 
@@ -280,7 +268,7 @@ def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str 
 
 def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Server | None]:
     """What starts the ranks, and imports what they need meanwhile; None for a process that is alone."""
-    if launch.under_torchrun():
+    if under_torchrun():
         return nullcontext()
     several = settings.pipeline.ranks * settings.parallel.axes.ranks_per_stage not in (1, -1)
     return Server(["penstock.train.run"]) if several or restarts else nullcontext()
@@ -294,15 +282,15 @@ def _train(prepared: Prepared, stop: Stop) -> None:
             code = failures.STOPPED if run(prepared, stop).stopped else 0
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
-    if launch.under_torchrun():
-        launch.leave(code)  # a thread of torch that wakes up while Python shuts down would abort the rank
+    if under_torchrun():
+        leave(code)  # a thread of torch that wakes up while Python shuts down would abort the rank
     raise typer.Exit(code)
 
 
 def _end(error: BaseException) -> None:
     """Report the error, once, and exit with its code."""
-    if launch.under_torchrun():
-        launch.fail(error)
+    if under_torchrun():
+        fail(error)
     interrupted = isinstance(error, KeyboardInterrupt)
     print("penstock: interrupted" if interrupted else failures.describe(error), file=sys.stderr)
     sys.exit(failures.exit_code(error))

@@ -8,16 +8,15 @@ import shutil
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from torch import Tensor
 
-from penstock.cli.schedule_tables import out
-from penstock.cli.shared import table
+from penstock.cli.shared import echo, table
 from penstock.models.source import sdpa_for_flash
 from penstock.models.split.multiply_adds import multiply_adds, works
 from penstock.parallel.axes import LOSS, MESH, Axes
@@ -31,7 +30,7 @@ from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import shares_of
-from penstock.train.run import Planned, dry_run
+from penstock.train.preflight import Planned, dry_run
 from penstock.train.settings import largest_microbatch
 
 _INDENT = 14  # of the summary's text
@@ -46,18 +45,18 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
         planned = dry_run(config, resume, world)
         costs = stage_costs(planned)
         needs = memory(planned)
-    out(_filled(_summary(planned, costs, needs), width))
-    out("\nstages, with the parameters and the share of all multiply-adds of each", _stages(planned, costs))
-    out("\nmemory of a process of each rank, GiB, without the framework's own")
-    out(_memory(needs, planned.plan.proof.peak_live))
+    echo(_filled(_summary(planned, costs, needs), width))
+    echo("\nstages, with the parameters and the share of all multiply-adds of each", _stages(planned, costs))
+    echo("\nmemory of a process of each rank, GiB, without the framework's own")
+    echo(_memory(needs, planned.plan.proof.peak_live))
     if planned.axes.ranks_per_stage > 1:
-        out("\nmesh", _filled(mesh(planned.plan.schedule.ranks, planned.axes), width))
-    out("\noptimizers", _filled(_optimizers(planned), width))
+        echo("\nmesh", _filled(mesh(planned.plan.schedule.ranks, planned.axes), width))
+    echo("\noptimizers", _filled(_optimizers(planned), width))
     schedule = planned.plan.schedule
     if schedule.ranks <= _LINES:
         title = "schedule, drawn with stages that take equally long"
-        out("\n" + render(schedule, width=width, title=title).strip("\n"))
-    out("\nconfig", planned.config.to_yaml().strip("\n"))
+        echo("\n" + render(schedule, width=width, title=title).strip("\n"))
+    echo("\nconfig", planned.config.to_yaml().strip("\n"))
 
 
 # ---- The summary
@@ -82,10 +81,7 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     if schedule.overlaps:
         yield "pairs", "their ops run one after the other"
     predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
-    yield (
-        "bubble",
-        f"{predicted.bubble:.1%} predicted, if time goes by multiply-adds",
-    )
+    yield "bubble", f"{predicted.bubble:.1%} predicted, if time goes by multiply-adds"
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = gib(needs[rank].total, needs[rank].total)
@@ -93,18 +89,13 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
     if planned.config.train.checkpoint_background:
         yield "checkpoint", _copies(planned)
+    forwards = schedule.stages * schedule.microbatches
     if planned.auto.checkpointing() is not None:
-        again, all_forwards = (
-            len(planned.auto.account(plan).recomputed()),
-            schedule.stages * schedule.microbatches,
-        )
-        yield "recompute", f"the layers of {again:,} of {all_forwards:,} forwards run again in the backward"
+        again = len(planned.auto.account(plan).recomputed())
+        yield "recompute", f"the layers of {again:,} of {forwards:,} forwards run again in the backward"
     if (offloading := planned.auto.offloading()) is not None:
-        gone, every = (
-            len(offloaded(host_copies(schedule, offloading.ahead))),
-            schedule.stages * schedule.microbatches,
-        )
-        yield "offload", f"activations of {gone:,} of {every:,} forwards wait in host memory"
+        away = len(offloaded(host_copies(schedule, offloading.ahead)))
+        yield "offload", f"activations of {away:,} of {forwards:,} forwards wait in host memory"
     for note in planned.notes:
         yield "note", note
 
@@ -152,8 +143,8 @@ def _step(planned: Planned) -> str:
     return f"{whole}; smaller up to step {smaller}" if smaller else whole
 
 
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
+def _count(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count:,} {noun}{'' if count == 1 else plural}"
 
 
 PlanLine = tuple[str, str]  # a name and a text
@@ -161,27 +152,16 @@ PlanLine = tuple[str, str]  # a name and a text
 
 def _filled(lines: Iterable[PlanLine], width: int) -> str:
     """Each name with its text, in lines of at most `width` characters, as long as no word is longer."""
-    indent = " " * _INDENT
-    return "\n".join(
-        textwrap.fill(
-            text,
-            width,
-            initial_indent=f"{name:<{_INDENT}}",
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for name, text in lines
-    )
+    wrap = partial(
+        textwrap.fill, width=width, subsequent_indent=" " * _INDENT, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(wrap(text, initial_indent=f"{name:<{_INDENT}}") for name, text in lines)
 
 
 def gib(nbytes: float, largest: float) -> str:
     """Bytes in GiB, with as many digits as become a table whose largest number is `largest`."""
     return f"{nbytes / 2**30:,.{2 if largest >= 2**30 else 4}f}"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    return table(heads, rows, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
 
 
 # ---- Stages
@@ -212,26 +192,26 @@ def _stages(planned: Planned, costs: Sequence[float]) -> Table:
     for (_, count, parameters, share), alike in groupby(stages, facts):
         group = list(alike)
         layers = range(group[0].layers.start, group[-1].layers.stop)
-        each = f", {count} each" if len(group) > 1 else ""
+        apiece = f", {count} each" if len(group) > 1 else ""
         rows.append((
             _spans([stage.stage for stage in group]),
             _spans([stage.rank for stage in group]),
-            f"{_spans(layers)}{each}" if count else "none",
+            f"{_spans(layers)}{apiece}" if count else "none",
             parameters,
             share,
         ))  # fmt: skip
-    return _table(("stages", "ranks", "layers", "parameters", "share"), rows)
+    return table(("stages", "ranks", "layers", "parameters", "share"), rows, gap=1)
 
 
 def _spans(numbers: Sequence[int]) -> str:
     """0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and the last."""
     pieces: list[list[int]] = []
-    for number in numbers:
+    for index in numbers:
         last = pieces[-1] if pieces else []
-        if last and (len(last) == 1 or number - last[-1] == last[1] - last[0]):
-            last.append(number)
+        if last and (len(last) == 1 or index - last[-1] == last[1] - last[0]):
+            last.append(index)
         else:
-            pieces.append([number])
+            pieces.append([index])
     shown = list(map(_span, pieces))
     return ", ".join(shown if len(shown) <= 3 else [shown[0], "...", shown[-1]])
 
@@ -345,18 +325,17 @@ def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
         "gradients": column(lambda need: need.gradients),
         "moments": column(lambda need: need.optimizer),
     }
-    if any(need.casts for need in needs):
-        columns["casts"] = column(lambda need: need.casts)
-    if any(need.gathered_weights + need.gathered_gradients for need in needs):
-        columns["gathered"] = column(lambda need: need.gathered_weights + need.gathered_gradients)
-    if any(need.host for need in needs):
-        columns["host"] = column(lambda need: -need.host)
+    sometimes: dict[str, Callable[[RankMemory], int]] = {
+        "casts": lambda need: need.casts,
+        "gathered": lambda need: need.gathered_weights + need.gathered_gradients,
+        "host": lambda need: -need.host,
+    }
+    columns |= {name: column(nbytes) for name, nbytes in sometimes.items() if any(map(nbytes, needs))}
+    known = needs[0].activations is not None
     columns["live"] = [str(live[rank]) for rank in ranks]
-    columns["activations"] = column(lambda need: need.activations or 0)
-    if needs[0].activations is None:
-        columns["activations"] = ["unknown"] * len(ranks)
+    columns["activations"] = column(lambda need: need.activations or 0) if known else ["unknown"] * len(ranks)
     columns["total"] = column(lambda need: need.total)
     rows = list(zip(*columns.values(), strict=True))
     if len(shown) < len(groups):
         rows.append(("rest", *[""] * (len(columns) - 2), "less"))
-    return _table(list(columns), rows)
+    return table(list(columns), rows, gap=1)

@@ -8,8 +8,10 @@ from pathlib import Path
 from penstock.checkpoint.shards import newest_in
 from penstock.launch.restarts import Saved, keep_running
 from penstock.launch.start import Launcher, Server
-from penstock.train.checkpoints import NEWEST, newest_checkpoint, read_state
+from penstock.train.checkpoints import NEWEST, newest_checkpoint
+from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import last_run
+from penstock.train.state import read_state
 
 _SHARED = ("penstock", "torch", "transformers", "safetensors", "numpy", "rich", "peft")
 
@@ -20,30 +22,27 @@ def start_ranks(
     config: Path,
     overrides: list[str],
     resume: str | None,
-    output: Path,
+    settings: TrainConfig,
     restarts: int,
-    steps: int,
-    stop_seconds: float,
 ) -> int:
     """Run `penstock train` on each of `ranks` ranks. Returns the exit code.
 
     Args:
         config, overrides, resume: as the command got them
-        output: the run's folder
+        settings: that they stand for
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
-        steps: of the whole run
-        stop_seconds: that ranks have to save after a signal
     """
     # what the check of the run has used here, its ranks will use too
     server.follow(_SHARED)
-    goes_on = _GoesOn(resume, output, steps)
+    output, train = settings.output.path, settings.train
+    goes_on = _GoesOn(resume, output, train.steps)
 
     def command(attempt: int) -> list[str]:
         resumed = [] if goes_on.at is None else ["--resume", *([] if goes_on.at == NEWEST else [goes_on.at])]
         # -P: else the ranks, and not this process, would import whatever lies in the working folder
         return [sys.executable, "-P", "-m", "penstock", "train", str(config), *overrides, *resumed]
 
-    with Launcher(server, stop_seconds) as launcher:
+    with Launcher(server, train.stop_seconds) as launcher:
         if not restarts:
             return launcher.attempt(ranks, command(0)).code
         return keep_running(launcher, ranks, command, restarts, goes_on.saved, output)
@@ -73,7 +72,7 @@ class _GoesOn:
             path = Path(self.at).expanduser()
         if path is None:
             return Saved()
-        step = read_state(path)["step"]
+        step = read_state(path).step
         return Saved(step, path.stat().st_mtime, last=step >= self._steps)
 
     def _in_memory(self) -> Saved | None:

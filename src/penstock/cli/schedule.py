@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from penstock.cli import schedule_tables as view
-from penstock.cli.shared import ScheduleChoice, chosen, costs_of, taking
+from penstock.cli.shared import ScheduleChoice, chosen, costs_of, echo, taking
 from penstock.errors import ConfigError, InputError, ScheduleError
 from penstock.schedule import Costs, Schedule, loop, render, verify, wave
 from penstock.schedule import compare as all_schedules
@@ -32,20 +31,6 @@ RanksOption = Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks
 Microbatches = Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches a step.")]
 
 
-class PlacementOption(Enum):
-    """Placements for a search."""
-
-    LOOP = "loop"
-    V = "v"
-
-
-class ObjectiveOption(Enum):
-    """What a search minimizes."""
-
-    MAKESPAN = "makespan"
-    EXTENT = "extent"
-
-
 @app.command()
 @taking(choice=chosen)
 def show(
@@ -60,11 +45,11 @@ def show(
     try:
         proof = verify(schedule)
     except ScheduleError:  # list its programs all the same, and then its violations
-        view.out(view.title(schedule), view.programs(schedule))
+        echo(view.title(schedule), view.programs(schedule))
         raise
-    view.out(view.title(schedule))
-    view.out(view.programs(schedule) if programs else render(schedule, title="").strip("\n"), "")
-    view.out(*view.proven(proof))
+    echo(view.title(schedule))
+    echo(view.programs(schedule) if programs else render(schedule, title="").strip("\n"), "")
+    echo(*view.proven(proof))
 
 
 @app.command("verify")
@@ -82,12 +67,12 @@ def prove(
     try:
         proof = verify(schedule, memory_limit)
     except ScheduleError as error:
-        view.out(*map(str, error.violations))
+        echo(*map(str, error.violations))
         typer.echo(
             f"penstock: error: schedule {error.name!r} breaks {len(error.violations)} rule(s)", err=True
         )
         raise typer.Exit(error.exit_code) from error
-    view.out(view.title(schedule), *view.proven(proof))
+    echo(view.title(schedule), *view.proven(proof))
 
 
 @app.command()
@@ -111,9 +96,9 @@ def simulate(
     schedule = choice.schedule(costs)
     timeline = run_on_paper(schedule, replace(costs, buffer=buffer))
     if as_json:
-        view.out(json.dumps(view.timeline_data(schedule, timeline, memory_limit)))
+        echo(json.dumps(view.timeline_data(schedule, timeline, memory_limit)))
     else:
-        view.out(view.title(schedule), *view.timeline(timeline, memory_limit))
+        echo(view.title(schedule), *view.timeline(timeline, memory_limit))
     if memory_limit is not None and max(timeline.peak_memory) > memory_limit:
         raise typer.Exit(ConfigError.exit_code)
 
@@ -132,7 +117,7 @@ def draw(
     Example: penstock schedule draw zb_v -r 4 -m 8 --out zb_v.svg
     """
     drawing = render(run_on_paper(choice.schedule(costs), replace(costs, buffer=buffer)), out)
-    view.out(drawing.rstrip("\n") if out is None else f"wrote {out}")
+    echo(drawing.rstrip("\n") if out is None else f"wrote {out}")
 
 
 @app.command()
@@ -146,7 +131,7 @@ def convert(
     Example: penstock schedule convert 1f1b 1f1b.csv --ranks 4 --microbatches 8
     """
     dump(choice.schedule(), out)
-    view.out(f"wrote {out}")
+    echo(f"wrote {out}")
 
 
 @app.command()
@@ -176,9 +161,9 @@ def compare(
         extra=searched,
     )
     if as_json:
-        view.out(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))
+        echo(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))
     else:
-        view.out(*view.comparison(entries, ranks, microbatches, memory_limit))
+        echo(*view.comparison(entries, ranks, microbatches, memory_limit))
 
 
 def _searched(
@@ -211,13 +196,13 @@ def search(
     costs: Costs,
     memory_limit: Limit = None,
     placement: Annotated[
-        PlacementOption, typer.Option(help="Round the ranks, or out and back.")
-    ] = PlacementOption.LOOP,
+        Literal["loop", "v"], typer.Option(help="Round the ranks, or out and back.")
+    ] = "loop",
     stages_per_rank: Annotated[int | None, typer.Option(help="By default 1 on a loop and 2 on a V.")] = None,
     objective: Annotated[
-        ObjectiveOption,
+        Literal["makespan", "extent"],
         typer.Option(help="What to minimize. extent: each rank's time from its first op to its last."),
-    ] = ObjectiveOption.MAKESPAN,
+    ] = "makespan",
     seconds: Annotated[float, typer.Option(help="How long to search.")] = 30.0,
     seed: Annotated[int, typer.Option(help="The same seed and seconds find the same schedule.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write it: .json or .csv.")] = None,
@@ -233,15 +218,13 @@ def search(
         microbatches=microbatches,
         costs=costs,
         memory_limit=memory_limit,
-        placement=placement.value,
+        placement=placement,
         stages_per_rank=stages_per_rank,
-        objective=objective.value,
+        objective=objective,
         seconds=seconds,
         seed=seed,
     )
-    view.out(
-        view.title(best.schedule), *view.timeline(best.timeline, memory_limit), *view.outcome_lines(best)
-    )
+    echo(view.title(best.schedule), *view.timeline(best.timeline, memory_limit), *view.outcome_lines(best))
     if out is not None:
         dump(best.schedule, out)
-        view.out(f"wrote {out}")
+        echo(f"wrote {out}")

@@ -5,30 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from penstock.cli.shared import table
 from penstock.schedule import Entry, Found, Op, Proof, Schedule, Timeline
+from penstock.schedule.render.drawing import percent
 
-_PLAIN: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
-_WIDE = 500  # characters, more than any table: a narrow terminal then breaks lines, not cells
 _PATH_SHOWN = 8  # ops at each end of a critical path
 _STAGES_SHOWN = 8
 _FIGURES = ("makespan", "bubble", "inner_bubble")  # of a timeline
-
-
-def out(*parts: RenderableType) -> None:
-    """Print each on its own lines, without folding text."""
-    console = Console(highlight=False, width=_WIDE)
-    for part in parts:
-        if isinstance(part, str):
-            print(part)
-            continue
-        with console.capture() as captured:  # so that `print` notices a closed pipe
-            console.print(part)
-        print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
 def title(schedule: Schedule) -> str:
@@ -52,7 +38,7 @@ def proven(proof: Proof) -> Iterator[RenderableType]:
         (rank, _stages(schedule.placement.stages_of(rank)), proof.peak_live[rank], proof.peak_deferred[rank])
         for rank in range(schedule.ranks)
     )
-    yield table(("rank", "stages", "peak live", "awaiting W at most"), rows, left=["stages"], **_PLAIN)
+    yield table(("rank", "stages", "peak live", "awaiting W at most"), rows, left=["stages"])
     yield "proven: each op is there once, on its rank, in an order that its rank can follow; no deadlock"
     buffered = proof.buffered_sends
     more = f", if {buffered} more can lie on each edge" if buffered else ""
@@ -71,17 +57,9 @@ def timeline(simulated: Timeline, memory_limit: float | None) -> Iterator[Render
          _memory(simulated.peak_memory[rank], memory_limit))
         for rank in range(simulated.ranks)
     )  # fmt: skip
-    heads = (
-        "rank",
-        "busy",
-        "bubble",
-        "inner bubble",
-        "for peers",
-        "for the wire",
-        "peak live",
-        "peak memory",
-    )
-    yield table(heads, rows, **_PLAIN)
+    heads = ("rank", "busy", "bubble", "inner bubble", "for peers", "for the wire", "peak live",
+             "peak memory")  # fmt: skip
+    yield table(heads, rows)
     yield f"makespan {number(simulated.makespan)}, most memory {number(max(simulated.peak_memory))}"
     inner = percent(simulated.inner_bubble)
     yield f"bubble {percent(simulated.bubble)}, or {inner} between each rank's first and last op"
@@ -134,7 +112,7 @@ def comparison(
     entries = tuple(entries)
     yield f"{ranks} ranks, {microbatches} microbatches{limit}"
     heads = ("schedule", "step time", "bubble", "inner", "stages", "live", "memory", "fits")
-    yield table(heads, map(_row, entries), left=("schedule", "fits"), **_PLAIN)
+    yield table(heads, map(_row, entries), left=("schedule", "fits"))
     for entry in entries:
         if entry.also:
             yield f"{entry.label} is also {' and '.join(entry.also)}"
@@ -208,7 +186,3 @@ def outcome_lines(outcome: Found) -> Iterator[str]:
 def number(value: float) -> str:
     """At most six digits."""
     return f"{value:.6g}"
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"

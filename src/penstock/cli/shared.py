@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -41,7 +43,7 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
         parameters: list[inspect.Parameter] = []
         for name, parameter in inspect.signature(command, eval_str=True).parameters.items():
             parameters += taken[name].parameters.values() if name in taken else [parameter]
-        parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+        parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
@@ -190,13 +192,28 @@ def _cost(name: str, text: str) -> float | list[float]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
+_WIDE = 500  # characters, more than any table: a narrow terminal then breaks lines, not cells
+
+
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = (), **options: Any
+    heads: Sequence[str], rows: Iterable[Sequence[object]], left: Sequence[str] = (), gap: int = 2
 ) -> Table:
-    """A table whose columns are aligned to the right, except those called `left`. options: of rich's Table"""
-    made = Table(title_justify="left", caption_justify="left", **options)
+    """A table whose columns are aligned to the right, except those called `left`. gap: between columns"""
+    columns = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, gap - 1), pad_edge=False, show_edge=False)
     for head in heads:
-        made.add_column(head, justify="left" if head in left else "right", overflow="fold")
+        columns.add_column(head, justify="left" if head in left else "right", overflow="fold")
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
-    return made
+        columns.add_row(*(cell if isinstance(cell, Text) else Text(str(cell)) for cell in row))
+    return columns
+
+
+def echo(*parts: RenderableType) -> None:
+    """Print each part on its own lines, without folding text."""
+    console = Console(highlight=False, width=_WIDE)
+    for part in parts:
+        if isinstance(part, str):
+            print(part)
+            continue
+        with console.capture() as captured:  # so that `print` notices a closed pipe
+            console.print(part)
+        print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -96,15 +96,15 @@ def asked_file(error_file: str) -> Path:
     return Path(error_file).with_name("asked")
 
 
-def record_end(since: float, number: int = signal.SIGTERM) -> None:
+def record_end(since: float, signum: int = signal.SIGTERM) -> None:
     """Write that a signal, which came at `since`, ended this rank, unless an error is written already."""
     path = Path(os.environ[ERROR_FILE])
     if not path.exists():
-        _write(path, _ended_by(number), "", since, {"ended": since, "signal": number})
+        _write(path, _ended_by(signum), "", since, {"ended": since, "signal": signum})
 
 
-def _ended_by(number: int) -> str:
-    return f"was ended by {signal.Signals(number).name}"
+def _ended_by(signum: int) -> str:
+    return f"was ended by {signal.Signals(signum).name}"
 
 
 def _write(path: Path, message: str, stack: str, when: float, ours: Mapping[str, object]) -> None:
@@ -138,33 +138,33 @@ def record(error: BaseException) -> None:
     _write(Path(path), _brief(error), _traceback(error), now, ours)
 
 
-def stopped(failures: Mapping[int, Failure]) -> str | None:
-    """How all of these ranks stopped because a signal asked for it; None where any of them did otherwise."""
-    words = [_recorded(failure).get("stopped") for failure in failures.values() if failure.code == STOPPED]
-    return next(filter(None, words), "") if len(words) == len(failures) else None
+def report(failures: Mapping[int, Failure], asked: int = 0) -> tuple[int, str]:
+    """Print why ranks failed, unless all of them stopped as a signal asked.
 
+    Args:
+        failures: of the ranks that did not end with 0; at least one
+        asked: the signal that asked the launcher to end them; 0 for none
 
-def only_ended(failures: Mapping[int, Failure]) -> bool:
-    """Whether no rank failed by itself: each was ended, or lost one that was."""
-    return _first(failures, {rank: _recorded(failure) for rank, failure in failures.items()}).order >= _LOST
-
-
-def report(failures: Mapping[int, Failure]) -> tuple[int, str]:
-    """Print the summary of failures by rank. Returns the first cause's exit code and words."""
+    Returns: the exit code; and in words the first cause, or how the ranks stopped. No words where the signal
+    ended them: then each was ended, or lost one that was.
+    """
     records = {rank: _recorded(failure) for rank, failure in failures.items()}
-    last, first = _last_accounts(records), _first(failures, records)
+    stops = [records[rank].get("stopped") for rank, failure in failures.items() if failure.code == STOPPED]
+    if len(stops) == len(failures):
+        return STOPPED, next(filter(None, stops), "")
+    last = _last_accounts(records)
+    causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
+    first = _of_all(min(causes), causes)
+    if asked and first.order >= _LOST:
+        by = f"ended by {signal.Signals(asked).name}"
+        print(f"penstock: {'interrupted' if asked == signal.SIGINT else by}", file=sys.stderr)
+        return 128 + asked, ""
     lines = [f"penstock: error: {first}"]
     if last:
         lines.append("What the ranks did last:")
         lines += [f"  rank {rank} {last.get(rank, 'left no report')}" for rank in sorted({*failures, *last})]
     print("\n".join([*lines, *filter(None, [first.traceback.rstrip()])]), file=sys.stderr, flush=True)
     return first.exit_code, str(first)
-
-
-def _first(failures: Mapping[int, Failure], records: Mapping[int, Mapping[str, Any]]) -> Cause:
-    last = _last_accounts(records)
-    causes = [_cause(rank, failures[rank], records[rank], last.get(rank, "")) for rank in failures]
-    return _of_all(min(causes), causes)
 
 
 def _recorded(failure: Failure) -> dict[str, Any]:
@@ -195,8 +195,8 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
     code, when = failure.code, failure.time
     here = f"rank {rank} on {socket.gethostname()} "
     if "ended" in written:
-        number = written["signal"]
-        return Cause(_LOST, written["ended"], rank, here, _ended_by(number), last, "", 128 + number)
+        signum = written["signal"]
+        return Cause(_LOST, written["ended"], rank, here, _ended_by(signum), last, "", 128 + signum)
     if "stopped" in written:
         return Cause(_LAST, when, rank, here, written["stopped"], "", "", code)
     if written:
@@ -204,9 +204,9 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
         who = "" if written["names_rank"] else _who(rank, code)
         where, trace = written["where"], written["traceback"]
         return Cause(order, written["time"], rank, who, written["message"], where, trace, max(code, 1))
-    number = -code if code < 0 else code - 128
-    if number in (signal.SIGTERM, signal.SIGUSR1):
-        return Cause(_LAST, when, rank, here, _ended_by(number), last, "", 128 + number)
+    signum = -code if code < 0 else code - 128
+    if signum in (signal.SIGTERM, signal.SIGUSR1):
+        return Cause(_LAST, when, rank, here, _ended_by(signum), last, "", 128 + signum)
     if code < 0:
         order = _LAST if failure.killed else 2 if -code == signal.SIGABRT else 0
         killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"

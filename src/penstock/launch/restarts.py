@@ -26,6 +26,14 @@ FILE = "restarts.jsonl"
 _LONGEST = 60.0  # seconds to wait before a restart; the first one comes after one second
 
 
+class LostTime(NamedTuple):
+    """Seconds that failures cost: of start-up, of steps that are done again, of waiting."""
+
+    start_up: float = 0.0
+    steps_again: float = 0.0
+    wait: float = 0.0
+
+
 class Saved(NamedTuple):
     """The newest checkpoint.
 
@@ -57,24 +65,24 @@ def keep_running(
 
     Returns: the exit code of the last attempt; 0 where one failed after the run's last checkpoint
     """
-    began, lost, causes = time.time(), [0.0, 0.0, 0.0], list[str]()
-    number, saved = 0, newest()
+    began, lost, causes = time.time(), LostTime(), list[str]()
+    attempt, saved = 0, newest()
     while True:
         started = time.time()
-        ended = launcher.attempt(ranks, command(number), number)
+        ended = launcher.attempt(ranks, command(attempt), attempt)
         start_up = _start_up(folder, started)
         over = ended.asked or not ended.cause or ended.code == InputError.exit_code
         before, saved = saved, newest()
         causes = [*(causes if saved.step == before.step else ()), ended.cause]
         again = 0.0 if ended.code == STOPPED else time.time() - max(saved.at, started + start_up)
         given_up, wait = len(causes) > restarts, min(_LONGEST, 2.0 ** (len(causes) - 1))
-        newly_lost = [start_up, max(0.0, again), 0.0 if over or given_up or saved.last else wait]
+        newly = LostTime(start_up, max(0.0, again), 0.0 if over or given_up or saved.last else wait)
         if not over or (ended.cause and ended.asked):
-            _note(folder, number, ended, saved, newly_lost)
+            _note(folder, attempt, ended, saved, newly)
         if over:
-            if number:
-                lost[0] += start_up
-                print(_account(number, lost, time.time() - began), file=sys.stderr)
+            if attempt:
+                lost = lost._replace(start_up=lost.start_up + start_up)
+                print(_account(attempt, lost, time.time() - began), file=sys.stderr)
             return ended.code
         if saved.last:
             print(f"penstock: all {saved.step} steps are done and saved; then {ended.cause}", file=sys.stderr)
@@ -82,12 +90,12 @@ def keep_running(
         if given_up:
             print(_hopeless(causes, saved), file=sys.stderr)
             return ended.code
-        lost = [total + seconds for total, seconds in zip(lost, newly_lost, strict=True)]
-        number += 1
-        place = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
-        print(f"penstock: restart {number} in {wait:.0f} s, {place}", file=sys.stderr, flush=True)
+        lost = LostTime(*map(sum, zip(lost, newly, strict=True)))
+        attempt += 1
+        origin = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
+        print(f"penstock: restart {attempt} in {wait:.0f} s, {origin}", file=sys.stderr, flush=True)
         if stopped := launcher.wait(wait):
-            print(_account(number, lost, time.time() - began), file=sys.stderr)
+            print(_account(attempt, lost, time.time() - began), file=sys.stderr)
             return STOPPED if saved.step else 128 + stopped
 
 
@@ -102,21 +110,20 @@ def _start_up(folder: Path, started: float) -> float:
     return (at if started - 1 <= at <= now else now) - started  # it has whole seconds
 
 
-def _note(folder: Path, number: int, ended: Ended, saved: Saved, lost: list[float]) -> None:
-    names = ("start_up", "steps_again", "wait")
+def _note(folder: Path, attempt: int, ended: Ended, saved: Saved, lost: LostTime) -> None:
     row: dict[str, Any] = {
-        "attempt": number, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "exit_code": ended.code,
+        "attempt": attempt, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "exit_code": ended.code,
         "cause": ended.cause, "checkpoint": saved.step,
-        "lost_seconds": {name: round(max(0.0, each), 1) for name, each in zip(names, lost, strict=True)},
+        "lost_seconds": {name: round(max(0.0, seconds), 1) for name, seconds in lost._asdict().items()},
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
 
-def _account(restarts: int, lost: list[float], seconds: float) -> str:
+def _account(restarts: int, lost: LostTime, seconds: float) -> str:
     times = "once" if restarts == 1 else f"{restarts} times"
-    start_up, again, wait = (f"{max(0.0, each):.0f} s" for each in lost)
+    start_up, again, wait = (f"{max(0.0, part):.0f} s" for part in lost)
     share = max(0.0, 1 - sum(lost) / max(seconds, 1e-9))
     return (
         f"penstock: restarted {times}; of {seconds:.0f} s {share:.0%} were effective "

@@ -28,14 +28,14 @@ from multiprocessing.connection import Connection, wait
 from typing import NamedTuple
 
 _PARENT_ENDS, _NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
-_LAUNCHERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # it passes them on
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # that the launcher passes on
 _libc = ctypes.CDLL(None)
 
 
 class RankProcess(NamedTuple):
     """A rank to start. environment: all of it; command: of a program, or `python -P -m MODULE ...`"""
 
-    number: int
+    rank: int
     environment: dict[str, str]
     command: list[str]
 
@@ -49,8 +49,8 @@ def serve(connection: Connection) -> RankProcess | None:
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    for number in _LAUNCHERS:
-        signal.signal(number, signal.SIG_IGN)
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
     server, ranks = os.getpid(), dict[int, int]()
     while True:
         if reading in wait([connection, reading]):
@@ -72,8 +72,8 @@ def serve(connection: Connection) -> RankProcess | None:
             connection.close()
             signal.set_wakeup_fd(-1)
             return _become(request, server, forks)
-        ranks[pid] = request.number
-        connection.send((request.number, "pid", pid))
+        ranks[pid] = request.rank
+        connection.send((request.rank, "pid", pid))
 
 
 def _tell_ends(connection: Connection, ranks: dict[int, int]) -> None:
@@ -112,14 +112,14 @@ def _become(rank: RankProcess, server: int, forks: bool) -> RankProcess:
     """Make a rank of this process, in a session of its own: Ctrl-C in a terminal is for the launcher."""
     _end_with(server)
     os.setsid()
-    for number in (*_LAUNCHERS, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for signum in (*SIGNALS, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(rank.environment)
     if not forks:
         os.execvp(rank.command[0], rank.command)
-    _libc.prctl(_NAME, f"rank-{rank.number}".encode())  # as `top` shows it
+    _libc.prctl(_NAME, f"rank-{rank.rank}".encode())  # as `top` shows it
     return rank
 
 

@@ -21,28 +21,13 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from penstock.launch import failures
-from penstock.launch.server import RankProcess
-from penstock.launch.stop import LAUNCHER, fail, follow_parent, leave, said, under_torchrun
-
-__all__ = [
-    "LAUNCHER",
-    "Ended",
-    "Launcher",
-    "Server",
-    "fail",
-    "follow_parent",
-    "launch",
-    "leave",
-    "relaunch",
-    "under_torchrun",
-]
+from penstock.launch.server import SIGNALS, RankProcess
+from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 
 _LOOKS = 0.1  # seconds between two looks at the clock
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class Ended(NamedTuple):
@@ -146,9 +131,7 @@ class Server:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end()
         self._connection.close()
 
@@ -170,15 +153,15 @@ class _Attempt:
 
     def start(self, ranks: int, command: list[str], environment: dict[str, str]) -> None:
         self._left = {*range(ranks)}
-        for number in self._left:
-            file = self._file(number)
+        for rank in self._left:
+            file = self._file(rank)
             file.parent.mkdir()
-            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(number))
-            made = {**self._server.environment, **environment, **own, failures.ERROR_FILE: str(file)}
-            self._server.start(RankProcess(number, made, command))
+            by_rank = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            variables = {**self._server.environment, **environment, **by_rank, failures.ERROR_FILE: str(file)}
+            self._server.start(RankProcess(rank, variables, command))
 
-    def _file(self, number: int) -> Path:
-        return self._folder / str(number) / "error.json"
+    def _file(self, rank: int) -> Path:
+        return self._folder / str(rank) / "error.json"
 
     @property
     def running(self) -> bool:
@@ -203,12 +186,12 @@ class _Attempt:
                 failure = failures.Failure(value, time.time(), self._file(rank), rank in self._killed)
                 self.failures[rank] = failure
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         """Send a signal to each rank alone: what it has started may be what it saves with."""
         for rank in self._left & self._pids.keys():
             failures.asked_file(str(self._file(rank))).touch()
             with suppress(ProcessLookupError):
-                os.kill(self._pids[rank], number)
+                os.kill(self._pids[rank], signum)
 
     def end(self) -> None:
         """Ask the ranks to end at once, and all that they have started."""
@@ -222,10 +205,10 @@ class _Attempt:
             self._killed.add(rank)
             self._signal_group(rank, signal.SIGKILL)
 
-    def _signal_group(self, rank: int, number: int) -> None:
+    def _signal_group(self, rank: int, signum: int) -> None:
         for send in (os.killpg, os.kill):  # both, as it may not have made its session yet
             with suppress(ProcessLookupError):
-                send(self._pids[rank], number)
+                send(self._pids[rank], signum)
 
 
 class Launcher:
@@ -242,28 +225,27 @@ class Launcher:
 
     def __enter__(self) -> Self:
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        handled = [each for each in _SIGNALS if each != signal.SIGHUP or not nohup]
-        self._before: dict[int, Any] = {each: signal.signal(each, self._take) for each in handled}
+        handled = [signum for signum in SIGNALS if signum != signal.SIGHUP or not nohup]
+        self._restore = handle(handled, lambda signum, frame: self._signals.append(signum))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *_: object) -> None:
+        self._restore()
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        self._signals.append(number)
+    @property
+    def _asked(self) -> int:
+        """The first signal that asked for the end; 0 for none."""
+        return self._signals[0] if self._signals else 0
 
     def wait(self, seconds: float) -> int:
         """Wait, or until a signal asks for the end. Returns its number, or 0."""
         end = time.monotonic() + seconds
-        while not self._signals and (left := end - time.monotonic()) > 0:
+        while not self._asked and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOKS))
-        return self._signals[0] if self._signals else 0
+        return self._asked
 
-    def attempt(self, ranks: int, command: list[str], number: int = 0) -> Ended:
-        """Run `ranks` copies of `command`. number: of the attempt, from 0"""
+    def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
+        """Run `ranks` copies of `command`. restarts: how often it ran before"""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # of this attempt alone, as the names in it are the same in each
@@ -274,23 +256,26 @@ class Launcher:
             attempt = _Attempt(self._server, Path(folder))
             try:
                 self._server.open()
-                attempt.start(ranks, command, _environment(ranks, store.port, number))
+                attempt.start(ranks, command, _environment(ranks, store.port, restarts))
                 self._follow(attempt)
             except (EOFError, ConnectionError):
                 self._server.end()
                 words = f"process {self._server.pid}, which started the ranks, was killed, and they with it"
                 print(f"penstock: error: {words}", file=sys.stderr)
-                return Ended(128 + signal.SIGKILL, words, bool(self._signals))
-            return self._ended(attempt.failures)
+                return Ended(128 + signal.SIGKILL, words, bool(self._asked))
+            code, words = failures.report(attempt.failures, self._asked) if attempt.failures else (0, "")
+            return Ended(code, words, bool(self._asked))
 
     def _follow(self, attempt: _Attempt) -> None:
         """Return when all ranks have ended, as they do in time once one has, or a signal came."""
         passed_on, ending, end = False, False, float("inf")
         while attempt.running:
             attempt.look(_LOOKS)
-            if self._signals and attempt.started and not passed_on:
+            if self._asked and attempt.started and not passed_on:
                 passed_on = True
-                self._pass_on(attempt)
+                if self._seconds > failures.GRACE_SECONDS:
+                    print(said(self._asked), file=sys.stderr, flush=True)
+                attempt.send(signal.SIGTERM if self._asked == signal.SIGHUP else self._asked)
             if (passed_on or attempt.failures) and end == float("inf"):
                 end = time.monotonic() + self._seconds
             if attempt.failed and not ending:
@@ -299,27 +284,8 @@ class Launcher:
             if time.monotonic() > end or len(self._signals) > 1:
                 attempt.kill()
 
-    def _pass_on(self, attempt: _Attempt) -> None:
-        number = self._signals[0]
-        if self._seconds > failures.GRACE_SECONDS:
-            print(said(number), file=sys.stderr, flush=True)
-        attempt.send(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    def _ended(self, failed_ranks: dict[int, failures.Failure]) -> Ended:
-        asked = bool(self._signals)
-        if not failed_ranks:
-            return Ended(0, asked=asked)
-        if (words := failures.stopped(failed_ranks)) is not None:
-            return Ended(failures.STOPPED, words, asked)
-        if asked and failures.only_ended(failed_ranks):
-            name = signal.Signals(self._signals[0])
-            interrupted = name == signal.SIGINT
-            print(f"penstock: {'interrupted' if interrupted else 'ended by ' + name.name}", file=sys.stderr)
-            return Ended(128 + name, asked=True)
-        return Ended(*failures.report(failed_ranks), asked)
-
-
-def _environment(ranks: int, port: int, attempt: int) -> dict[str, str]:
+def _environment(ranks: int, port: int, restarts: int) -> dict[str, str]:
     """What torchrun gives each rank, but for its number."""
     return {
         LAUNCHER: str(os.getpid()),
@@ -329,7 +295,7 @@ def _environment(ranks: int, port: int, attempt: int) -> dict[str, str]:
         "ROLE_NAME": "default",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": f"penstock-{os.getpid()}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -18,10 +18,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NoReturn, Self
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import NoReturn, Self
 
 from penstock.errors import PenstockError, RunError
 from penstock.launch import failures
@@ -37,6 +37,24 @@ _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 def under_torchrun() -> bool:
     """Whether torchrun, or `launch`, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def handle(signals: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Callable[[], None]:
+    """Handle these signals, and return the function that restores what handled them before.
+
+    Call both in the main thread.
+    """
+    before = {signum: signal.signal(signum, handler) for signum in signals}
+
+    def restore() -> None:
+        for signum, earlier in before.items():
+            signal.signal(signum, earlier)
+
+    return restore
+
+
+def _ignored(signum: int, frame: FrameType | None) -> None:
+    """A handler of a signal that the thread reads."""
 
 
 class Stop:
@@ -56,22 +74,22 @@ class Stop:
         self._came = 0.0
         self._seconds: float | None = None  # that the process has to save; None while it has nothing to save
         self._late: PenstockError | None = None
+        self._handlers = ExitStack()
         self._listening = False
 
     def __enter__(self) -> Self:
         self._signals, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
-        self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        self._before: dict[int, Any] = {each: signal.signal(each, lambda *_: None) for each in _ASKING}
+        wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._handlers.callback(signal.set_wakeup_fd, wakeup)
+        self._handlers.callback(handle(_ASKING, _ignored))
         self._listening = True
         os.register_at_fork(after_in_child=self._restore)  # a signal ends a child that loads data, say
         self._thread = threading.Thread(target=self._listen, name="penstock-signals", daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
         os.write(self._writing, b"\0")
         self._thread.join()
@@ -79,11 +97,8 @@ class Stop:
         os.close(self._signals)
 
     def _restore(self) -> None:
-        if self._listening:
-            self._listening = False
-            signal.set_wakeup_fd(self._wakeup)
-            for number, handler in self._before.items():
-                signal.signal(number, handler)
+        self._listening = False
+        self._handlers.close()
 
     @contextmanager
     def saves(self, seconds: float, late: PenstockError) -> Iterator[None]:
@@ -94,13 +109,13 @@ class Stop:
         if not self._listening:
             yield
             return
-        before = signal.signal(signal.SIGINT, lambda *_: None)
         self._seconds, self._late = seconds, late
+        restore = handle([signal.SIGINT], _ignored)
         try:
             yield
         finally:
             self._seconds = None
-            signal.signal(signal.SIGINT, before)
+            restore()
 
     # ---- the thread
 
@@ -109,43 +124,43 @@ class Stop:
         waiting.register(self._signals, select.POLLIN)
         while True:
             readable = waiting.poll(1000 * _LOOKS)
-            for number in os.read(self._signals, 64) if readable else b"":
-                if not number:
+            for signum in os.read(self._signals, 64) if readable else b"":
+                if not signum:
                     return
-                self._take(number)
+                self._take(signum)
             if self._launcher not in (None, os.getppid()):
                 fail(_alone(self._launcher))
             late, seconds = self._late, self._seconds
             if self.number and late and seconds is not None and time.monotonic() - self._came > seconds:
                 fail(late)
 
-    def _take(self, number: int) -> None:
+    def _take(self, signum: int) -> None:
         file = os.environ.get(failures.ERROR_FILE)
         if self._seconds is None or (file and failures.ending_file(file).exists()):
-            if number in _ASKING:  # SIGINT raises KeyboardInterrupt
-                _end_soon(number)
-        elif number not in (*_ASKING, signal.SIGINT):
+            if signum in _ASKING:  # SIGINT raises KeyboardInterrupt
+                _end_soon(signum)
+        elif signum not in (*_ASKING, signal.SIGINT):
             pass
         elif not self.number:
             passed_on = file and failures.asked_file(file).exists()
-            self._came, self.number = time.monotonic(), number + (PASSED_ON if passed_on else 0)
+            self._came, self.number = time.monotonic(), signum + (PASSED_ON if passed_on else 0)
             if LAUNCHER not in os.environ and os.environ.get("LOCAL_RANK", "0") == "0":
-                print(said(number), file=sys.stderr, flush=True)
+                print(said(signum), file=sys.stderr, flush=True)
         elif time.monotonic() - self._came > _SAME:
-            leave(128 + number)
+            leave(128 + signum)
 
 
 def _alone(launcher: int | None) -> RunError:
     return RunError(f"process {launcher}, the launcher of this rank", "it has ended", "See why it did")
 
 
-def said(number: int) -> str:
+def said(signum: int) -> str:
     """What a process says to a signal that asks it to save and to end."""
-    name = signal.Signals(number).name
+    name = signal.Signals(signum).name
     return f"penstock: {name}: a checkpoint after this step, then the end; a second signal ends at once"
 
 
-def _end_soon(number: int) -> None:
+def _end_soon(signum: int) -> None:
     """End, unless the main thread finds a reason to do so before."""
     since, file = time.time(), os.environ.get(failures.ERROR_FILE)
     if file:
@@ -153,8 +168,8 @@ def _end_soon(number: int) -> None:
     if under_torchrun():
         time.sleep(_LAST_SECONDS)
     if file:
-        failures.record_end(since, number)
-    os._exit(128 + number)
+        failures.record_end(since, signum)
+    os._exit(128 + signum)
 
 
 def follow_parent() -> None:

@@ -18,7 +18,7 @@ ALL = "all-linear"
 def _targets(value: object) -> object:
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list | tuple) and value and all(isinstance(each, str) for each in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(name, str) for name in value):
         return tuple(value)
     raise ValueError(f"{value!r} names no modules; write {ALL}, or a list of names such as [q_proj, v_proj]")
 

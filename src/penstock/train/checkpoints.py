@@ -1,7 +1,7 @@
 """Checkpoints of `penstock train`: where they lie, how a run resumes from one, which of them are kept.
 
 <output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
-                                        the weights, and step, run, config and versions as its state
+                                        the weights, and a RunState (state.py)
 
 A run resumes from its own checkpoints and removes only those. Folders of other names are nobody's business.
 """
@@ -17,18 +17,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.optimizer_state import StoredState, unfit
 from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError, RunError, UnfitError
 from penstock.models.weights.files import Ties, tied_names
 from penstock.models.weights.folder import (
-    UNREADABLE,
-    check_contents,
     check_lengths,
     check_replaceable,
     displaced,
@@ -40,17 +36,12 @@ from penstock.models.weights.folder import (
     target_of,
     unfinished,
 )
-from penstock.reading import read_json
-from penstock.runtime.health.agreement import version_of_penstock
 from penstock.train.config.sections import KeepSection, ModelSection, TrainConfig
-from penstock.train.early_stop import NONE_YET, BestEvaluation
 from penstock.train.optimizers.optimizer import SHAPED
 from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of
-from penstock.train.spikes import NOTHING_SEEN, Seen
+from penstock.train.state import FRESH, RunState, read_state
 
-_REMEDY = "Give a checkpoint that penstock train wrote"
-UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
 NEWEST = "newest"  # in place of a checkpoint's path
 
 
@@ -96,104 +87,6 @@ def check_unchanged(output: Path, start: Start) -> None:
         raise RunError(f"checkpoint {come[-1]}", rule, "Start this run again with --resume")
 
 
-def state_after(
-    step: int,
-    run: str | None,
-    config: TrainConfig,
-    skipped: int,
-    data: dict[str, Any],
-    best: BestEvaluation,
-    seen: Seen = NOTHING_SEEN,
-) -> dict[str, Any]:
-    """The state that `read_state` reads back.
-
-    All random numbers follow from the step, and the learning rate from the step less the `skipped` ones.
-
-    Args:
-        run: the identity of the run; None on processes whose state is not written
-        data: what `Data.state` says of the place in the data
-        best: of the evaluations up to now
-        seen: of the losses up to now
-    """
-    versions = {"penstock": version_of_penstock(), "torch": torch.__version__}
-    written = config.model_dump(mode="json")
-    known = {"step": step, "run": run, "skipped": skipped, "data": data, "best": best, "seen": seen}
-    known["mesh"] = mesh_of(config)
-    return {**known, "config": written, "versions": versions}
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """step, run, skipped, data, best, seen, mesh, config and versions of a complete checkpoint.
-
-    Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
-    """
-    check_contents(path, STATE)
-    try:
-        state = read_json(path / STATE)
-    except UNREADABLE as error:
-        raise _unreadable(f"checkpoint {path}: {STATE}") from error
-    return checked_state(state, f"checkpoint {path}: {STATE}")
-
-
-def checked_state(state: dict[str, Any], name: str) -> dict[str, Any]:
-    """The state of `state_after`, with what older versions lack. name: of the checkpoint, for an error
-
-    Raises CheckpointError for a value that no run has.
-    """
-    try:
-        full_state = {
-            "step": state["step"],
-            "run": state.get("run", UNNAMED),
-            "skipped": state.get("skipped", 0),  # versions up to 0.4.0 skip no step
-            "data": state.get("data"),  # versions up to 0.5.0: the step says all
-            "best": BestEvaluation(*state.get("best", ())),  # versions up to 0.5.0 remember none
-            "mesh": state.get("mesh"),
-            "seen": Seen.of(*state.get("seen", ())),  # nor losses
-            "config": state["config"],
-            "versions": state["versions"],
-        }
-        wrong = [name for name, fits in _fitting(**full_state).items() if not fits]
-    except UNREADABLE as error:
-        raise _unreadable(name) from error
-    if wrong:
-        value = f"{name}: {wrong[0]}={full_state[wrong[0]]!r}"
-        raise CheckpointError(value, "no run has such a value", _REMEDY)
-    return full_state
-
-
-def _unreadable(name: str) -> CheckpointError:
-    rule = "a run goes on from its step and config, and they cannot be read"
-    return CheckpointError(name, rule, _REMEDY)
-
-
-def _fitting(
-    step: Any,
-    run: Any,
-    skipped: Any,
-    data: Any,
-    best: BestEvaluation,
-    seen: Seen,
-    mesh: Any,
-    config: Any,
-    versions: Any,
-) -> dict[str, bool]:
-    """Whether each value is one that a run can have."""
-    loss = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
-    counts = type(best.step) is type(best.since) is int and 0 <= best.step <= step and best.since >= 0
-    return {
-        "step": type(step) is int and step >= 0,
-        "run": isinstance(run, str),
-        "skipped": type(skipped) is int and 0 <= skipped <= step,
-        "data": data is None or (isinstance(data, dict) and {"digest", "position"} <= data.keys()),
-        "best": loss and counts,
-        "mesh": mesh is None
-        or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
-        "seen": seen.is_possible(),
-        "config": isinstance(config, dict),
-        "versions": isinstance(versions, dict),
-    }
-
-
 # ---- Resuming
 
 
@@ -204,27 +97,23 @@ class Start:
     Attributes:
         checkpoint: None for a fresh start; a run that goes on from memory may be past it
         is_newest: whether an older one may take its place
-        done: the steps before, `skipped` of which changed no weight
-        best: the best of their evaluations
-        seen: their losses, and the rows that they left out
+        state: of the checkpoint
         notes: lines to show
-        run: the identity of the run; None for a fresh start
-        data: the place in the data, for `Data.at`
         remembered: the run whose newest checkpoint may be in memory; None where none is looked for
         checkpoints: those that were there; None where the newest was not asked for
     """
 
     checkpoint: Path | None = None
     is_newest: bool = False
-    done: int = 0
-    skipped: int = 0
+    state: RunState = FRESH
     notes: tuple[str, ...] = ()
-    data: dict[str, Any] | None = None
-    best: BestEvaluation = NONE_YET
-    run: str | None = None
-    seen: Seen = NOTHING_SEEN
     remembered: str | None = None
     checkpoints: frozenset[Path] | None = None
+
+    @property
+    def done(self) -> int:
+        """The steps before."""
+        return self.state.step
 
 
 def find_start(
@@ -247,43 +136,37 @@ def find_start(
     """
     if resume is None:
         return Start()
-    notes: list[str] = []
-    remembered, existing = None, None
-    if resume == NEWEST:
-        existing = frozenset(path for _, path in checkpoints_in(config.output.path))
-        if config.train.memory_checkpoint_every is not None:
-            remembered = last_run(config.output.path)
-        newest, torn, damaged = newest_checkpoint(
-            config.output.path, before, lambda path: check_fits(path, model, tied_names(model), kinds)
-        )
-        notes = [f"penstock: warning: passed over {each}" for each in torn]
-        if newest is None and not damaged and before is None:
-            nothing = f"{config.output.path} holds no checkpoint of its last run: starting from the beginning"
-            return Start(notes=(*notes, nothing), remembered=remembered, checkpoints=existing)
-        if newest is None:
-            passed = "".join(f"\n  passed over {each}" for each in torn)
-            raise CheckpointError(
-                f"--resume with output.folder={config.output.path}",
-                f"it holds no complete checkpoint{passed}",
-                "Start without --resume, or give the path of a checkpoint",
-            )
-        path = newest
-    else:
+    output, ties = config.output.path, tied_names(model)
+
+    def check(path: Path) -> None:
+        check_fits(path, model, ties, kinds)
+
+    if resume != NEWEST:
         path = Path(resume).expanduser()
         check_lengths(path)
-        if odd := not_finite(path):
-            notes.append(f"penstock: warning: {odd}")
-        check_fits(path, model, tied_names(model), kinds)
+        check(path)
+        spoilt = not_finite(path)
+        return _start_from(config, path, [f"penstock: warning: {spoilt}"] if spoilt else [])
+    existing = frozenset(path for _, path in checkpoints_in(output))
+    remembered = None if config.train.memory_checkpoint_every is None else last_run(output)
+    newest, passed, damaged = newest_checkpoint(output, before, check)
+    notes = [f"penstock: warning: passed over {reason}" for reason in passed]
+    if newest is not None:
+        start = _start_from(config, newest, notes)
+        return replace(start, is_newest=True, remembered=remembered, checkpoints=existing)
+    if damaged or before is not None:
+        raise CheckpointError(
+            f"--resume with output.folder={output}",
+            "it holds no complete checkpoint" + "".join(f"\n  passed over {reason}" for reason in passed),
+            "Start without --resume, or give the path of a checkpoint",
+        )
+    fresh = f"{output} holds no checkpoint of its last run: starting from the beginning"
+    return Start(notes=(*notes, fresh), remembered=remembered, checkpoints=existing)
+
+
+def _start_from(config: TrainConfig, path: Path, notes: list[str]) -> Start:
     start = start_after(config, read_state(path), f"the checkpoint {path}")
-    notes += [f"going on from {path}", *start.notes]
-    return replace(
-        start,
-        checkpoint=path,
-        is_newest=resume == NEWEST,
-        notes=tuple(notes),
-        remembered=remembered,
-        checkpoints=existing,
-    )
+    return replace(start, checkpoint=path, notes=(*notes, f"going on from {path}", *start.notes))
 
 
 def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
@@ -296,33 +179,32 @@ def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
     path = newest_checkpoint(output).path if resume == NEWEST else Path(resume).expanduser()
     if path is None:
         return None
-    return ModelSection.model_construct(**read_state(path)["config"].get("model", {}))
+    return ModelSection.model_construct(**read_state(path).config.get("model", {}))
 
 
-def start_after(config: TrainConfig, state: dict[str, Any], name: str) -> Start:
-    """The start from a state of `read_state`, with notes of what has changed since. name: for an error
+def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
+    """The start from the state of a checkpoint, with notes of what has changed since. name: for an error
 
     Raises ConfigError where no step is left to do.
     """
-    if state["step"] >= config.train.steps:
+    if state.step >= config.train.steps:
         raise ConfigError(
             f"train.steps={config.train.steps}",
-            f"{name} is of step {state['step']}, so nothing is left to do",
-            f"Set train.steps above {state['step']}, or start without --resume",
+            f"{name} is of step {state.step}, so nothing is left to do",
+            f"Set train.steps above {state.step}, or start without --resume",
         )
-    stop, best = config.train.early_stop, state["best"]
-    if stop is not None and (early := best.ends(stop)):
+    stop = config.train.early_stop
+    if stop is not None and (early := state.best.ends(stop)):
         raise ConfigError(
             f"train.early_stop.patience={stop.patience}",
-            f"the run of {name} ended early, after step {state['step']}: {early}",
-            f"Set it above {best.since}, or leave early_stop out, to go on",
+            f"the run of {name} ended early, after step {state.step}: {early}",
+            f"Set it above {state.best.since}, or leave early_stop out, to go on",
         )
-    changed = changes(_with_defaults(state["config"]), config.model_dump(mode="json"))
+    changed = changes(_with_defaults(state.config), config.model_dump(mode="json"))
     notes = [f"changed since then: {change}" for change in changed]
-    if mesh_change := _mesh_change(state["mesh"], mesh_of(config)):
+    if mesh_change := _mesh_change(state.mesh, mesh_of(config)):
         notes.append(mesh_change)
-    known = {"done": state["step"], "skipped": state["skipped"], "data": state["data"]}
-    return Start(**known, notes=tuple(notes), best=best, run=state["run"], seen=state["seen"])
+    return Start(state=state, notes=tuple(notes))
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:
@@ -376,15 +258,13 @@ def newest_checkpoint(
         try:
             check_lengths(path)
             state = read_state(path)
-            if state["step"] != step:
-                raise CheckpointError(
-                    f"checkpoint {path}", f"its state is of step {state['step']}", "Rename it"
-                )
-            if wanted not in (None, state["run"]):
-                torn.append(f"{path}: it is of run {state['run']}, and the last one here was {wanted}")
+            if state.step != step:
+                raise CheckpointError(f"checkpoint {path}", f"its state is of step {state.step}", "Rename it")
+            if wanted not in (None, state.run):
+                torn.append(f"{path}: it is of run {state.run}, and the last one here was {wanted}")
                 continue
-            if odd := not_finite(path):
-                rule = f"{odd}, and it would train on nothing else"
+            if spoilt := not_finite(path):
+                rule = f"{spoilt}, and it would train on nothing else"
                 raise CheckpointError(f"checkpoint {path}", rule, "To go on from it, give its path")
             if check is not None:
                 check(path)
@@ -488,5 +368,5 @@ def _complete(output: Path, run: str) -> Iterator[tuple[int, Path]]:
     """Step and path of each checkpoint of `run` that looks complete, judged without reading its tensors."""
     for step, path in checkpoints_in(output):
         with suppress(CheckpointError):
-            if not path.is_symlink() and looks_whole(path) and read_state(path)["run"] == run:
+            if not path.is_symlink() and looks_whole(path) and read_state(path).run == run:
                 yield step, path

@@ -142,22 +142,25 @@ class Owner:
 
 def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patience: float) -> Owner:
     file, mine = output / OWNER, {"run": run, **_here(), "token": secrets.token_hex(8), "ended": False}
-    content = _content(file)
-    if content is None:
-        if _create(file, mine):
+    while True:  # again where somebody removes the file meanwhile
+        content = _content(file)
+        if content is None:
+            if _create(file, mine):
+                return Owner(file, mine, beat)
+            continue
+        facts = _facts(content)
+        if not facts.get("ended"):
+            if how := _alive(file, facts, beat, patience):
+                raise _in_use(output, facts, how)
+            say(f"{output}: taken over from {_words(facts)}, which did not end and is gone")
+        if _content(file) == content:
+            _replace(file, mine)
+            time.sleep(_SETTLED)
+        content = _content(file)
+        if content == _text(mine):
             return Owner(file, mine, beat)
-        content = _content(file) or b""
-    facts = _facts(content)
-    if not facts.get("ended"):
-        if how := _alive(file, facts, beat, patience):
-            raise _in_use(output, facts, how)
-        say(f"{output}: taken over from {_words(facts)}, which did not end and is gone")
-    if _content(file) == content:
-        _replace(file, mine)
-        time.sleep(_SETTLED)
-    if (content := _content(file)) != _text(mine):
-        raise _in_use(output, _facts(content), "it came at the same moment")
-    return Owner(file, mine, beat)
+        if content is not None:
+            raise _in_use(output, _facts(content), "it came at the same moment")
 
 
 def _in_use(output: Path, facts: OwnerFacts, how: str) -> FolderInUseError:
@@ -229,10 +232,10 @@ def _facts(content: bytes | None) -> OwnerFacts:
 def _create(file: Path, facts: OwnerFacts) -> bool:
     """Whether the file was made: another process may do so at the same moment."""
     try:
-        with file.open("xb") as made:
-            made.write(_text(facts))
-            made.flush()
-            os.fsync(made.fileno())
+        with file.open("xb") as created:
+            created.write(_text(facts))
+            created.flush()
+            os.fsync(created.fileno())
     except FileExistsError:
         return False
     return True
@@ -240,8 +243,8 @@ def _create(file: Path, facts: OwnerFacts) -> bool:
 
 def _replace(file: Path, facts: OwnerFacts) -> None:
     fresh = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    with fresh.open("xb") as made:
-        made.write(_text(facts))
-        made.flush()
-        os.fsync(made.fileno())
+    with fresh.open("xb") as created:
+        created.write(_text(facts))
+        created.flush()
+        os.fsync(created.fileno())
     os.replace(fresh, file)

@@ -12,7 +12,7 @@ from penstock.batch.liger import check_liger
 from penstock.batch.loss import NextToken
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
-from penstock.launch.start import under_torchrun
+from penstock.launch.stop import under_torchrun
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import Offloading
 from penstock.parallel.axes import MESH, Axes

@@ -51,13 +51,13 @@ class StepSizes:
     def of(cls, config: TrainConfig, parts: int) -> StepSizes:
         """parts: pipelines that a batch is divided among"""
         section, length = config.train, config.data.sequence_length
-        each = config.pipeline.microbatches
-        most = each * section.accumulate
+        of_a_call = config.pipeline.microbatches
+        most = of_a_call * section.accumulate
 
         def size(rows: int, length: int) -> Size:
             count = -(-rows * most // section.batch_size)  # no microbatch has more rows than in a full batch
-            number = -(-count // each)
-            calls = tuple(count // number + (call < count % number) for call in range(number))
+            call_count = -(-count // of_a_call)
+            calls = tuple(count // call_count + (call < count % call_count) for call in range(call_count))
             return Size(rows, length, calls)
 
         phases = tuple(

@@ -12,7 +12,8 @@ import transformers
 from penstock import AutoPipeline
 from penstock.errors import ConfigError
 from penstock.pipeline.building.experts import known_experts
-from penstock.train.run import dry_run, preflight, run
+from penstock.train.preflight import dry_run, preflight
+from penstock.train.run import run
 from penstock.train.settings import check_machine, make_auto
 from support.families import pipeline, ragged_batch, tiny_config, tiny_model
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step

@@ -26,7 +26,8 @@ from penstock.train.check.before_training import (
 )
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import Prepared, preflight, run
+from penstock.train.preflight import Prepared, preflight
+from penstock.train.run import run
 from support import jobs_train as jobs
 from support import tiny
 from support.pool import Pool

@@ -131,6 +131,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.activation_checkpointing={in_flight: []}", "[] is neither a number of microbatches"),
         ("train.activation_checkpointing={memory_limit: 8 apples}", "'8 apples' is no number of bytes"),
         ("train.activation_checkpointing={memory_limit: -1}", "-1 is no number of bytes. Write 8 GiB"),
+        ("train.activation_checkpointing={memory_limit: 5 iB}", "'5 iB' is no number of bytes"),
         (
             "train.activation_checkpointing={memory_limit: 1 GB, in_flight: 2}",
             "memory_limit chooses in_flight, and here both are given. Leave one of them out",

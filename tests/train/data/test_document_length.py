@@ -14,7 +14,8 @@ from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError
 from penstock.train.check.before_training import Reference
 from penstock.train.config.sections import TrainConfig
-from penstock.train.run import Prepared, preflight, run
+from penstock.train.preflight import Prepared, preflight
+from penstock.train.run import run
 from support.tiny import QWEN3, config, metrics
 from train.data.test_rows import rows_of
 

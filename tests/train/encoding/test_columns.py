@@ -16,7 +16,8 @@ from penstock.train.config.load import load_config
 from penstock.train.config.sections import ColumnsSection, TrainConfig
 from penstock.train.encoding.chat import ChatEncoder
 from penstock.train.encoding.tokenizer import HuggingFace
-from penstock.train.run import preflight, run
+from penstock.train.preflight import preflight
+from penstock.train.run import run
 from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, config, metrics
 from support.twin import documents_alone

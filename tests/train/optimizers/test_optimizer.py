@@ -40,7 +40,7 @@ from penstock.train.optimizers.optimizer import (
     trained_by,
 )
 from penstock.train.optimizers.rates import RateKeys
-from penstock.train.run import preflight
+from penstock.train.preflight import preflight
 from support import zoo
 from support.families import FAMILIES, tiny_model
 from support.tiny import config, config_file

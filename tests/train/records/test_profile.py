@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from penstock.schedule import build
 from penstock.train.config.sections import TrainConfig
-from penstock.train.records.profile import StepProfiler, profile_note
-from penstock.train.run import preflight, run
+from penstock.train.part import Run
+from penstock.train.preflight import preflight
+from penstock.train.records.profile import StepProfiler
+from penstock.train.run import run
 from runtime.test_profiled import OP
 from support.jobs_train import trained
 from support.pool import Pool
@@ -46,6 +50,15 @@ def made(folder: Path, **train: Any) -> TrainConfig:
     return config(folder, keys=keys, evaluate_every=4, profile={"steps": [2, 3]}, **train)
 
 
+def profiler_of(config: TrainConfig, done: int = 0, say: Callable[[str], None] = print) -> StepProfiler:
+    assert config.train.profile is not None
+    run = SimpleNamespace(
+        config=config, start=SimpleNamespace(done=done), display=SimpleNamespace(say=say),
+        pipe=SimpleNamespace(device=torch.device("cpu")),
+    )  # fmt: skip
+    return StepProfiler(cast(Run, run), config.train.profile)
+
+
 def test_ranks_of_one_process_share_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(preflight(made(tmp_path)))
     folder = tmp_path / "out" / "profile"
@@ -69,37 +82,36 @@ def test_each_process_has_a_trace_of_its_rank(tmp_path: Path, pool: Pool) -> Non
 def test_a_run_that_goes_on_within_the_steps_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    section = made(tmp_path).train
-    assert [profile_note(section, done) for done in (0, 1)] == ["", ""]
-    assert profile_note(section, 2).endswith("goes on after step 2, so the trace begins with step 3")
-    assert profile_note(section, 3).endswith("goes on after step 3, so nothing is profiled")
+    config = made(tmp_path)
+    assert [profiler_of(config, done).note for done in (0, 1)] == ["", ""]
+    assert profiler_of(config, 2).note.endswith("goes on after step 2, so the trace begins with step 3")
+    assert profiler_of(config, 3).note.endswith("goes on after step 3, so nothing is profiled")
     run(preflight(made(tmp_path, checkpoint_every=2)))
     (tmp_path / "out" / "profile" / "rank-0.json.gz").unlink()
     capsys.readouterr()
     run(preflight(made(tmp_path, checkpoint_every=2), str(checkpoint(tmp_path, 2))))
-    assert profile_note(section, 2) in capsys.readouterr().out
+    assert profiler_of(config, 2).note in capsys.readouterr().out
     names = names_of(tmp_path / "out" / "profile" / "rank-0.json.gz")
     assert (names["step 2"], names["step 3"]) == (0, 1)
     assert ops_in(names) == ops_of(None, steps=1)
 
 
 def test_a_run_that_fails_in_a_profiled_step_leaves_no_profiler_behind(tmp_path: Path) -> None:
-    section, said = made(tmp_path).train, list[str]()
+    said = list[str]()
     for error in (ValueError, KeyError):  # torch has one profiler at a time
-        with (
-            pytest.raises(error),
-            StepProfiler(section, tmp_path, device=torch.device("cpu"), say=said.append) as profiler,
-            profiler.step(2),
-        ):
+        profiler = profiler_of(made(tmp_path), say=said.append)
+        with pytest.raises(error), profiler.running(), profiler.around(2):
             raise error
     assert said == []
-    assert not (tmp_path / "profile").exists()
+    assert not (tmp_path / "out" / "profile").exists()
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "profile").write_text("in the way")
-    with StepProfiler(made(tmp_path).train, tmp_path, torch.device("cpu"), print) as profiler:
-        with profiler.step(2):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "profile").write_text("in the way")
+    profiler = profiler_of(made(tmp_path))
+    with profiler.running():
+        with profiler.around(2):
             pass
-        with pytest.warns(RuntimeWarning, match="the profile was not written"), profiler.step(3):
+        with pytest.warns(RuntimeWarning, match="the profile was not written"), profiler.around(3):
             pass

@@ -17,8 +17,9 @@ from penstock.models.split.multiply_adds import MultiplyAdds
 from penstock.runtime.step_report import OpSeconds
 from penstock.schedule import Op, Schedule, build
 from penstock.train.data.rows import Fill
+from penstock.train.preflight import preflight
 from penstock.train.records.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks, _medians_of_others
-from penstock.train.run import preflight, run
+from penstock.train.run import run
 from support import jobs_train
 from support.pool import Pool
 from support.tiny import QWEN3, config, metrics, tree

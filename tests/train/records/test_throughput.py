@@ -14,8 +14,9 @@ from penstock.models.split.multiply_adds import MultiplyAdds, works
 from penstock.models.tracing.chain import find_chain
 from penstock.runtime.device.memory import PeakMemory
 from penstock.train.data.rows import Fill
+from penstock.train.preflight import preflight
 from penstock.train.records.throughput import Throughput, peak_tflops
-from penstock.train.run import preflight, run
+from penstock.train.run import run
 from support import pictures
 from support.covering import every
 from support.families import tiny_config
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def entries(throughput: Throughput, fill: Fill, seconds: float = 1.0) -> dict[str, Any]:
-    return throughput.row(fill, seconds, [PeakMemory(resident=7)], CPU)
+    return throughput.entries(fill, seconds, [PeakMemory(resident=7)], CPU)
 
 
 def model_of(family: str) -> Any:
@@ -88,7 +89,9 @@ def test_a_row_of_a_run_on_gpus_has_their_peaks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", statistics)
     here = PeakMemory.now(gpu)
     assert (here.allocated, here.reserved, asked) == (3, 5, [gpu])
-    row = Throughput([MultiplyAdds(1.0)], 2, None).row(Fill(1, 1, 1), 1.0, [here, PeakMemory(4, 6, 7)], gpu)
+    row = Throughput([MultiplyAdds(1.0)], 2, None).entries(
+        Fill(1, 1, 1), 1.0, [here, PeakMemory(4, 6, 7)], gpu
+    )
     assert (row["peak_allocated"], row["peak_reserved"]) == ([3, 4], [5, 6])
     assert row["peak_resident"] == [here.resident, 7]
 

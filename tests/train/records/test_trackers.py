@@ -18,6 +18,7 @@ import pytest
 
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
+from penstock.train.preflight import preflight
 from penstock.train.records import trackers as module
 from penstock.train.records.metrics import MetricsRow
 from penstock.train.records.tracker_process import _row, numbers
@@ -29,7 +30,7 @@ from penstock.train.records.trackers import (
     WandbSection,
     check_trackers,
 )
-from penstock.train.run import preflight, run
+from penstock.train.run import run
 from support.pool import alive
 from support.tiny import config, metrics
 
@@ -113,14 +114,14 @@ def test_the_library_holds_the_rows_and_a_resumed_run_goes_on_in_it(
     (tracker,) = trackers._trackers
     run.write({"step": 0, "held_out_loss": 5.5, "seconds": 0.5}, *map(step, (1, 2, 3)))
     trackers.finish("finished")
-    assert trackers.lines == [f"{name:<11} {tracker.place}"]
-    assert run.said == [f"{name}: {tracker.place}"]  # and no warning
+    assert trackers.lines == [f"{name:<11} {tracker.shown_at}"]
+    assert run.said == [f"{name}: {tracker.shown_at}"]  # and no warning
     time.sleep(1.1)  # TensorBoard orders files by the second in which they were made
     again = run.start(done=2)  # step 3 is repeated
     run.write(step(3, loss=1.0), step(4, loss=float("nan")), step(5))
     again.finish("failed")
     again._trackers[0]._process.wait(30)
-    assert run.said[1:] == [f"{name}: {again._trackers[0].place}"]
+    assert run.said[1:] == [f"{name}: {again._trackers[0].shown_at}"]
     {"tensorboard": check_tensorboard, "wandb": check_wandb, "mlflow": check_mlflow}[name](tmp_path)
 
 

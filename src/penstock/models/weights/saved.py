@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from penstock.models.weights import files as weights
 from penstock.models.weights.files import INDEX, SINGLE, Ties
 from penstock.models.weights.folder import Hashed, ManifestEntry
 from penstock.models.weights.tensor_file import widest_first, write_tensors
+from penstock.reading import parse_size
 from penstock.runtime.sharded_weights import meta_like
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.groups import Processes
@@ -179,8 +179,7 @@ def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str,
 
 def parsed_size(size: int | str) -> int:
     """Bytes of a number, or of text such as "5GB". Raises ConfigError."""
-    parsed = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", str(size).upper())
-    byte_count = int(parsed[1]) * 1000 ** " KMGT".index(parsed[2] or " ") if parsed else 0
+    byte_count = int(parse_size(str(size)) or 0)
     if byte_count < 1:
         raise ConfigError(
             f"max_shard_size={size!r}", "it is a number of bytes", 'Give e.g. 5_000_000_000 or "5GB"'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Literal, Self
@@ -19,7 +18,7 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError, PartitionError
-from penstock.reading import path_fault
+from penstock.reading import parse_size, path_fault
 from penstock.schedule.layout import read_layout
 
 
@@ -106,19 +105,15 @@ _layers_per_stage = _one_or_several(
 _in_flight = _one_or_several(
     "a number of microbatches nor a list of one for each rank; write 2, or [2, 1, 0, 0]", ([], ())
 )
-_BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B\s*", re.IGNORECASE)
 
 
 def _bytes(value: object) -> object:
     """Bytes from a number, or from text with a unit, such as 8 GiB."""
-    number = value
-    if isinstance(value, str) and (match := _BYTES.fullmatch(value)):
-        base = 1024 if match[3] else 1000
-        number = float(match[1]) * base ** " KMGT".index(match[2].upper() or " ")
+    size = parse_size(value) if isinstance(value, str) else value
     if value is None:
         return None
-    if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < float("inf"):
-        return float(number)
+    if isinstance(size, int | float) and not isinstance(size, bool) and 0 < size < float("inf"):
+        return float(size)
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 

@@ -142,16 +142,16 @@ def _groups(section: GroupedKeys, named: Named) -> list[dict[str, Any]]:
         matrix = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
         rate, decay = section.learning_rate, section.weight_decay if matrix else 0.0
-        if (number := section.group_of(name)) is not None:
-            own = section.groups[number]
-            rate = rate if own.learning_rate is None else own.learning_rate
-            decay = decay if own.weight_decay is None else own.weight_decay
+        if (index := section.group_of(name)) is not None:
+            group = section.groups[index]
+            rate = rate if group.learning_rate is None else group.learning_rate
+            decay = decay if group.weight_decay is None else group.weight_decay
         groups[decay, rate, mesh].append((name, parameter))
-    made = [
+    param_groups = [
         {"params": groups[key], "weight_decay": key[0], FULL: key[1]}
         for key in sorted(groups, key=lambda key: key[:2], reverse=True)
     ]
-    return made or [{"params": [("", nn.Parameter())]}]  # a stage may hold nothing
+    return param_groups or [{"params": [("", nn.Parameter())]}]  # a stage may hold nothing
 
 
 def _adamw(section: AdamWKeys, named: Named) -> Optimizer:
@@ -210,14 +210,14 @@ class RunFacts(NamedTuple):
     axes: Axes
 
 
-def _check_adamw(keys: AdamWKeys, place: str, run: RunFacts) -> None:
+def _check_adamw(keys: AdamWKeys, key: str, run: RunFacts) -> None:
     if keys.stochastic_rounding and run.dtype != "bfloat16":
         rule = f"it is of bfloat16 weights, and here they are {run.dtype}, in which no step is lost"
         remedy = "Set train.precision=bfloat16, or leave it out"
-        raise ConfigError(f"{place}.stochastic_rounding=true", rule, remedy)
+        raise ConfigError(f"{key}.stochastic_rounding=true", rule, remedy)
     if not keys.by_torchao:
         return
-    value = f"{place}.{keys.by_torchao}"
+    value = f"{key}.{keys.by_torchao}"
     if run.dtype == "float64":
         raise ConfigError(f"{value} with model.dtype=float64", "torchao computes in float32", "Leave it out")
     if run.axes != Axes():
@@ -225,10 +225,10 @@ def _check_adamw(keys: AdamWKeys, place: str, run: RunFacts) -> None:
         raise ConfigError(f"{value} on {run.axes}", rule, "Leave the axes out, or this key")
 
 
-def _check_adafactor(keys: AdafactorSection, place: str, run: RunFacts) -> None:
+def _check_adafactor(keys: AdafactorSection, key: str, run: RunFacts) -> None:
     if run.axes != Axes():
         rule = "it takes means over whole rows and columns, and these axes shard weights"
-        raise ConfigError(f"{place}.name=adafactor on {run.axes}", rule, "Leave the axes out, or take adamw")
+        raise ConfigError(f"{key}.name=adafactor on {run.axes}", rule, "Leave the axes out, or take adamw")
 
 
 # ---- The table
@@ -240,20 +240,20 @@ class Share(NamedTuple):
     Attributes:
         name: its name in the config; next to Muon, adamw trains the rest
         keys: those that it is made with; one is learning_rate
-        place: of these keys in the config
+        key: under which the config has them
         make: the optimizer of some named parameters, from the keys
         kept: bytes that it keeps of a parameter of which so many entries are held here
-        check: takes keys, place and run. Raises ConfigError where it is not exact there, or not possible
+        check: takes keys, key and run. Raises ConfigError where it is not exact there, or not possible
         chosen: the names of what it trains, from the whole model (which may be on the meta device) and the
             name of its list of layers; None for all that the shares before it leave. Raises ConfigError
     """
 
     name: str
     keys: Any
-    place: str
+    key: str
     make: Callable[[Any, Named], Optimizer]
     kept: Callable[[Tensor, int], float]
-    check: Callable[[Any, str, RunFacts], None] = lambda keys, place, run: None
+    check: Callable[[Any, str, RunFacts], None] = lambda keys, key, run: None
     chosen: Callable[[nn.Module, str], Collection[str]] | None = None
 
 
@@ -271,11 +271,11 @@ class OptimizerChoice(NamedTuple):
     shaped: tuple[str, ...]
 
 
-def _adamw_share(keys: AdamWKeys, place: str = "optimizer") -> dict[str, Share]:
+def _adamw_share(keys: AdamWKeys, key: str = "optimizer") -> dict[str, Share]:
     kind, kept = "AdamW", _tensors(2)
     if keys.states is not None:
         kind, kept = low_bit.NAMES[keys.states], partial(low_bit.kept, keys.states)
-    return {kind: Share("adamw", keys, place, _adamw, kept, _check_adamw)}
+    return {kind: Share("adamw", keys, key, _adamw, kept, _check_adamw)}
 
 
 def _muon_shares(section: MuonSection) -> dict[str, Share]:
@@ -351,14 +351,14 @@ OptimizerSection = Annotated[
 def check_optimizer(section: OptimizerSection, run: RunFacts) -> None:
     """Raise ConfigError for an optimizer that is not exact, or not possible, in such a run."""
     for share in shares_of(section).values():
-        share.check(share.keys, share.place, run)
+        share.check(share.keys, share.key, run)
 
 
 def check_installed(section: OptimizerSection) -> None:
     """Raise ConfigError where the section needs torchao, and it is not installed."""
     for share in shares_of(section).values():
         if isinstance(share.keys, AdamWKeys) and share.keys.by_torchao:
-            low_bit.check_installed(f"{share.place}.{share.keys.by_torchao}")
+            low_bit.check_installed(f"{share.key}.{share.keys.by_torchao}")
 
 
 def trained_by(section: OptimizerSection, model: nn.Module, layers: str) -> dict[str, str]:
@@ -388,11 +388,11 @@ def _check_groups(share: Share, names: Sequence[str]) -> None:
     """Raise ConfigError for a group that none of the parameters `names` is in."""
     keys: GroupedKeys = share.keys
     met = {keys.group_of(name) for name in names}
-    for number, group in enumerate(keys.groups):
-        if number not in met:
+    for index, group in enumerate(keys.groups):
+        if index not in met:
             taken = any(re.search(group.match, name) for name in names)
             raise ConfigError(
-                f"{share.place}.groups[{number}].match={group.match}",
+                f"{share.key}.groups[{index}].match={group.match}",
                 "earlier groups have all that it matches"
                 if taken
                 else f"no parameter that {OPTIMIZERS[share.name].title} trains has such a name",

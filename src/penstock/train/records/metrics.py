@@ -191,6 +191,12 @@ class Log:
         if self._metrics is not None:
             self._row = self._thread.submit(self._write, row, self._metrics)
 
+    def write(self, row: MetricsRow) -> None:
+        """Write a row between two steps, after all rows before it. Raises RunError, of these too."""
+        self.flush()
+        if self._metrics is not None:
+            self._metrics.write(row)
+
     @property
     def under_way(self) -> Future[None] | None:
         """The row that is being written, if any."""

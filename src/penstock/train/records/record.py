@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,88 +23,130 @@ from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import version_of_penstock
-from penstock.schedule import Timeline
-from penstock.train.config.sections import TrainConfig
-from penstock.train.owner import Owner, new_run
+from penstock.schedule import Costs, Schedule, Timeline, render, simulate
+from penstock.train.owner import new_run
+from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import writable
 from penstock.train.records.trackers import Trackers
 
 RUN, TIMELINE = "run.json", "timeline.json"
+_MEASURED = 3  # the step of each start in which GPUs are measured, once layers are compiled
 
 
-@contextmanager
-def recorded(
-    config: TrainConfig,
-    owner: Owner | None,
-    done: int,
-    ranks: int,
-    device: torch.device,
-    say: Callable[[str], None],
-) -> Iterator[Trackers]:
-    """Around a run: write run.json, and feed the trackers. Only the first process does anything.
+class RunRecord(RunPart):
+    """Writes run.json when the run begins and when it ends, and feeds the trackers. On the first process."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._stopped, self._lines = "", list[str]()  # how a signal ended the run; the trackers' lines
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        run, file = self.run, self.run.config.output.path / RUN
+        if run.owner is None:
+            yield
+            return
+        contents = _with_this_start(file, run, run.owner.run)
+        write_json(file, contents)
+        logged = file.with_name("metrics.jsonl").stat().st_size  # its rows by now are in the trackers
+        trackers = Trackers(run.config.output.trackers, file, logged, run.display.say)
+        how, why = "finished", ""
+        try:
+            yield
+            if self._stopped:
+                how, why = "interrupted", self._stopped
+        except BaseException as error:
+            how, why = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", str(error)
+            raise
+        finally:
+            contents["starts"][-1]["end"] = {"at": _now(), "how": how, "why": why}
+            with suppress(RunError):  # the run has its own error, or all that it is for
+                write_json(file, contents)
+            trackers.finish(how)
+            self._lines = trackers.lines
+
+    def keep(self, step: TrainStep) -> None:
+        self._stopped = step.ended if step.stopped else ""
+
+    def summary(self) -> Iterator[str]:
+        yield f"metrics     {self.run.config.output.path / 'metrics.jsonl'}"
+        yield from self._lines
+
+
+class StepTimeline(RunPart):
+    """Writes the timeline of the last step before each evaluation, then that of the last step.
 
     Args:
-        owner: on the first process
-        done: the steps before, of a run that goes on: it keeps its id
-        ranks: of the pipeline
-        say: shows a line
+        schedule_of: the schedule for a number of microbatches: a run may end within a ramp
     """
-    file = config.output.path / RUN
-    if owner is None:
-        yield Trackers((), file, 0, say)
-        return
-    run = _started(file, config, owner.run, done, ranks, device)
-    write_json(file, run)
-    rows = file.with_name("metrics.jsonl")  # what it holds by now was logged when it was written
-    trackers = Trackers(config.output.trackers, file, rows.stat().st_size, say)
-    how, why = "finished", ""
-    try:
-        yield trackers
-        if trackers.stopped:
-            how, why = "interrupted", trackers.stopped
-    except BaseException as error:
-        how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        why = str(error)
-        raise
-    finally:
-        run["starts"][-1]["end"] = {"at": _now(), "how": how, "why": why}
-        with suppress(RunError):  # the run has its own error, or all that it is for
-            write_json(file, run)
-        trackers.finish(how)
+
+    def __init__(self, run: Run, schedule_of: Callable[[int], Schedule]) -> None:
+        super().__init__(run)
+        self._schedule_of = schedule_of
+        self._step = 0  # the last one
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Let one step measure what GPUs take for ops, if they wait for their hosts."""
+        pipe = self.run.pipe
+        if step == self.run.start.done + _MEASURED and pipe.timeline.host_share is None:
+            return pipe.measuring_device()
+        return nullcontext()
+
+    def after(self, step: TrainStep) -> None:
+        self._step = step.number
+        if self.run.owner is not None and self.run.evaluates(step.number):
+            self._write({"measured": self.run.pipe.timeline})
+
+    def summary(self) -> Iterator[str]:
+        measured = self.run.pipe.timeline
+        predicted = simulate(self._schedule_of(measured.microbatches), Costs.measured(measured))
+        picture = self.run.config.output.path / "timeline.svg"
+        with writable(picture):
+            render(measured, picture, predicted=predicted)
+        self._write({"measured": measured, "predicted": predicted})
+        yield f"timeline    {picture}"
+        host = measured.host_share
+        limit = "" if host is None else f"  the host is the limit: {host:.1%}"
+        shares = f"predicted {predicted.bubble:.1%}  measured {measured.bubble:.1%}"
+        yield f"bubble of the last step  {shares}{limit}"
+
+    def _write(self, timelines: dict[str, Timeline]) -> None:
+        """Raises RunError."""
+        entries = {label: timeline.to_data() for label, timeline in timelines.items()}
+        write_json(self.run.config.output.path / TIMELINE, {"step": self._step, **entries})
 
 
-def _started(
-    file: Path, config: TrainConfig, run: str, done: int, ranks: int, device: torch.device
-) -> dict[str, Any]:
+def _with_this_start(file: Path, run: Run, identity: str) -> dict[str, Any]:
     """The contents of run.json with one more start.
 
     A run keeps its id, under which trackers know it. One that goes on in another folder gets a new one.
     """
-    before: dict[str, Any] = {}
+    done, before = run.start.done, dict[str, Any]()
     if done:
         with suppress(*UNREADABLE):
             contents = read_json(file)
-            before = contents if isinstance(contents, dict) and contents.get("run", run) == run else {}
-    start = {"at": _now(), "step": done, "ranks": ranks, "processes": _processes()}
+            before = contents if contents.get("run", identity) == identity else {}
+    start = {"at": _now(), "step": done, "ranks": run.pipe.schedule.ranks, "processes": _processes()}
     return {
-        "id": before.get("id") or (new_run() if done else run),
-        "run": run,
-        "config": config.model_dump(mode="json"),
-        "environment": _environment(device),
+        "id": before.get("id") or (new_run() if done else identity),
+        "run": identity,
+        "config": run.config.model_dump(mode="json"),
+        "environment": _environment(run.pipe.device),
         "starts": [*before.get("starts", []), start],
     }
 
 
 def _environment(device: torch.device) -> dict[str, str]:
-    cuda = device.type == "cuda"
     facts = {
         "penstock": version_of_penstock(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processes": str(_processes()),
+        "CPUs": str(os.cpu_count()),
     }
-    facts |= {"python": platform.python_version(), "system": platform.platform()}
-    facts |= {"processes": str(_processes()), "CPUs": str(os.cpu_count())}
-    return facts | ({"GPU": torch.cuda.get_device_name(device)} if cuda else {})
+    return facts | ({"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
 
 
 def _processes() -> int:
@@ -113,12 +155,6 @@ def _processes() -> int:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def write_timeline(output: Path, step: int, measured: Timeline, predicted: Timeline | None = None) -> None:
-    """Write timeline.json. Raises RunError."""
-    entries = {"step": step, "measured": measured.to_data()}
-    write_json(output / TIMELINE, entries | ({} if predicted is None else {"predicted": predicted.to_data()}))
 
 
 def write_json(path: Path, data: object) -> None:

@@ -16,7 +16,7 @@ import math
 import socket
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,10 +25,10 @@ import numpy.typing as npt
 
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.multiply_adds import MultiplyAdds
-from penstock.pipeline.pipeline import Pipeline
 from penstock.schedule import Schedule
-from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill
+from penstock.train.part import Run, RunPart, TrainStep
+from penstock.train.records.metrics import MetricsRow
 
 FACTOR = 1.3  # of the predicted seconds
 IN_A_ROW = 20  # steps
@@ -85,36 +85,55 @@ class _Costs:
         return np.where(self.towers & (fill.images > 0), np.nan, costs)
 
 
-def watch_ranks(
-    pipe: Pipeline, works: Sequence[MultiplyAdds], measured: LayerCosts | None, config: TrainConfig
-) -> SlowRanks:
-    """The watch over all ranks of a run. Collective.
+class SlowRankWatch(RunPart):
+    """Names slow ranks in the row of a step and in the log, and lists the hosts at the end.
 
     Args:
         works: of each layer, the embedding and the head
         measured: what these took, if the split is by that: then they are the costs
+
+    Collective. Only the first process compares.
     """
-    if measured is not None:
-        costs = (*measured.layers, measured.embedding, measured.head)
-        works = [work._replace(token=cost, square=0) for work, cost in zip(works, costs, strict=True)]
-    *layers, embedding, head = works
-    stages = []
-    for facts in pipe._info[: pipe.schedule.placement.depth]:
-        parts = [layers[number] for number in facts.layers]
-        parts += [embedding] * facts.info.is_first
-        parts += [head] * facts.info.is_last
-        sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
-        stages.append(MultiplyAdds(**sums))
-    host, place = socket.gethostname(), pipe.reductions.loss_place
-    ours = [[place, rank, host] for rank in pipe._world.ranks]
-    hosts = [Host(*each) for process in pipe._everyone.gather(ours) for each in process]
-    # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
-    even = config.adapter is None and isinstance(config.train.activation_checkpointing, bool | str)
-    return SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
+
+    def __init__(self, run: Run, works: Sequence[MultiplyAdds], measured: LayerCosts | None) -> None:
+        super().__init__(run)
+        pipe = run.pipe
+        if measured is not None:
+            costs = (*measured.layers, measured.embedding, measured.head)
+            works = [work._replace(token=cost, square=0) for work, cost in zip(works, costs, strict=True)]
+        *layers, embedding, head = works
+        stages = []
+        for facts in pipe._info[: pipe.schedule.placement.depth]:
+            parts = [layers[layer] for layer in facts.layers]
+            parts += [embedding] * facts.info.is_first
+            parts += [head] * facts.info.is_last
+            sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+            stages.append(MultiplyAdds(**sums))
+        ours = [[pipe.reductions.loss_place, rank, socket.gethostname()] for rank in pipe._world.ranks]
+        hosts = [Host(*host) for process in pipe._everyone.gather(ours) for host in process]
+        # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
+        even = run.config.adapter is None and isinstance(
+            run.config.train.activation_checkpointing, bool | str
+        )
+        self._ranks = SlowRanks(stages, hosts, pipe.batch_part[1] > 1, KINDS if even else "F")
+
+    def row(self, step: TrainStep) -> MetricsRow:
+        run, pipe = self.run, self.run.pipe
+        if run.owner is None:
+            return {}
+        slow = self._ranks.after(pipe._training.schedule, np.array(pipe.op_seconds), step.batch.fill)
+        for entry in slow:
+            run.display.say(self._ranks.words(entry))
+        return {"slow_ranks": slow} if slow else {}
+
+    def summary(self) -> Iterator[str]:
+        if lines := self._ranks.by_host():
+            yield "hosts, by the time of the slowest rank over its prediction:"
+            yield from (f"  {line}" for line in lines)
 
 
 class SlowRanks:
-    """Compares the ranks after each step. On the first process alone.
+    """Compares the ranks after each step.
 
     Args:
         works: of each stage
@@ -137,12 +156,8 @@ class SlowRanks:
         # of the last steps: seconds of an op and its prediction, by kind, and their ratio over all kinds
         self._last: deque[tuple[RankSeconds, RankSeconds, RankSeconds]] = deque(maxlen=IN_A_ROW)
 
-    def judge(self, pipe: Pipeline, fill: Fill) -> list[dict[str, Any]]:
-        """The ranks that are found to be slow in the last step, each as an entry of its row."""
-        return self.after(pipe._training.schedule, np.array(pipe.op_seconds), fill)
-
     def after(self, schedule: Schedule, seconds: RankSeconds, fill: Fill) -> list[dict[str, Any]]:
-        """As `judge`, from numbers.
+        """The ranks that turn out to be slow in a step, each as an entry of its row.
 
         Args:
             schedule: of the step
@@ -161,12 +176,12 @@ class SlowRanks:
         with np.errstate(all="ignore"):
             ratio = np.where(known, seconds, 0).sum(-1) / expected
             self._last.append((seconds / counts, predicted / counts, ratio))
-        odd = (ratio > FACTOR) != self._slow
-        self._in_a_row = np.where(odd, self._in_a_row + 1, 0)
+        changed = (ratio > FACTOR) != self._slow
+        self._in_a_row = np.where(changed, self._in_a_row + 1, 0)
         turned = self._in_a_row == IN_A_ROW
         self._slow ^= turned
         self._in_a_row[turned] = 0
-        return [self._entry(*place) for place in np.argwhere(turned & self._slow).tolist()]
+        return [self._entry(*indices) for indices in np.argwhere(turned & self._slow).tolist()]
 
     def _predicted(self, seconds: RankSeconds, costs: RankSeconds) -> RankSeconds:
         """The seconds by kind that each rank is to take; NaN where there is nothing to compare it with."""
@@ -175,20 +190,20 @@ class SlowRanks:
             return _medians_of_others(rates.reshape(len(rates), -1)).reshape(rates.shape)
         with np.errstate(all="ignore"):
             costs = np.where(costs > 0, costs, np.nan)
-            return np.stack([_medians_of_others(each) for each in rates / costs]) * costs
+            return np.stack([_medians_of_others(of_pipeline) for of_pipeline in rates / costs]) * costs
 
     def _entry(self, pipeline: int, rank: int) -> dict[str, Any]:
         """What the last steps say of a rank, as medians."""
-        columns = zip(*self._last, strict=True)
-        ops, predicted, ratio = (_medians(np.stack(each)[:, pipeline, rank]) for each in columns)
-        known = [place for place in range(len(KINDS)) if np.isfinite(predicted[place])]
+        columns = (np.stack(steps)[:, pipeline, rank] for steps in zip(*self._last, strict=True))
+        ops, predicted, ratio = map(_medians, columns)
+        known = [(i, kind) for i, kind in enumerate(KINDS) if np.isfinite(predicted[i])]
         entry: dict[str, Any] = {"rank": rank, "host": self._hosts.get((pipeline, rank), "an unknown host")}
         if self._several:
             entry["pipeline"] = pipeline
         return entry | {
             "times": round(float(ratio), 3),
-            "ms": {KINDS[place]: round(1e3 * float(ops[place]), 3) for place in known},
-            "predicted_ms": {KINDS[place]: round(1e3 * float(predicted[place]), 3) for place in known},
+            "ms": {kind: round(1e3 * float(ops[i]), 3) for i, kind in known},
+            "predicted_ms": {kind: round(1e3 * float(predicted[i]), 3) for i, kind in known},
         }
 
     def words(self, entry: dict[str, Any]) -> str:
@@ -201,16 +216,14 @@ class SlowRanks:
         """A line for each host, of its slowest rank in the last steps; the slowest host first."""
         if not self._last:
             return []
-        slowest: dict[str, dict[str, Any]] = {}
-        for pipeline, rank in self._hosts:
-            entry = self._entry(pipeline, rank)
-            if np.isfinite(entry["times"]):
-                before = slowest.setdefault(entry["host"], entry)
-                slowest[entry["host"]] = max(before, entry, key=lambda each: float(each["times"]))
-        entries = sorted(slowest.values(), key=lambda entry: -entry["times"])
-        lines = [f"{each['times']:.2f}  {_name(each)}: {_numbers(each)}" for each in entries[:_HOSTS]]
-        more = len(entries) - len(lines)
-        return [*lines, f"and {more} faster hosts"] if more else lines
+        entries = [self._entry(pipeline, rank) for pipeline, rank in self._hosts]
+        known = [entry for entry in entries if np.isfinite(entry["times"])]
+        slowest: dict[str, dict[str, Any]] = {}  # by host
+        for entry in sorted(known, key=lambda entry: -entry["times"]):
+            slowest.setdefault(entry["host"], entry)
+        lines = [f"{entry['times']:.2f}  {_name(entry)}: {_numbers(entry)}" for entry in slowest.values()]
+        lines, more = lines[:_HOSTS], len(lines) - _HOSTS
+        return [*lines, f"and {more} faster hosts"] if more > 0 else lines
 
 
 def _name(entry: dict[str, Any]) -> str:
@@ -228,10 +241,8 @@ def _numbers(entry: dict[str, Any]) -> str:
 
 def _medians(values: RankSeconds) -> RankSeconds:
     """Over the first dimension, of finite values; NaN where there are none."""
-    if values.ndim == 1:
-        known = values[np.isfinite(values)]
-        return np.asarray(np.median(known) if known.size else np.nan)
-    return np.stack([_medians(column) for column in values.T])
+    median = np.ma.median(np.ma.masked_invalid(values), axis=0)  # type: ignore[no-untyped-call]
+    return np.ma.filled(median, np.nan)
 
 
 def _medians_of_others(rows: RankSeconds) -> RankSeconds:
@@ -246,7 +257,7 @@ def _of_others(values: list[float]) -> list[float]:
         if value != value or not count:
             medians.append(math.nan)
             continue
-        place = bisect_left(known, value)
-        middle = [known[at + (at >= place)] for at in ((count - 1) // 2, count // 2)]
+        position = bisect_left(known, value)
+        middle = [known[at + (at >= position)] for at in ((count - 1) // 2, count // 2)]
         medians.append(sum(middle) / 2)
     return medians

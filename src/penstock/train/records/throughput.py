@@ -8,7 +8,7 @@ on the images of the batch; frozen ones have no backward.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ import torch.distributed as dist
 from penstock.models.split.multiply_adds import MultiplyAdds, works
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.runtime.device.memory import PeakMemory
-from penstock.train.config.sections import TrainConfig
 from penstock.train.data.rows import Fill
+from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow
 
 _FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
@@ -51,7 +51,7 @@ def peak_tflops(name: str, dtype: str) -> float | None:
 
 
 class Throughput:
-    """The entries of a step's row on the use of devices.
+    """Counts how well the devices are used.
 
     Args:
         works: of all parts of the model
@@ -61,13 +61,6 @@ class Throughput:
 
     def __init__(self, works: Sequence[MultiplyAdds], devices: int, peak: float | None) -> None:
         self.works, self._devices, self._peak = works, devices, peak
-
-    @classmethod
-    def of(cls, config: TrainConfig, plan: BuildPlan, device: torch.device) -> Throughput:
-        peak = config.train.peak_tflops
-        if peak is None and device.type == "cuda":
-            peak = peak_tflops(torch.cuda.get_device_name(device), config.computed)
-        return cls(works(plan.source.model, plan.chain), _devices(device), peak)
 
     @property
     def note(self) -> str:
@@ -80,19 +73,49 @@ class Throughput:
             notes.append("towers count their parameters once for each patch of an image, without attention")
         return f"TFLOP/s: {'; '.join(notes)}" if notes else ""
 
-    def row(
+    def entries(
         self, fill: Fill, seconds: float, memory: Sequence[PeakMemory], device: torch.device
     ) -> MetricsRow:
-        """fill: of the whole batch; memory: of each process"""
+        """The entries of a step's row. fill: of the whole batch; memory: of each process"""
         flops = _FLOPS * sum(work.of(fill.tokens, fill.squares, fill.images) for work in self.works)
         tflops = flops / seconds / self._devices / 1e12
         row: MetricsRow = {"tflops_per_device": tflops}
         if self._peak is not None:
             row["mfu"] = tflops / self._peak
         if device.type == "cuda":
-            row["peak_allocated"] = [each.allocated for each in memory]
-            row["peak_reserved"] = [each.reserved for each in memory]
-        return row | {"peak_resident": [each.resident for each in memory]}
+            row["peak_allocated"] = [process.allocated for process in memory]
+            row["peak_reserved"] = [process.reserved for process in memory]
+        return row | {"peak_resident": [process.resident for process in memory]}
+
+
+class Usage(RunPart):
+    """Adds how the devices were used to each row, and says how much padding the run had."""
+
+    def __init__(self, run: Run, plan: BuildPlan) -> None:
+        super().__init__(run)
+        peak, device = run.config.train.peak_tflops, run.pipe.device
+        if peak is None and device.type == "cuda":
+            peak = peak_tflops(torch.cuda.get_device_name(device), run.config.computed)
+        self.throughput = Throughput(works(plan.source.model, plan.chain), _devices(device), peak)
+        self._fill = Fill()
+
+    @property
+    def note(self) -> str:
+        return self.throughput.note
+
+    def computed(self, step: int) -> None:
+        """The step has reported its peak, so the next one starts: a row has the most since the row before."""
+        if self.run.pipe.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.run.pipe.device)
+
+    def row(self, step: TrainStep) -> MetricsRow:
+        pipe, fill = self.run.pipe, step.batch.fill
+        self._fill += fill
+        return self.throughput.entries(fill, step.seconds, pipe.peak_memory, pipe.device)
+
+    def summary(self) -> Iterator[str]:
+        if self._fill.padding:
+            yield f"padding     {self._fill.padding:.1%} of the tokens, over all steps"
 
 
 def _devices(device: torch.device) -> int:

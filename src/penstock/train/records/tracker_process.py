@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,23 +28,13 @@ _TAG = "penstock.run"  # by which an MLflow run is found again
 _LONGEST = 500  # characters of a value of the config
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """A run, as all trackers see it. done: the steps before, of a run that goes on"""
-
-    id: str
-    output: Path
-    config: Mapping[str, Any]
-    done: int = 0
-
-
 class Tracker(Protocol):
-    """One library. Its constructor takes the section of the config, as a mapping, and the TrackedRun.
+    """One library. Its constructor takes its section of the config, the contents of run.json, and its folder.
 
-    place: where people find the numbers
+    shown_at: where people find the numbers
     """
 
-    place: str
+    shown_at: str
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
@@ -56,18 +45,18 @@ class Tracker(Protocol):
 class TensorBoard:
     """An event file in a folder of the run. Rows that a resumed run repeats are hidden."""
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+    def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        runs = Path(options["folder"]).expanduser() if options["folder"] else run.output / "tensorboard"
-        self.place = str(runs / (options["run"] or run.id))
+        runs = Path(options["folder"]).expanduser() if options["folder"] else folder / "tensorboard"
+        self.shown_at = str(runs / (options["run"] or run["id"]))
         self._event, self._summary = Event, Summary
-        self._writer = EventFileWriter(self.place, flush_secs=5)
-        if run.done:
+        self._writer = EventFileWriter(self.shown_at, flush_secs=5)
+        if done := run["starts"][-1]["step"]:  # it goes on after this step
             begins = SessionLog(status=SessionLog.START)
-            self._writer.add_event(Event(wall_time=time.time(), step=run.done + 1, session_log=begins))
+            self._writer.add_event(Event(wall_time=time.time(), step=done + 1, session_log=begins))
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
@@ -83,24 +72,24 @@ class TensorBoard:
 class Wandb:
     """A W&B run under the run's own id, so that a resumed run goes on in it."""
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+    def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> None:
         os.environ.setdefault("WANDB_CONSOLE", "off")  # what this process prints is of no use
         import wandb
 
         self._run = wandb.init(
             project=options["project"] or os.environ.get("WANDB_PROJECT") or _DEFAULT,
-            name=options["run"] or os.environ.get("WANDB_NAME") or run.id,
+            name=options["run"] or os.environ.get("WANDB_NAME") or run["id"],
             entity=options["entity"],
             mode=options["mode"],
-            dir=os.environ.get("WANDB_DIR") or str(run.output),
-            id=os.environ.get("WANDB_RUN_ID") or run.id,
+            dir=os.environ.get("WANDB_DIR") or str(folder),
+            id=os.environ.get("WANDB_RUN_ID") or run["id"],
             resume="allow",
-            config=dict(run.config),
+            config=run["config"],
             settings=wandb.Settings(x_stats_pid=os.getppid()),  # the run's CPU and memory, not ours
         )
         # a step of W&B cannot come twice, and a resumed run repeats some
         self._run.define_metric("*", step_metric="step")
-        self.place = self._run.url or str(Path(self._run.dir).parent)
+        self.shown_at = self._run.url or str(Path(self._run.dir).parent)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._run.log({**numbers, "step": step})
@@ -112,27 +101,29 @@ class Wandb:
 class Mlflow:
     """An MLflow run, found again by a tag with the run's id."""
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+    def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> None:
         if (options["uri"] or "").startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it was asked for by name
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        database = f"sqlite:///{run.output.resolve() / 'mlflow.db'}"
+        database = f"sqlite:///{folder.resolve() / 'mlflow.db'}"
         uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or database
         self._client, self._metric = MlflowClient(uri), Metric
         experiment = self._experiment(options["experiment"])
-        runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'")
+        runs = self._client.search_runs([experiment], f"tags.`{_TAG}` = '{run['id']}'")
         if runs:
             self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
         else:
-            made = self._client.create_run(experiment, tags={_TAG: run.id}, run_name=options["run"] or run.id)
-            self._id = made.info.run_id
-            params = [Param(name, str(value)[:_LONGEST]) for name, value in leaves(run.config)]
+            created = self._client.create_run(
+                experiment, tags={_TAG: run["id"]}, run_name=options["run"] or run["id"]
+            )
+            self._id = created.info.run_id
+            params = [Param(key, str(value)[:_LONGEST]) for key, value in leaves(run["config"])]
             for at in range(0, len(params), 100):  # the most that one call takes
                 self._client.log_batch(self._id, params=params[at : at + 100])
-        self.place = f"{uri}, run {self._id}"
+        self.shown_at = f"{uri}, run {self._id}"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
@@ -143,14 +134,16 @@ class Mlflow:
         self._client.set_terminated(self._id, {"finished": "FINISHED", "failed": "FAILED"}.get(how, "KILLED"))
 
     def _experiment(self, name: str | None) -> str:
-        if name is None and (number := os.environ.get("MLFLOW_EXPERIMENT_ID")):
-            return number
+        if name is None and (given_id := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+            return given_id
         name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or _DEFAULT
         experiment = self._client.get_experiment_by_name(name)
-        return str(experiment.experiment_id if experiment else self._client.create_experiment(name))
+        if experiment is not None and experiment.lifecycle_stage == "active":
+            return str(experiment.experiment_id)
+        return str(self._client.create_experiment(name))  # of a deleted one it says how to restore it
 
 
-_CLASSES: dict[str, Callable[[Mapping[str, Any], TrackedRun], Tracker]] = {
+_CLASSES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Path], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": Mlflow,
@@ -224,10 +217,9 @@ def main() -> None:
     end = RunEnd()
     try:
         run = read_json(file)
-        options = next(each for each in run["config"]["output"]["trackers"] if each["name"] == name)
-        identity = TrackedRun(run["id"], file.parent, run["config"], run["starts"][-1]["step"])
-        tracker = _CLASSES[name](options, identity)
-        print(f"at {tracker.place}", file=said, flush=True)
+        options = next(section for section in run["config"]["output"]["trackers"] if section["name"] == name)
+        tracker = _CLASSES[name](options, run, file.parent)
+        print(f"at {tracker.shown_at}", file=said, flush=True)
         follow(file.with_name("metrics.jsonl"), offset, tracker, end)
         tracker.finish(end.how)
     except Exception as error:

@@ -116,12 +116,7 @@ class Trackers:
         run_file: run.json, which has the run's id and its config; metrics.jsonl lies next to it
         offset: the bytes of metrics.jsonl that an earlier process of the run has logged
         say: shows a line
-
-    Attributes:
-        stopped: how a signal ended the run, in words; empty where none did
     """
-
-    stopped = ""
 
     def __init__(
         self, sections: Sequence[AnyTracker], run_file: Path, offset: int, say: Callable[[str], None]
@@ -148,7 +143,7 @@ class Trackers:
     @property
     def lines(self) -> list[str]:
         """A line of the summary for each."""
-        started = [f"{each.name:<11} {each.failed or each.place}" for each in self._trackers]
+        started = [f"{tracker.name:<11} {tracker.failed or tracker.shown_at}" for tracker in self._trackers]
         return started + self._not_started
 
 
@@ -156,7 +151,7 @@ class _Tracker:
     """The process of one tracker, and a thread that reads what it says."""
 
     def __init__(self, name: str, run_file: Path, offset: int, say: Callable[[str], None]) -> None:
-        self.name, self.place, self.failed = name, "", ""
+        self.name, self.shown_at, self.failed = name, "", ""
         self._say = say
         command = [sys.executable, "-P", "-m", "penstock.train.records.tracker_process", str(run_file), name]
         # a session of its own: Ctrl-C is for the run, which says how it ended
@@ -191,7 +186,7 @@ class _Tracker:
             for line in lines:
                 word, _, text = line.strip().partition(" ")
                 if word == "at":
-                    self.place = text
+                    self.shown_at = text
                     self._say(f"{self.name}: {text}")
                 else:
                     self._fail(text)

@@ -96,10 +96,10 @@ class _Axes:
         return _SIDE * (step - self.left) / width if width else _SIDE / 2
 
     def y(self, value: float) -> float:
-        place = math.log10(value) if self.log else value
-        return _SIDE * (self.high - place) / (self.high - self.low)
+        height = math.log10(value) if self.log else value
+        return _SIDE * (self.high - height) / (self.high - self.low)
 
-    def place(self, step: float, value: float) -> str:
+    def point(self, step: float, value: float) -> str:
         return f"{_short(self.x(step))} {_short(self.y(value))}"
 
 
@@ -115,13 +115,13 @@ def _paths(line: Line, axes: _Axes) -> Iterator[str]:
     """The line, with a gap where a value is not finite, and its dots. A point between two gaps is one too."""
     points = _thinned(line.points)
     runs = [[*group] for known, group in groupby(points, lambda point: point[1] is not None) if known]
-    places = [[axes.place(step, value or 0.0) for step, value in run] for run in runs]
+    drawn_runs = [[axes.point(step, value or 0.0) for step, value in run] for run in runs]
     style = f"s{line.style % STYLES}"
-    drawn = "".join("M" + "L".join(run) for run in places)
+    drawn = "".join("M" + "L".join(run) for run in drawn_runs)
     yield f'<path class="line {style}" data-label="{escape(line.label)}" d="{drawn}"/>'
-    dots = [place for run in places if line.dots or len(run) == 1 for place in run]
+    dots = [point for run in drawn_runs if line.dots or len(run) == 1 for point in run]
     if dots:  # a line of no length has round ends: a dot, however the SVG is stretched
-        yield f'<path class="dots {style}" d="{"".join(f"M{place}h0" for place in dots)}"/>'
+        yield f'<path class="dots {style}" d="{"".join(f"M{point}h0" for point in dots)}"/>'
 
 
 def _thinned(points: Points) -> Points:

@@ -6,6 +6,7 @@ The timeline is that of `penstock.schedule.render`, with its style. All that com
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -77,7 +78,7 @@ def _named_apart(runs: list[RecordedRun]) -> list[RecordedRun]:
     paths = [str(run.folder) for run in runs]
     if len(set(paths)) < len(paths):
         raise ConfigError(f"runs {paths}", "one of them stands there twice", "Give each run once")
-    return [RecordedRun(str(run.folder), run.folder, run.rows, run.unreadable, run.about) for run in runs]
+    return [replace(run, name=str(run.folder)) for run in runs]
 
 
 # ---- How the run stands
@@ -162,7 +163,7 @@ def _facts(runs: Sequence[RecordedRun]) -> str:
     names = dict.fromkeys(name for by_name in by_run for name in by_name)
     rows = [[run.name, *(by_name[name].value if name in by_name else "-" for name in names)]
             for run, by_name in zip(runs, by_run, strict=True)]  # fmt: skip
-    return _table("By run", ["run", *names], rows)
+    return _table(["run", *names], rows, caption="By run")
 
 
 # ---- Curves
@@ -174,11 +175,11 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 
     def lines(*curves: tuple[str, str | None, str, bool]) -> list[Line]:
         all_lines: list[Line] = []
-        for place, run in enumerate(runs):
+        for index, run in enumerate(runs):
             for key, inner, label, dots in curves:
                 points = run.points(key, inner)
                 name = label if not several else run.name if len(curves) == 1 else f"{run.name}: {label}"
-                all_lines.append(Line(name, points, place if several else len(all_lines), dots))
+                all_lines.append(Line(name, points, index if several else len(all_lines), dots))
         return [line for line in all_lines if line.points]
 
     def single(key: str, label: str) -> list[Line]:
@@ -220,8 +221,8 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
     if timelines:
         name = next(iter(timelines.values())).name
         panels = tuple(Panel(label, timeline) for label, timeline in timelines.items())
-        made = parts(Drawing(f"Timeline of a step, {name}", panels, unit), embedded=True)
-        inner += made["toolbar"] + made["timeline"]
+        drawn = parts(Drawing(f"Timeline of a step, {name}", panels, unit), embedded=True)
+        inner += drawn["toolbar"] + drawn["timeline"]
     return _block("Timeline of a step", inner)
 
 
@@ -256,17 +257,13 @@ def _time(run: RecordedRun) -> str:
     whole = sum(spent.values())
     if not whole:
         return ""
-    bar = "".join(
-        f'<i class="p{list(spent).index(name)}" style="flex-grow:{value / whole:.5f}"></i>'
-        for name, value in spent.items()
-    )
+    shares = [(index, name, value / whole) for index, (name, value) in enumerate(spent.items())]
+    bar = "".join(f'<i class="p{index}" style="flex-grow:{share:.5f}"></i>' for index, _, share in shares)
     rows = []
-    for place, (name, value) in enumerate(spent.items()):
-        about = f"<small>{escape(_PARTS.get(name, ''))}</small>"
-        rows.append(
-            [f'<i class="p{place}"></i>{escape(name)} {about}', _duration(value), percent(value / whole)]
-        )
-    table = _table("", ["part", "time", "share"], rows, escaped=True)
+    for index, name, share in shares:
+        swatch, about = f'<i class="p{index}"></i>', f"<small>{escape(_PARTS.get(name, ''))}</small>"
+        rows.append([f"{swatch}{escape(name)} {about}", _duration(spent[name]), percent(share)])
+    table = _table(["part", "time", "share"], rows, escaped=True)
     note = _note("As the first process's host saw it: work of a GPU counts where the host waits for it.")
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
 
@@ -289,7 +286,7 @@ def _memory(run: RecordedRun) -> str:
             bar = f'<span class="bar"><i style="width:{100 * value / most[name]:.1f}%"></i></span>'
             cells.append(f'{bar}<span class="share">{_bytes(value)}</span>')
         rows.append(cells)
-    return _block("Peak memory", _table("", ["process", *columns], rows, escaped=True))
+    return _block("Peak memory", _table(["process", *columns], rows, escaped=True))
 
 
 def _starts(run: RecordedRun) -> str:
@@ -299,7 +296,7 @@ def _starts(run: RecordedRun) -> str:
         ended = f"{end.get('how')} {_moment(end.get('at'))}" if isinstance(end, dict) else "no end recorded"
         rows.append([_moment(start.get("at")), f"after step {start.get('step', 0)}",
                      f"{start.get('processes', '?')}", ended])  # fmt: skip
-    return _block("Starts", _table("", ["started", "from", "processes", "ended"], rows)) if rows else ""
+    return _block("Starts", _table(["started", "from", "processes", "ended"], rows)) if rows else ""
 
 
 def _numbers(run: RecordedRun) -> str:
@@ -312,7 +309,7 @@ def _numbers(run: RecordedRun) -> str:
     chosen = [run.steps[round(at * (len(run.steps) - 1) / max(1, count - 1))] for at in range(count)]
     rows = [[f"{row['step']:,}", *(_plain(finite(row.get(key))) for key in keys)] for row in chosen]
     heads = ["step", *(key.replace("_", " ") for key in keys)]
-    return _details(f"Numbers of {count} of {len(run.steps):,} steps", _table("", heads, rows))
+    return _details(f"Numbers of {count} of {len(run.steps):,} steps", _table(heads, rows))
 
 
 def _config(run: RecordedRun) -> str:
@@ -323,7 +320,7 @@ def _config(run: RecordedRun) -> str:
 def _environment(run: RecordedRun) -> str:
     versions = run.about.get("environment")
     rows = [[str(name), str(value)] for name, value in versions.items()] if isinstance(versions, dict) else []
-    return _details("Environment", _table("", ["", "version or number"], rows)) if rows else ""
+    return _details("Environment", _table(["", "version or number"], rows)) if rows else ""
 
 
 def _differences(runs: Sequence[RecordedRun]) -> str:
@@ -334,7 +331,7 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
     keys = list(dict.fromkeys(key for config in configs for key in config))
     rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys
             if len({repr(config.get(key)) for config in configs}) > 1]  # fmt: skip
-    table = _table("", ["key", *(run.name for run in runs)], rows)
+    table = _table(["key", *(run.name for run in runs)], rows)
     return _block("What differs in the configs", table if rows else _note("All keys are the same."))
 
 
@@ -354,21 +351,18 @@ def _note(text: str) -> str:
 
 
 def _table(
-    caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, escaped: bool = False
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str = "", escaped: bool = False
 ) -> str:
     """escaped: the cells of the rows are HTML"""
-    made: Callable[[str], str] = str if escaped else escape
-    head = "".join(f'<th scope="col">{escape(each)}</th>' for each in heads)
+    cell: Callable[[str], str] = str if escaped else escape
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
     lines = []
     for first, *others in rows:
-        cells = "".join(f"<td>{made(each)}</td>" for each in others)
-        lines.append(f'<tr><th scope="row">{made(first)}</th>{cells}</tr>')
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    body = "\n".join(lines)
-    return (
-        f'<div class="scroll"><table>{title}<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )
+        cells = "".join(f"<td>{cell(text)}</td>" for text in others)
+        lines.append(f'<tr><th scope="row">{cell(first)}</th>{cells}</tr>')
+    title, body = f"<caption>{escape(caption)}</caption>" if caption else "", "\n".join(lines)
+    return f"""<div class="scroll"><table>{title}<thead><tr>{head}</tr></thead>
+<tbody>{body}</tbody></table></div>"""
 
 
 def _plain(value: float | None) -> str:
@@ -390,6 +384,3 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-__all__ = ["charts", "facts", "page", "report", "seconds_by_part", "state"]

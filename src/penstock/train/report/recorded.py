@@ -58,7 +58,7 @@ class RecordedRun:
         """The most of each process, of a list that the rows have there."""
         lists = [row[key] for row in self.rows if isinstance(row.get(key), list)]
         width = max(map(len, lists), default=0)
-        return [max((finite(each[at]) or 0.0 for each in lists if at < len(each)), default=0.0)
+        return [max((finite(values[at]) or 0.0 for values in lists if at < len(values)), default=0.0)
                 for at in range(width)]  # fmt: skip
 
     @property

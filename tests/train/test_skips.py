@@ -1,4 +1,4 @@
-"""Losses that rise far: the step is skipped, or the run goes back and leaves out rows."""
+"""Losses that rise far, or are not finite: the step is skipped, or the run goes back or ends."""
 
 from __future__ import annotations
 
@@ -7,25 +7,33 @@ import json
 import math
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from penstock.errors import CheckpointError, ConfigError, RunError
-from penstock.train.checkpoints import read_state
+from penstock.pipeline.steps.step import StepResult
 from penstock.train.config.sections import SpikeSection, TrainConfig
-from penstock.train.loop import Skips, seed_step
+from penstock.train.data.loading import LoadedBatch
+from penstock.train.data.rows import Fill
+from penstock.train.loop import seed_step
 from penstock.train.optimizers.optimizer import make_optimizers, set_learning_rates
+from penstock.train.part import Run, TrainStep
+from penstock.train.preflight import preflight
 from penstock.train.records.metrics import without_replaced_rows
 from penstock.train.report.page import report
-from penstock.train.run import preflight, run
-from penstock.train.spikes import NOTHING_SEEN, REWINDS, Seen, Spikes
+from penstock.train.run import run
+from penstock.train.sizes import Size
+from penstock.train.skips import IN_A_ROW, REWINDS, Skips, Spikes
+from penstock.train.state import RunState, Seen, read_state
 from support.folders import relist
 from support.jobs_train import trained
 from support.pool import Pool
 from support.tiny import GPT2_WITH_DROPOUT, checkpoint, config, metrics, tensors, tree
 
+NAN, INF = float("nan"), float("inf")
 STEPS, EVERY, ROWS, WINDOW, FACTOR = 16, 4, 4, 3, 1.4
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "skipped_steps", "rows_left_out", "held_out_loss")
 
@@ -143,9 +151,10 @@ def test_a_checkpoint_has_the_losses_and_the_rows_that_were_left_out(tmp_path: P
     run(preflight(made))
     state = read_state(checkpoint(tmp_path, STEPS))
     losses = [row["loss"] for row in steps(tmp_path)]
-    assert state["seen"].losses == tuple(losses[-WINDOW:])
-    assert state["seen"].rows == steps(tmp_path)[-1]["rows_left_out"] > 0
-    assert state["data"]["rows"] == STEPS * ROWS + state["seen"].rows
+    assert state.seen.losses == tuple(losses[-WINDOW:])
+    assert state.seen.rows == steps(tmp_path)[-1]["rows_left_out"] > 0
+    assert state.data is not None
+    assert state.data["rows"] == STEPS * ROWS + state.seen.rows
     for wrong in ([["a"], []], [[math.nan], []], [[1.0], [[4, 0]]], [[], [[0, 4], [2, 6]]], [[], [[0.5, 4]]]):
         alter_state(checkpoint(tmp_path, STEPS), seen=wrong)
         with pytest.raises(CheckpointError, match=r"state\.json: (seen=|a run goes on)"):
@@ -206,8 +215,9 @@ def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packi
     state = read_state(checkpoint(tmp_path, STEPS))
     stream = preflight(made).data.stream
     assert stream is not None
-    whole, _ = stream.take(0, state["data"]["rows"] + ROWS)
-    next_rows, _ = stream.at(state["data"]["position"]).take(state["data"]["rows"], ROWS)
+    assert state.data is not None
+    whole, _ = stream.take(0, state.data["rows"] + ROWS)
+    next_rows, _ = stream.at(state.data["position"]).take(state.data["rows"], ROWS)
     assert [[piece.ids.tolist() for piece in row] for row in whole[-ROWS:]] == [
         [piece.ids.tolist() for piece in row] for row in next_rows
     ]
@@ -219,52 +229,102 @@ def test_a_stream_goes_on_after_the_rows_that_are_left_out(tmp_path: Path, packi
 # ---- What is a spike, and what too many are
 
 
-def test_a_loss_is_compared_with_the_median_of_a_full_window() -> None:
-    spikes = Spikes(SpikeSection(factor=2.0, window=3), NOTHING_SEEN, None)
+def spikes_of(section: SpikeSection | None, losses: tuple[float, ...] = (), checkpoint: Any = None) -> Spikes:
+    """The part, in a run that has seen these losses and has this checkpoint."""
+    config, state = SimpleNamespace(train=SimpleNamespace(spike=section)), RunState(seen=Seen(losses))
+    return Spikes(cast(Run, SimpleNamespace(config=config, state=state, checkpoint=checkpoint)))
+
+
+def judged(spikes: Spikes, loss: float) -> tuple[str, Path | None]:
+    """Why the step is skipped, and the checkpoint that it takes the run back to."""
+    step = cast(TrainStep, SimpleNamespace(result=SimpleNamespace(loss=loss), back_to=None))
+    return spikes.judge(step), step.back_to
+
+
+def test_a_loss_is_compared_with_the_median_of_a_full_window(tmp_path: Path) -> None:
+    spikes = spikes_of(SpikeSection(factor=2.0, window=3), checkpoint=tmp_path)
     for loss in (1.0, 9.0, 2.0):
         assert spikes.limit == math.inf
-        assert not spikes.judge(loss, loss > spikes.limit)
+        assert judged(spikes, loss) == ("", None)
     assert spikes.limit == 4.0
-    assert spikes.judge(4.5, True) == "loss=4.5 is 2.25 times the median of the last 3, 2"
-    assert not spikes.rewinding
+    assert judged(spikes, 4.5) == ("loss=4.5 is 2.25 times the median of the last 3, 2", None)
     assert spikes.limit == 4.0  # a spike counts for no later step
-    assert not spikes.judge(4.0, False)
-    assert spikes.seen.losses == (9.0, 2.0, 4.0)
-    spikes = Spikes(SpikeSection(window=2), Seen((0.0, 0.0)), None)
+    assert judged(spikes, 4.0) == ("", None)
+    assert spikes.run.state.seen.losses == (9.0, 2.0, 4.0)
+    spikes = spikes_of(SpikeSection(window=2), (0.0, 0.0))
     assert spikes.limit == math.inf  # a model that knows all by heart has no scale
-    spikes = Spikes(None, NOTHING_SEEN, None)
-    assert not spikes.judge(1.0, False)
-    assert spikes.seen == NOTHING_SEEN
+    spikes = spikes_of(None)
+    assert judged(spikes, 1.0) == ("", None)
+    assert spikes.run.state.seen == Seen()
 
 
 def test_a_run_without_a_checkpoint_skips(tmp_path: Path) -> None:
-    spikes = Spikes(SpikeSection(window=2, then="rewind"), Seen((1.0, 1.0)), None)
-    assert spikes.judge(5.0, True)
-    assert not spikes.rewinding
-    spikes.saved(tmp_path)
-    assert spikes.judge(5.0, True)
-    assert spikes.rewinding
+    section = SpikeSection(window=2, then="rewind")
+    assert judged(spikes_of(section, (1.0, 1.0)), 5.0)[1] is None
+    reason, back_to = judged(spikes_of(section, (1.0, 1.0), tmp_path), 5.0)
+    assert reason
+    assert back_to == tmp_path
 
 
 def test_a_run_that_comes_back_too_often_ends_with_a_remedy(tmp_path: Path) -> None:
-    spikes = Spikes(SpikeSection(window=2, then="rewind"), Seen((1.0, 1.0)), tmp_path)
-    state = {"step": 4, "seen": Seen((1.0, 1.0), ((0, 2),))}
-    spikes.seen = state["seen"]  # type: ignore[assignment]
-    for number in range(REWINDS):
-        spikes.went_back(6, state, (10 * number + 10, 10 * number + 20))
-    assert spikes.seen.left_out == ((0, 2), (10, 20), (20, 30), (30, 40))
+    spikes = spikes_of(SpikeSection(window=2, then="rewind"))
+    for _ in range(REWINDS):
+        spikes._count(6, tmp_path / "4", 4)
     with pytest.raises(RunError, match=r"step 6: .*gone back to step 4 3 times in a row.*--resume PATH"):
-        spikes.went_back(6, state, (40, 50))
-    spikes.saved(tmp_path)
-    spikes.went_back(6, state, (40, 50))
+        spikes._count(6, tmp_path / "4", 4)
+    spikes._count(9, tmp_path / "8", 8)  # the run has come so far since
+
+
+# ---- Values that are not finite, and too many skipped steps
+
+
+class Judged:
+    """The part that skips steps, in a run of nothing but losses and norms."""
+
+    def __init__(self, nonfinite: str, skipped: int = 0) -> None:
+        section = SimpleNamespace(nonfinite=nonfinite, spike=None)
+        pipe = SimpleNamespace(find_not_finite=lambda: "", not_finite="")
+        config, state = SimpleNamespace(train=section), RunState(skipped=skipped)
+        self.run = SimpleNamespace(config=config, pipe=pipe, state=state)
+        self.part = Skips(cast(Run, self.run))
+
+    def step(self, number: int, loss: float, norm: float = 1.0, spike: str = "") -> str:
+        """Why the step is skipped, once the part has let it pass. spike: what another part says of it"""
+        step = TrainStep(number, Size(8, 16, (2,)), LoadedBatch([], Fill()), StepResult(loss, 1, 0.0), norm)
+        step.skipped = self.part.judge(step) or spike
+        self.run.state = RunState(skipped=self.run.state.skipped + bool(step.skipped))
+        self.part.check(step)
+        return step.skipped
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
+def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
+    with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
+        Judged("stop").step(3, loss, norm)
+    skips = Judged("skip", skipped=2)
+    assert skips.step(3, loss, norm) == f"loss={loss}, grad_norm={norm}"
+    assert not skips.step(4, 1.0)
+    assert skips.run.state.skipped == 3
+
+
+def test_too_many_in_a_row_end_the_run_and_too_many_in_all_do_not() -> None:
+    skips = Judged("skip")
+    for step in range(3 * IN_A_ROW):
+        skips.step(step, NAN if step % 2 else 1.0)
+    assert skips.run.state.skipped == 1.5 * IN_A_ROW
+    skips.step(30, 1.0)
+    for step in range(31, 30 + IN_A_ROW):
+        skips.step(step, NAN)
+    with pytest.raises(RunError, match=r"steps 31 to 40: loss=nan, .* at the last: 10 steps in a row"):
+        skips.step(40, NAN)
 
 
 def test_spikes_in_a_row_end_the_run_as_other_skipped_steps() -> None:
-    skips = Skips("stop")
-    for step in range(1, 10):
-        skips.check(step, skips.judge("loss=9", loss=9.0), spike=True)
+    skips = Judged("stop")
+    for step in range(1, IN_A_ROW):
+        skips.step(step, 9.0, spike="loss=9")
     with pytest.raises(RunError, match="steps 1 to 10: loss=9 at the last: 10 steps in a row"):
-        skips.check(10, skips.judge("loss=9", loss=9.0), spike=True)
+        skips.step(10, 9.0, spike="loss=9")
 
 
 def test_a_rewind_needs_checkpoints(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel
 from penstock.errors import ConfigError
 from penstock.train.config.sections import OutputSection
 from penstock.train.encoding.tokenizer import ByteTokenizer, HuggingFace
-from penstock.train.records.outcome import sample
-from penstock.train.run import preflight
+from penstock.train.preflight import preflight
+from penstock.train.records.sample import sample
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, config
 
 

@@ -1,0 +1,148 @@
+"""What a run does between its build and its first step.
+
+It finds where it really goes on: `preflight` has chosen a checkpoint by its headers, and here its tensors are
+read. Its first pipeline call shows what each layer takes, and is compared with the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from penstock.checkpoint.in_memory import MemoryCheckpoints
+from penstock.checkpoint.save_load import load_checkpoint
+from penstock.checkpoint.shards import remove_superseded
+from penstock.errors import CheckpointError, PeerError, PenstockError, RunError, UnfitError
+from penstock.models.weights.files import weight_files
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.pipeline import Pipeline
+from penstock.runtime.health.agreement import shake_hands
+from penstock.runtime.transport.groups import Processes
+from penstock.train.check.before_training import Reference, check_split
+from penstock.train.checkpoints import NEWEST, find_start, start_after
+from penstock.train.data.rows import Content, has_labels
+from penstock.train.owner import Owner, last_run
+from penstock.train.preflight import Prepared, data_at
+from penstock.train.settings import is_first
+from penstock.train.sizes import calls_of
+from penstock.train.state import RunState
+
+
+def open_memory(
+    prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer], owner: Owner | None
+) -> MemoryCheckpoints | None:
+    """The in-memory checkpoints, if the config has some. Collective. What others left for ever is removed.
+
+    owner: on the first process
+    """
+    remove_superseded(last_run)
+    config = prepared.config
+    if config.train.memory_checkpoint_every is None:
+        return None
+    run, timeout = None if owner is None else owner.run, config.pipeline.timeout_seconds
+    return MemoryCheckpoints(pipe, optimizers, run, config.output.path, timeout)
+
+
+def recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints) -> Prepared | None:
+    """Put back what is in memory, where it is newer than the checkpoint of `prepared.start`. Collective.
+
+    The result starts there; None where there is nothing newer. Raises what `start_after` and `Data.at` raise.
+    """
+    config, start = prepared.config, prepared.start
+    if pipe._everyone.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
+        memory.forget()
+        return None
+    shards = memory.recall(start.done)
+    if is_first():  # the display comes later
+        for line in shards.passed:
+            print(f"penstock: warning: passed over {line}", flush=True)
+    if shards.state is None:
+        return None
+    state = RunState.of({**shards.state, "run": memory.run}, f"the checkpoint in {memory.folder}")
+    newer = replace(start_after(config, state, "the checkpoint in memory"), checkpoint=start.checkpoint)
+    others = [note for note in prepared.notes if note not in start.notes]
+    where = f"going on from step {newer.done}, which was in memory ({memory.folder})"
+    notes = *others, where, *newer.notes
+    return replace(prepared, start=newer, notes=notes, data=data_at(config, prepared.data, newer))
+
+
+def resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
+    """Load the checkpoint of `prepared.start`. Collective.
+
+    Where it is altered or cannot be read, and only the newest was asked for, it is the one before; the result
+    starts there.
+    """
+    config, model, start = prepared.config, prepared.plan.source.model, prepared.start
+    if start.checkpoint is None:
+        return prepared
+    try:
+        load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
+        return prepared
+    except (CheckpointError, RunError) as error:
+        unreadable = None if isinstance(error, PeerError) else _unreadable(error, pipe._everyone)
+        if unreadable is None or not start.is_newest:
+            raise
+        passed = f"penstock: warning: passed over {unreadable}"
+        older = find_start(config, model, NEWEST, prepared.kinds, before=start.checkpoint)
+        shake_hands(pipe._everyone, {"checkpoint to go on from": str(older.checkpoint)})
+    notes = dict.fromkeys((*prepared.notes, passed, *older.notes))
+    data = data_at(config, prepared.data, older)
+    return resumed(replace(prepared, start=older, notes=tuple(notes), data=data), pipe, optimizers)
+
+
+def _unreadable(error: PenstockError, processes: Processes) -> str | None:
+    """What the first process finds that cannot read its part; None where another fails otherwise. Collective.
+
+    error: this process's; a RunError where it only heard of another's
+    """
+    unreadable = isinstance(error, CheckpointError) and not isinstance(error, UnfitError)
+    heard = isinstance(error, RunError)
+    gathered = processes.gather([unreadable, heard, str(error)])
+    words = [str(text) for unread, _, text in gathered if unread]
+    return words[0] if words and all(unread or only_heard for unread, only_heard, _ in gathered) else None
+
+
+def balanced(prepared: Prepared) -> AutoPipeline:
+    """The settings with a split by the time that each layer takes here, in a few steps. Collective."""
+    auto = prepared.auto
+    pipe = auto.build(prepared.model)
+    costs = [pipe.layer_costs(_first_call(prepared, pipe.batch_part[0]))]
+    pipe.close()
+    if dist.is_initialized():
+        dist.broadcast_object_list(costs)  # the pipelines of a mesh measure apart, and are split alike
+    return replace(auto, balance=costs[0])
+
+
+def compare(prepared: Prepared, pipe: Pipeline, say: Callable[[str], None]) -> None:
+    """Compare the pipeline with the whole model, as train.check says. Collective. say: shows a line"""
+    mode, folder, auto = prepared.config.train.check, prepared.start.checkpoint, prepared.auto
+    if mode == "off" or (mode == "auto" and prepared.start.done):
+        return
+    source = prepared.plan.source
+    if folder is not None and source.adapter is None:
+        source = replace(source, files=tuple(weight_files(folder)))
+    dtypes = (auto.wire_dtype, auto.sharded.param_dtype, auto.sharded.reduce_dtype)
+    reference = Reference(
+        source, auto.seed, auto.loss_of(source.model), dtypes, prepared.axes, folder, auto.autocast
+    )
+    first = _first_call(prepared, 0)  # the same one in every pipeline of a mesh
+    say(check_split(pipe, reference, first, mode))
+
+
+def _first_call(prepared: Prepared, part: int) -> Content:
+    """What that part of the batch has of the first pipeline call of the run in which a token counts."""
+    step, data = prepared.start.done + 1, prepared.data
+    calls, microbatches = data.sizes.at(step).calls, prepared.config.pipeline.microbatches
+
+    @cache
+    def calls_of_part(part: int) -> list[Content]:
+        return calls_of(data.of(part).batch(step).content, calls, microbatches)
+
+    for call in range(len(calls) - 1):  # rows that a ramp cuts may have none
+        if any(has_labels(calls_of_part(other)[call]) for other in range(data.parts)):
+            return calls_of_part(part)[call]
+    return calls_of_part(part)[-1]

@@ -1,0 +1,194 @@
+"""A run under way, and its parts: all that it does besides batch, pipeline calls and update is a part.
+
+    running                around the whole run
+    training               around all steps
+    around                 around each step; within it, in this order:
+        computed           the gradients are there; next they are clipped
+        judge              why the weights must not take them; else the optimizers update the weights
+        row                entries of the step's row, which a thread then shows and writes
+    check                  raises an error, or takes the run back to a checkpoint
+    after                  evaluates; may end the run
+    keep                   saves
+    summary, end           when the run has ended
+
+parts.py lists them. A new feature is one class and one line there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from penstock.checkpoint.save_load import CheckpointWriter
+from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.steps.step import StepResult
+from penstock.train.checkpoints import Start
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data, LoadedBatch
+from penstock.train.owner import Owner
+from penstock.train.records.metrics import Display, Log, MetricsRow
+from penstock.train.sizes import Size
+from penstock.train.state import RunState
+
+
+class Steps:
+    """The steps to come, each with its batch, which a thread makes while the step before runs."""
+
+    def __init__(self, data: Data, done: int, last: int, device: torch.device) -> None:
+        self._last, self._device = last, device
+        self._batches: Generator[LoadedBatch] | None = None
+        self.restart(data, done)
+
+    def restart(self, data: Data, done: int) -> None:
+        """Go on after step `done`, with the batches of `data`."""
+        self.close()
+        self.data, self._done = data, done
+        self._batches = data.batches(range(done + 1, self._last + 1), self._device)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._done < self._last:
+            self._done += 1
+            yield self._done
+
+    def batch(self) -> LoadedBatch:
+        """The batch of the step, once."""
+        assert self._batches is not None
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._batches is not None:
+            self._batches.close()
+
+
+@dataclass
+class TrainStep:
+    """One step of a run, as far as it has come.
+
+    Attributes:
+        number: from 1
+        batch: this process's part of it; once the step is done, without its tensors
+        result: of all pipeline calls of the step
+        norm: of the gradients, before they were clipped
+        seconds: from the wait for the batch to the end of the optimizers
+        skipped: why the weights do not take its gradients; empty where they do
+        back_to: the checkpoint that the run goes back to because of this step
+        ended: why the run ends after it; empty where it goes on
+        stopped: whether it ends because a signal asks for it
+    """
+
+    number: int
+    size: Size
+    batch: LoadedBatch
+    result: StepResult
+    norm: float
+    seconds: float = 0.0
+    skipped: str = ""
+    back_to: Path | None = None
+    ended: str = ""
+    stopped: bool = False
+
+
+@dataclass
+class Run:
+    """What the loop and the parts of a run work with.
+
+    Attributes:
+        owner: of the output folder; on the first process
+        parts: in the order in which they are called
+        state: what a checkpoint has of the steps up to now; loop and parts replace its entries
+        checkpoint: the newest one of the run; None before the first
+    """
+
+    config: TrainConfig
+    pipe: Pipeline
+    optimizers: Sequence[Optimizer]
+    start: Start
+    steps: Steps
+    display: Display
+    log: Log
+    writer: CheckpointWriter
+    owner: Owner | None
+    parts: Sequence[RunPart] = ()
+
+    def __post_init__(self) -> None:
+        self.state: RunState = self.start.state
+        self.checkpoint: Path | None = self.start.checkpoint
+
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows the step with this number."""
+        section = self.config.train
+        return step % section.evaluate_every == 0 or step == section.steps
+
+    def state_after(self, step: TrainStep) -> Callable[[], dict[str, Any]]:
+        """A function that returns the state after `step` in JSON, in any thread and at any later time."""
+        state, data, owner, position = self.state, self.steps.data, self.owner, step.batch.position
+
+        def in_json() -> dict[str, Any]:
+            run = None if owner is None else owner.run  # elsewhere it is not written
+            return state.after(step.number, run, self.config, data.state(step.number, position))
+
+        return in_json
+
+
+class RunPart:
+    """One feature of a run. Every method here does nothing; a part overrides those that it needs.
+
+    All ranks have the same parts in the same order, so a method may be collective.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def running(self) -> AbstractContextManager[object]:
+        """Around the whole run, from before the line of `note` to the run's end or error."""
+        return nullcontext()
+
+    @property
+    def note(self) -> str:
+        """A line to show before the run begins; empty for none."""
+        return ""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Around all steps: from before the first one until the state after the last one is saved."""
+        return nullcontext()
+
+    def around(self, step: int) -> AbstractContextManager[None]:
+        """Around the step with this number."""
+        return nullcontext()
+
+    def computed(self, step: int) -> None:
+        """The gradients of the step are computed, and its weights are still those before it."""
+
+    def judge(self, step: TrainStep) -> str:
+        """Why the weights must not take the step's gradients, the same on all ranks; empty where they may.
+
+        Parts later in the list are not asked where one has a reason.
+        """
+        return ""
+
+    def row(self, step: TrainStep) -> MetricsRow:
+        """Entries of the step's row in metrics.jsonl."""
+        return {}
+
+    def check(self, step: TrainStep) -> None:
+        """Raise an error where the run must not go on, or go back to the checkpoint `step.back_to`."""
+
+    def after(self, step: TrainStep) -> None:
+        """Measure or decide something between two steps. It may set `step.ended`."""
+
+    def keep(self, step: TrainStep) -> None:
+        """Save something of the state after the step. It is known by now whether the run ends."""
+
+    def summary(self) -> Iterator[str]:
+        """Lines to print when the run has ended by itself. Called on the first process alone."""
+        yield from ()
+
+    def end(self) -> None:
+        """No process reads or writes anything of the run any more."""

@@ -1,0 +1,49 @@
+"""The list of a run's parts. A new feature of a run is one class (part.py) and one line here."""
+
+from __future__ import annotations
+
+from penstock.checkpoint.in_memory import MemoryCheckpoints
+from penstock.launch.stop import Stop
+from penstock.models.split.balanced_split import LayerCosts
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.schedule import Schedule
+from penstock.train.between_steps import Checkpoints, HeldOutEvaluation, InMemoryCheckpoints, Signals
+from penstock.train.part import Run, RunPart
+from penstock.train.preflight import Prepared
+from penstock.train.records.profile import StepProfiler
+from penstock.train.records.record import RunRecord, StepTimeline
+from penstock.train.records.sample import Sample
+from penstock.train.records.slow_ranks import SlowRankWatch
+from penstock.train.records.throughput import Usage
+from penstock.train.skips import Skips, Spikes
+
+
+def parts_of(
+    run: Run, prepared: Prepared, auto: AutoPipeline, memory: MemoryCheckpoints | None, stop: Stop
+) -> list[RunPart]:
+    """The parts of a run, in the order in which they are called (part.py). Collective."""
+    usage = Usage(run, prepared.plan)
+    measured = auto.balance if isinstance(auto.balance, LayerCosts) else None
+    profile = run.config.train.profile
+
+    def schedule_of(microbatches: int) -> Schedule:
+        schedule = run.pipe.schedule
+        if microbatches == schedule.microbatches:
+            return schedule
+        return auto.schedules(schedule, prepared.plan.frozen)(microbatches)
+
+    parts = (
+        RunRecord(run),
+        Checkpoints(run, prepared.tokenizer),
+        StepProfiler(run, profile) if profile else None,
+        StepTimeline(run, schedule_of),
+        usage,
+        Skips(run),
+        Spikes(run),
+        SlowRankWatch(run, usage.throughput.works, measured),
+        Signals(run, stop),
+        HeldOutEvaluation(run),
+        InMemoryCheckpoints(run, memory) if memory else None,
+        Sample(run),
+    )
+    return [part for part in parts if part is not None]

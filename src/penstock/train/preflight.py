@@ -1,0 +1,291 @@
+"""What is checked before a run: `preflight`, or `dry_run` alone.
+
+`preflight` finds every error that can be found without loading a weight. The command calls it once before it
+starts any rank, and each rank calls it again. `dry_run` plans a run on a machine that may have neither its
+data nor its GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from penstock.batch.packing import refuse_packed
+from penstock.errors import ConfigError
+from penstock.models import hub
+from penstock.models.source import ModelLike, Source, open_without_flash
+from penstock.models.weights.saved_adapter import check_base
+from penstock.parallel.axes import Axes
+from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.building.build_plan import BuildPlan
+from penstock.pipeline.building.experts import choose_experts
+from penstock.schedule.choose import schedule_config
+from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.encoding.images import Processor
+from penstock.train.encoding.tokenizer import Tokenizer
+from penstock.train.model import config_in, has_hub_weights, named_model, positions
+from penstock.train.optimizers.optimizer import trained_by
+from penstock.train.records.sample import check_prompt
+from penstock.train.records.trackers import check_trackers
+from penstock.train.settings import (
+    axes_of,
+    check_machine,
+    for_world,
+    largest_microbatch,
+    make_auto,
+    make_padding,
+    sizes_of,
+)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run without its data.
+
+    Attributes:
+        auto: the pipeline's settings
+        model: what `auto` builds
+        plan: the pipeline before it is built
+        kinds: the class of optimizer that trains each parameter, by name
+        start: where the run begins
+        notes: lines to show before it begins
+    """
+
+    config: TrainConfig
+    auto: AutoPipeline
+    model: ModelLike
+    plan: BuildPlan
+    kinds: Mapping[str, str]
+    start: Start
+    notes: tuple[str, ...]
+
+    @property
+    def axes(self) -> Axes:
+        """The mesh's axes other than the pipeline's."""
+        return self.auto.axes or Axes()
+
+
+@dataclass(frozen=True)
+class Prepared(Planned):
+    """A run in which `preflight` found no error."""
+
+    tokenizer: Tokenizer
+    data: Data
+
+
+def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
+    """Prepare a run, without loading a weight or talking to another process.
+
+    Args:
+        resume: as for `find_start`
+
+    Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError, HubError.
+    """
+    axes = axes_of(config)
+    _check_output(config)
+    check_trackers(config.output.trackers)
+    check_machine(config)
+    part: hub.ModelPart = "weights" if config.model.weights == "auto" else "tokenizer"
+    config = pinned(config, resume, part)
+    named, auto = named_model(config.model), make_auto(config)
+    planned = _planned(config, auto, named, auto.build_plan(named), resume)
+    model = planned.plan.source.model
+    tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, Processor):
+        tokenizer.check_fits(model)
+    check_prompt(config.output, tokenizer, model.config)
+    data = load_data(
+        config,
+        tokenizer,
+        int(model.config.get_text_config().vocab_size),
+        padding=make_padding(config.pipeline),
+        flash="flash" in str(model.config._attn_implementation),  # as transformers itself asks
+        parts=axes.batch_parts,
+    )
+    start, notes = planned.start, (*planned.notes, *_data_notes(config, data, planned.start))
+    data = data_at(config, data, start)
+    return Prepared(**{**vars(planned), "notes": notes}, tokenizer=tokenizer, data=data)
+
+
+def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> TrainConfig:
+    """The config with the commit that the model's Hub name stands for, of which `part` is fetched.
+
+    A run that goes on keeps its commit, unless the config has another name or revision by now. A config
+    without a Hub name is returned as it is. Raises HubError, CheckpointError.
+    """
+    section = config.model
+    if not hub.is_name(section.path):
+        for key in ("revision", "commit"):
+            if (value := getattr(section, key)) is not None:
+                raise hub.not_on_the_hub(f"model.{key}={value}", section.path)
+        return config
+    before, commit = recorded_model(config.output.path, resume), section.commit
+    if before is not None and (before.path, before.revision) == (section.path, section.revision):
+        commit = commit or before.commit
+    trusted = section.trust_remote_code
+    folder = hub.fetch(str(section.path), commit or section.revision, part, trusted=trusted)
+    return config.model_copy(update={"model": section.model_copy(update={"commit": folder.name})})
+
+
+def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
+    """Plan a run, with what this machine lacks in the notes. No text is read, no process is asked.
+
+    Call it inside of `sdpa_for_flash`.
+
+    Args:
+        resume: as for `preflight`
+        world: the number of processes that are to run it; None where the sizes say it, or torchrun
+
+    Raises: what `preflight` raises, but for data, tokenizer, output folder and GPUs.
+    """
+    config = pinned(for_world(config, world), resume, "config")
+    named = config_in(config.model) if has_hub_weights(config.model) else named_model(config.model)
+    auto = replace(make_auto(config), revision=None)
+    source, flash = open_without_flash(
+        named,
+        auto.attention,
+        dtype=auto.dtype,
+        adapter=auto.adapter,
+        quantize=auto.quantize,
+        mtp_factor=auto.mtp_loss_scaling_factor,
+        trusted=auto.trust_remote_code,
+        new_weights=() if has_hub_weights(config.model) else auto.new_weights,
+    )
+    if auto.experts is not None:
+        choose_experts(source.model, auto.experts, given=False)
+    # of the model itself, which is opened by now
+    opened = replace(
+        auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None, new_weights=()
+    )
+    plan = replace(opened.build_plan(source.model), source=source)
+    planned = _planned(config, auto, named, plan, resume)
+    return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
+
+
+def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
+    """A line for each thing that the run needs and this machine lacks, or that was not looked at."""
+    for path in (source.path for source in config.data.sources if source.kind != "dummy"):
+        if not Path(path).expanduser().exists():
+            yield f"data.path={path}: not on this machine, so not checked"
+        else:
+            yield f"data.path={path}: not read, so that the number of rows is unknown"
+    name = config.data.tokenizer or str(config.model.path)
+    if name == "bytes" or Path(name).expanduser().is_dir():
+        check_prompt(config.output, tokenizer_of(config), model)
+    else:
+        yield f"data.tokenizer={name}: not on this machine, so not checked"
+    if config.pipeline.balance == "measured":
+        yield "pipeline.balance=measured: layers are measured when the run starts, and may go to other stages"
+    if flash is not None:
+        yield f"{flash}: not installed on this machine; planned with sdpa, which holds as much memory"
+    for check in (check_machine, _check_output):
+        try:
+            check(config)
+        except ConfigError as error:
+            yield f"{error.value}: not checked on this machine ({error.rule})"
+
+
+def _planned(
+    config: TrainConfig, auto: AutoPipeline, named: ModelLike, plan: BuildPlan, resume: str | None
+) -> Planned:
+    if not plan.schedule.trains:
+        value = f"pipeline.schedule={plan.schedule.name}"
+        raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
+    model = plan.source.model
+    source = plan.source
+    if not source.files and config.adapter is not None and not has_hub_weights(config.model):
+        rule = "it is for a model with weights, and here they are random"
+        raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
+    if config.data.packing in ("sequential", "best_fit"):
+        refuse_packed(model)
+    _check_lengths(config, positions(model.config))
+    _check_counts(config, auto, plan)
+    kinds = trained_by(config.optimizer, model, plan.chain.layers)
+    start = find_start(config, model, resume, kinds)
+    if start.checkpoint is not None and source.adapter is not None:
+        check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
+    return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes))
+
+
+def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a step of a ramp whose microbatches the schedule does not take."""
+    if schedule_config(auto.schedule).schedule == "searched":  # for any number, in its time
+        return
+    make, known = auto.schedules(plan.schedule, plan.frozen), {plan.schedule.microbatches}
+    for _, size in sizes_of(config).phases:
+        for count in sorted({*size.calls} - known):
+            known.add(count)
+            try:
+                make(count)
+            except ConfigError as error:
+                rule = f"its {size.rows} rows make {count} microbatches, and {error.value}: {error.rule}"
+                remedy = "Give a number of rows for which it does, or another schedule"
+                raise ConfigError("a phase of train.ramp", rule, remedy) from error
+
+
+def _notes(config: TrainConfig, source: Source) -> Iterator[str]:
+    """Lines on a key that has another name now, on the commit of a Hub name, and on weights that are new."""
+    if config.parallel.param_dtype is not None:
+        key = f"parallel.param_dtype={config.parallel.param_dtype} is deprecated"
+        yield f"penstock: warning: {key}: write train.precision=mixed, which every mesh takes"
+    if (commit := config.model.commit) is not None:
+        yield f"model.path={config.model.path}: commit {commit} of {config.model.revision or 'main'}"
+    if source.new:
+        yield f"model.new_weights: {', '.join(source.new)}: initialised"
+
+
+def _check_output(config: TrainConfig) -> None:
+    """Raise ConfigError now, and not when the first checkpoint is due."""
+    output = config.output.path
+    below = checkpoint_folder(output, 0).absolute()
+    existing = next(folder for folder in below.parents if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        rule = "nothing can be written there" if existing.is_dir() else f"{existing} is no folder"
+        raise ConfigError(f"output.folder={output}", rule, "Name a folder that you may write")
+
+
+def _check_lengths(config: TrainConfig, longest: int | None) -> None:
+    """Raise ConfigError where a row has more tokens than the model has positions (`longest`)."""
+    section, padded = config.data, largest_microbatch(config)[1]
+    length = section.longest_document
+    if section.document_length is not None:  # padding has documents and positions of its own
+        padded = length
+    if longest is None or max(length, padded) <= longest:
+        return
+    rule = f"the model takes {longest} positions (max_position_embeddings)"
+    if length > longest:
+        key = "sequence_length" if section.document_length is None else "document_length"
+        packed = key == "sequence_length" and section.packing in ("sequential", "best_fit")
+        shorter = f"; for longer rows of short documents set data.document_length={longest}" if packed else ""
+        remedy = f"Give {longest} or less, or a model with more{shorter}"
+        raise ConfigError(f"data.{key}={length}", rule, remedy)
+    remedy = f"Give a multiple and buckets that keep rows at {longest} or less"
+    raise ConfigError(f"pipeline.padding, to {padded} tokens a row", rule, remedy)
+
+
+def data_at(config: TrainConfig, data: Data, start: Start) -> Data:
+    """The data from the run's start on. Raises CheckpointError for other data than the checkpoint's."""
+    return data.at(start.done, start.state.data, config.train.steps, accept=config.data.changed == "accept")
+
+
+def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
+    """Lines on what changed, which tokens the loss counts, and the share of padding, where there is some."""
+    if change := data.change(start.state.data):
+        yield f"changed since then: the data: {change}"
+    if start.done and start.state.data is None:
+        yield "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
+    counted, tokens, dropped = (sum(getattr(source.store.facts, name) for source in data.rows.sources)
+                                for name in ("counted", "tokens", "dropped"))  # fmt: skip
+    if counted < tokens or dropped:
+        left = f"; {dropped} records without such a token are left out" if dropped else ""
+        yield f"the loss counts {counted:,} of {tokens:,} tokens, {counted / tokens:.1%}{left}"
+    share = data.expected(config.train.steps).padding
+    if config.data.packing != "stream" or share:
+        settings = f"data.packing={config.data.packing}, pipeline.shapes={config.pipeline.shapes}"
+        yield f"padding {share:.1%} of the tokens ({settings})"

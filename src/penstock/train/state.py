@@ -1,0 +1,176 @@
+"""The state of a run in a checkpoint, besides weights and optimizer state: state.json.
+
+All random numbers follow from the step, and the learning rate from the step less the skipped ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from penstock.checkpoint.contents import STATE
+from penstock.errors import CheckpointError
+from penstock.models.weights.folder import UNREADABLE, check_contents
+from penstock.reading import read_json
+from penstock.runtime.health.agreement import version_of_penstock
+from penstock.train.config.sections import EarlyStopSection, TrainConfig
+from penstock.train.settings import mesh_of
+
+UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
+_REMEDY = "Give a checkpoint that penstock train wrote"
+
+
+class BestEvaluation(NamedTuple):
+    """The best evaluation so far. A checkpoint holds it, so that a resumed run ends where the whole one does.
+
+    loss: the lowest held-out loss; None before the first evaluation
+    step: that it is of
+    since: evaluations in a row, up to now, that were no better
+    """
+
+    loss: float | None = None
+    step: int = 0
+    since: int = 0
+
+    def after(self, step: int, loss: float, section: EarlyStopSection | None) -> Self:
+        """The best one after the evaluation of `step`."""
+        least = 0.0 if section is None else section.min_delta
+        if self.loss is None or loss < self.loss - least:
+            return type(self)(loss, step)
+        return self._replace(since=self.since + 1)
+
+    def ends(self, section: EarlyStopSection | None) -> str:
+        """Why the run ends here, in words; empty where it goes on."""
+        if section is None or self.since < section.patience:
+            return ""
+        return (
+            f"{self.since} evaluations in a row did not lower the held-out loss by more than "
+            f"{section.min_delta:g} from {self.loss:.4f}, of step {self.step}"
+        )
+
+
+class Seen(NamedTuple):
+    """What the steps up to now leave for the next ones. A checkpoint holds it.
+
+    losses: the last ones that reached the weights, at most `window` of them; none without train.spike
+    left_out: the run's rows that no step trains on, each as first and end
+    """
+
+    losses: tuple[float, ...] = ()
+    left_out: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, losses: Iterable[float] = (), left_out: Iterable[Iterable[int]] = ()) -> Self:
+        """From JSON."""
+        return cls(tuple(losses), tuple((first, end) for first, end in left_out))
+
+    def is_possible(self) -> bool:
+        """Whether a run can have seen this."""
+        bounds = [bound for ends in self.left_out for bound in ends]
+        return (
+            all(type(loss) in (int, float) and math.isfinite(loss) for loss in self.losses)
+            and all(type(bound) is int and bound >= 0 for bound in bounds)
+            and bounds == sorted(bounds)
+        )
+
+    @property
+    def rows(self) -> int:
+        """How many rows were left out."""
+        return sum(end - first for first, end in self.left_out)
+
+
+class RunState(NamedTuple):
+    """The state of a run after a step. Without arguments it is that of a fresh start.
+
+    Attributes:
+        run: the identity of the run; empty for a fresh start
+        skipped: the steps up to `step` that changed no weight
+        data: what `Data.state` says of the position in the data; None in versions up to 0.5.0, where the step
+            says it
+        best: of the evaluations up to `step`
+        seen: of the losses up to `step`
+        mesh: the size of each axis; None in older versions
+        config: the whole config that the run had then
+        versions: of penstock and torch
+    """
+
+    step: int = 0
+    run: str = ""
+    skipped: int = 0
+    data: dict[str, Any] | None = None
+    best: BestEvaluation = BestEvaluation()
+    seen: Seen = Seen()
+    mesh: dict[str, int] | None = None
+    config: dict[str, Any] = {}  # noqa: RUF012  no instance changes it
+    versions: dict[str, str] = {}  # noqa: RUF012
+
+    @classmethod
+    def of(cls, entries: Any, name: str) -> Self:
+        """The state from JSON; what an older version did not write is as in a fresh start.
+
+        name: of the checkpoint, for the error. Raises CheckpointError for what is no state, and for a value
+        that no run has.
+        """
+        try:
+            known = {"run": UNNAMED, **{key: entries[key] for key in ("step", "config", "versions")}}
+            known |= {key: entries[key] for key in ("run", "skipped", "data", "mesh") if key in entries}
+            best, seen = BestEvaluation(*entries.get("best", ())), Seen.of(*entries.get("seen", ()))
+            state = cls(**known, best=best, seen=seen)
+            wrong = next((key for key, fits in state._fits().items() if not fits), None)
+        except UNREADABLE as error:
+            rule = "a run goes on from its step and config, and they cannot be read"
+            raise CheckpointError(name, rule, _REMEDY) from error
+        if wrong is not None:
+            value = f"{name}: {wrong}={getattr(state, wrong)!r}"
+            raise CheckpointError(value, "no run has such a value", _REMEDY)
+        return state
+
+    def after(self, step: int, run: str | None, config: TrainConfig, data: dict[str, Any]) -> dict[str, Any]:
+        """The state after `step` in JSON, as `read_state` reads it.
+
+        Args:
+            run: the identity of the run; None on processes whose state is not written
+            data: what `Data.state` says
+        """
+        versions = {"penstock": version_of_penstock(), "torch": torch.__version__}
+        written, mesh = config.model_dump(mode="json"), mesh_of(config)
+        state = self._replace(step=step, data=data, mesh=mesh, config=written, versions=versions)
+        return {**state._asdict(), "run": run}
+
+    def _fits(self) -> dict[str, bool]:
+        """Whether each value is one that a run can have."""
+        step, best, data, mesh = self.step, self.best, self.data, self.mesh
+        loss = best.loss is None or (type(best.loss) in (int, float) and math.isfinite(best.loss))
+        counts = type(best.step) is type(best.since) is int and 0 <= best.step <= step and best.since >= 0
+        return {
+            "step": type(step) is int and step >= 0,
+            "run": isinstance(self.run, str),
+            "skipped": type(self.skipped) is int and 0 <= self.skipped <= step,
+            "data": data is None or (isinstance(data, dict) and {"digest", "position"} <= data.keys()),
+            "best": loss and counts,
+            "mesh": mesh is None
+            or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
+            "seen": self.seen.is_possible(),
+            "config": isinstance(self.config, dict),
+            "versions": isinstance(self.versions, dict),
+        }
+
+
+FRESH = RunState()
+
+
+def read_state(path: Path) -> RunState:
+    """The state in a complete checkpoint.
+
+    Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
+    """
+    check_contents(path, STATE)
+    entries: Any = None
+    with suppress(*UNREADABLE):
+        entries = read_json(path / STATE)
+    return RunState.of(entries, f"checkpoint {path}: {STATE}")
