@@ -66,7 +66,7 @@ class ModelRouting:
         seen = _choices(shadow.eval(), list(self._experts), marks)
         top_ks = {choice.top_k for choice in seen.values()}
         self._top_k = top_ks.pop() if len(top_ks) == 1 and len(seen) == len(kinds) else None
-        of_kind = {kinds[name]: choice.index for name, choice in seen.items()}
+        of_kind = {kinds[name]: choice.position for name, choice in seen.items()}
         if unseen := [name for name, kind in kinds.items() if kind not in of_kind]:
             raise not_top_k(f"{unseen[0]}, which a forward without values does not reach")
         self._numbers = {name: of_kind[kind] for name, kind in kinds.items()}
@@ -118,9 +118,9 @@ class ModelRouting:
 
 
 class _Choice(NamedTuple):
-    """How a router chooses: by top-k `index` of its block's forward, `top_k` experts for each token."""
+    """How a router chooses: by top-k `position` of its block's forward, `top_k` experts for each token."""
 
-    index: int
+    position: int
     top_k: int
 
 
