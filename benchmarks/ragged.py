@@ -26,7 +26,7 @@ from penstock.batch.padding import Padding
 from penstock.pipeline.options import Shapes
 from penstock.train.data.packing import Numbers, best_fit, cut, one_each
 from penstock.train.data.rows import DocumentLayout, SourceRows
-from penstock.train.data.store import in_memory
+from penstock.train.data.store import Store, StoreFacts
 
 RANKS, MICROBATCHES = 2, 16
 LONGEST, TYPICAL, SPREAD, SEED = 512, 128, 0.7, 0  # the median length, and the sigma of its logarithm
@@ -64,7 +64,8 @@ def steps(way: str) -> list[list[dict[str, Any]]]:
     tokens = np.random.default_rng(SEED).integers(0, CONFIG.vocab_size, int(documents.sum()), dtype=np.uint16)
     pieces = cut(documents, LONGEST)
     packing = (best_fit if way == "packed" else one_each)(pieces.lengths, LONGEST)
-    rows = SourceRows(in_memory(tokens, documents), pieces, packing)
+    facts = StoreFacts(len(documents), len(tokens), len(tokens), 0, CONFIG.vocab_size - 1, "", "")
+    rows = SourceRows(Store(tokens, None, documents, facts), pieces, packing)
     layout = DocumentLayout((MICROBATCHES,), packed=way == "packed")
     steps = np.array_split(np.arange(len(rows)), -(-len(rows) // MICROBATCHES))
     return [layout.content(rows, numbers.tolist()) for numbers in steps]

@@ -99,20 +99,30 @@ MUTANTS = [
         OF_LENGTHS,
     ),
     Mutant(
-        "train/encoding/record.py", "return said[place]", "return said[0]", "train/encoding/test_columns.py"
+        "train/encoding/record.py", "return said[index]", "return said[0]", "train/encoding/test_columns.py"
     ),
     # ---- the reader of chats: nothing of a record is lost
-    Mutant(RECORD, "refuse_keys(name, of_row, of_messages, self.ignored)", "pass", OF_RECORD),
+    Mutant(
+        RECORD,
+        "refuse_keys(row.keys() - {*known, *seen, *_OF_TEMPLATES}, of_messages, self.ignored)",
+        "pass",
+        OF_RECORD,
+    ),
     Mutant(RECORD, '"bard": "assistant",', "", OF_RECORD),
-    Mutant(RECORD, "        trained = _trained(name, at, message)\n", "        trained = None\n", OF_RECORD),
+    Mutant(
+        RECORD,
+        "            trained.append(_trained(at, message))\n",
+        "            trained.append(None)\n",
+        OF_RECORD,
+    ),
     Mutant(RECORD, "if not self._text_arguments:", "if True:", OF_RECORD),
     Mutant(CHAT, "            counted[begin:end] = False\n", "            pass\n", OF_RECORD),
-    Mutant(CHAT, "        _check_written(name, chat, text)\n", "", OF_RECORD),
-    Mutant(CHAT, "        self._check_short(name, chat)\n", "", OF_RECORD),
+    Mutant(CHAT, "        _check_written(chat, text)\n", "", OF_RECORD),
+    Mutant(CHAT, "        self._check_short(chat)\n", "", OF_RECORD),
     Mutant(CHAT, "        at = at if system else start\n", "", OF_RECORD),
     Mutant(CHAT, "start = 0 if system else at", "start = at", OF_RECORD),
     Mutant(CHAT, "last=index in chat.turns[-1:]", "last=True", OF_RECORD),
-    Mutant(CHAT, "            self._check_tools(name, chat, text)\n", "            pass\n", OF_RECORD),
+    Mutant(CHAT, "            self._check_tools(chat, text)\n", "            pass\n", OF_RECORD),
     # ---- the optimizer's step in a step
     Mutant(
         OPTIMIZER_STEP,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from penstock.batch.loss import MeanOverRows, NextToken, total_of
+from penstock.batch.loss import MeanOverRows, NextToken, TokenLabels, total_of
 from penstock.errors import BatchError, ModelError
 
 
@@ -20,6 +20,19 @@ def test_the_first_label_predicts_nothing() -> None:
     labels = torch.full((2, 5), -100)
     labels[:, 0] = 3
     assert NextToken().weight({"labels": labels}) == 0
+
+
+def test_shifted_labels_go_before_labels() -> None:
+    """As in transformers; a loss of each token's own label takes none."""
+    logits, labels = torch.randn(2, 5, 11), torch.randint(0, 11, (2, 5))
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    both = {"labels": torch.zeros_like(labels), "shift_labels": shifted}
+    NextToken().check(both, 11)
+    assert NextToken().weight(both) == 8
+    loss = NextToken().total(logits, both)
+    torch.testing.assert_close(loss, NextToken().total(logits, {"labels": labels}))
+    with pytest.raises(BatchError, match="shift_labels in a batch"):
+        TokenLabels().check(both, 11)
 
 
 def test_half_precision_is_summed_in_float32() -> None:

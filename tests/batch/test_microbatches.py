@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.batch.microbatches import PerRow, batch_rows, checksum, fingerprint, joined, split, split_batch
+from penstock.batch.microbatches import PerRow, batch_rows, checksums, fingerprint, joined, split, split_batch
 from penstock.errors import BatchError
 
 
@@ -42,6 +42,7 @@ def test_each_entry_along_its_own_dimension() -> None:
             "cu_seq_lens_q given as list: it lists, from 0 on",
         ),
         ({"x": torch.zeros(4), "cu_seq_lens_k": torch.arange(0)}, {}, "cu_seq_lens_k int64[0]: it lists"),
+        ({"x": torch.zeros(4), "cu_seq_lens_q": torch.tensor([0, 1])}, {}, "documents end where a row ends"),
         ({"x": torch.zeros(4), "cu_seq_lens_q": torch.tensor(4)}, {}, "cu_seq_lens_q int64[]: it lists"),
         (
             {"x": torch.zeros(4), "cu_seq_lens_q": torch.tensor([0.0, 4.0])},
@@ -83,13 +84,13 @@ def test_fingerprints_of_other_steps_differ() -> None:
 )
 def test_checksums_are_exact_and_take_any_dtype(dtype: torch.dtype) -> None:
     values = torch.randn(50, 3).to(dtype)
-    assert checksum(values) == checksum(values.clone())
+    assert checksums([values]) == checksums([values.clone()])
     rows = values.clone()
     rows[[3, 7]] = rows[[7, 3]]
-    assert checksum(rows) != checksum(values) or torch.equal(rows, values)
+    assert checksums([rows]) != checksums([values]) or torch.equal(rows, values)
     other = values.clone()
     other[7, 1] = 1 - other[7, 1] if dtype != torch.bool else ~other[7, 1]
-    assert checksum(other) != checksum(values)
+    assert checksums([other]) != checksums([values])
 
 
 def test_a_checksum_of_much_data_takes_a_part_of_it_from_everywhere() -> None:
@@ -97,8 +98,8 @@ def test_a_checksum_of_much_data_takes_a_part_of_it_from_everywhere() -> None:
     for part in (slice(0, 10), slice(345, 355), slice(690, 700)):
         other = values.clone()
         other[part] += 1
-        assert checksum(other) != checksum(values)
-    assert checksum(torch.zeros(0)) == 0
+        assert checksums([other]) != checksums([values])
+    assert checksums([torch.zeros(0)]) == [0]
 
 
 def test_a_batch_is_split_as_a_step_splits_it() -> None:

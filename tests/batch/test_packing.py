@@ -143,7 +143,7 @@ def test_split_boundaries_are_those_of_the_split_rows(made: tuple[int, Tensor], 
     length, bounds = made
     rows = int(bounds[-1]) // length
     count = data.draw(st.integers(1, rows))
-    parts = split_lens(bounds, rows, length, count)
+    parts = split_lens("cu_seq_lens_q", bounds, rows, count)
     places = positions(bounds).view(rows, length).tensor_split(count)
     for part, place in zip(parts, places, strict=True):
         assert part.dtype == torch.int32
@@ -159,12 +159,12 @@ def test_a_document_over_a_rows_end_is_refused() -> None:
     with pytest.raises(BatchError, match="documents end where a row ends, at every multiple of 4 up to 8"):
         with_positions({"input_ids": ids, "cu_seq_lens_q": over})
     with pytest.raises(BatchError, match="documents end where a row ends"):
-        split_lens(over, 2, 4, 2)
+        split_lens("cu_seq_lens_q", over, 2, 2)
     with pytest.raises(BatchError, match="documents end where a row ends"):
-        split_lens(torch.tensor([0, 4]), 2, 4, 2)
+        split_lens("cu_seq_lens_q", torch.tensor([0, 4]), 2, 2)
     for wrong in ([0, 4, 4, 8], [1, 4, 8], [0, 8, 4], [0]):
         with pytest.raises(BatchError, match="no document is empty"):
-            split_lens(torch.tensor(wrong), 2, 4, 1)
+            split_lens("cu_seq_lens_q", torch.tensor(wrong), 2, 1)
 
 
 def test_positions_are_added_where_they_are_missing() -> None:

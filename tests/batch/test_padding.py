@@ -153,11 +153,9 @@ def test_what_cannot_be_padded_is_refused(more: dict[str, Tensor], message: str)
     assert message in str(error.value)
 
 
-def test_a_microbatch_without_rows_or_longer_than_agreed_is_refused() -> None:
+def test_a_microbatch_without_rows_is_refused() -> None:
     with pytest.raises(BatchError, match="no entry of it shows the length of its rows"):
         Padding().longest([{"x": torch.ones(3), "flag": True}])
-    with pytest.raises(BatchError, match="a microbatch of 5 tokens a row: it is to be padded to 4"):
-        padded(microbatch(2, 5), 4)
 
 
 @pytest.mark.parametrize(

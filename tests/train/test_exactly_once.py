@@ -205,7 +205,7 @@ def record(patch: pytest.MonkeyPatch, history: dict[int, Rows]) -> None:
 
     def recording(data: Data, step: int) -> LoadedBatch:
         found = batch(data, step)
-        history[step] = streamed[0] if data.stream is not None else data._chosen(step)
+        history[step] = streamed[0] if data.stream is not None else [*data._chosen(step)]
         return found
 
     patch.setattr(RowStream, "take", taking)

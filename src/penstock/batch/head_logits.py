@@ -98,8 +98,11 @@ class HeadLogits(Tensor):
 
     def _later(self, func: Any, others: Sequence[Any], options: Mapping[str, Any]) -> HeadLogits | None:
         """The result of a recorded call; None for a function that has to have the values."""
-        if func is Tensor.__getitem__ and _chooses_tokens(others[0], self.hidden.dim()):
-            return self._with(self.hidden[others[0]], self.steps, self.dtype)
+        if func is Tensor.__getitem__:
+            index = others[0] if isinstance(others[0], tuple) else others[:1]
+            # slices that leave the vocabulary, the last dimension, as it is
+            if len(index) < self.hidden.dim() and all(isinstance(entry, slice) for entry in index):
+                return self._with(self.hidden[others[0]], self.steps, self.dtype)
         numbers = all(isinstance(other, int | float | torch.dtype) for other in (*others, *options.values()))
         if func not in _BY_ENTRY or not numbers:
             return None
@@ -130,32 +133,17 @@ _FACTS = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.get_device, Tensor.is_floating_point),
     *(Tensor.is_complex, Tensor.__len__, Tensor.__hash__, Tensor.__repr__),
 }
+_ARITHMETIC = ("mul", "div", "tanh", "add", "sub", "neg")
 _BY_ENTRY = {
-    *(torch.mul, torch.div, torch.tanh, torch.add, torch.sub, torch.neg),
-    *(
-        Tensor.mul,
-        Tensor.div,
-        Tensor.tanh,
-        Tensor.add,
-        Tensor.sub,
-        Tensor.neg,
-        Tensor.__mul__,
-        Tensor.__rmul__,
-    ),
-    *(Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__, Tensor.__neg__),
-    *(Tensor.float, Tensor.to, Tensor.contiguous),
+    *(getattr(kind, name) for kind in (torch, Tensor) for name in _ARITHMETIC),
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.__truediv__, Tensor.__add__, Tensor.__radd__, Tensor.__sub__),
+    *(Tensor.__neg__, Tensor.float, Tensor.to, Tensor.contiguous),
 }
 
 
 def are_large(tokens: int, vocabulary: int) -> bool:
     """Whether logits of that size, in float32, take more than HELD_BYTES."""
     return 4 * tokens * vocabulary > HELD_BYTES
-
-
-def _chooses_tokens(index: Any, dimensions: int) -> bool:
-    """Whether `index` leaves the vocabulary, the last dimension, as it is."""
-    entries = index if isinstance(index, tuple) else (index,)
-    return len(entries) < dimensions and all(isinstance(entry, slice) for entry in entries)
 
 
 def _stepped(steps: Sequence[LogitsStep], logits: Tensor) -> Tensor:
@@ -191,13 +179,10 @@ def cross_entropy(logits: HeadLogits, labels: Tensor, ignored: int, penalties: P
     Half precision is summed in float32. Backward of the backward is refused.
     """
     hidden = logits.hidden.reshape(-1, logits.hidden.shape[-1])
+    inputs = hidden, logits.weight, logits.bias, labels.reshape(-1)
     if logits.by_liger and not logits.steps and len(hidden):
-        return liger_cross_entropy(
-            hidden, logits.weight, logits.bias, labels.reshape(-1), ignored, *penalties
-        )
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, logits.weight, logits.bias, labels.reshape(-1), logits.steps, ignored, penalties
-    )
+        return liger_cross_entropy(*inputs, ignored, *penalties)
+    loss: Tensor = _CrossEntropy.apply(*inputs, logits.steps, ignored, penalties)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -71,8 +71,8 @@ class _WithoutValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:
-        kept = (inputs[0], *(each for each in inputs[1:] if each is not None and each.requires_grad))
-        ctx.save_for_backward(*(torch.empty_like(each) for each in kept if each is not None))
+        kept = (inputs[0], *(tensor for tensor in inputs[1:] if tensor is not None and tensor.requires_grad))
+        ctx.save_for_backward(*(torch.empty_like(tensor) for tensor in kept if tensor is not None))
         assert inputs[0] is not None
         return inputs[0].new_empty((), dtype=torch.float32)
 

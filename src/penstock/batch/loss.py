@@ -8,7 +8,7 @@ differentiated. The gradients need no second pass, also if microbatches differ i
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from inspect import Parameter, signature
 from typing import Any, Literal, Protocol, Self
@@ -45,13 +45,15 @@ class Loss(Protocol):
         """
 
 
-class OwnLoss(ABC):
+class OwnLoss(Loss):
     """A loss that transformers' own models compute of the labels of a batch.
 
     of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
+    entries: of a batch, from which the labels are read: the first that it has
     """
 
     of_model = False
+    entries: tuple[str, ...] = ("labels",)
 
     def as_own(self) -> Self:
         """The same loss as that of a model."""
@@ -61,21 +63,13 @@ class OwnLoss(ABC):
 
     def check(self, batch: Microbatch, head: int | None) -> None:
         """Raise BatchError for labels that it does not take. head: how many tokens the model's head has"""
-        if "shift_labels" in batch:
+        if "shift_labels" in batch and "shift_labels" not in self.entries:
             rule = "the model's own loss is not that of next tokens, and reads 'labels'"
             raise BatchError("shift_labels in a batch", rule, "Take them out")
 
     @abstractmethod
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
-
-    @abstractmethod
-    def weight(self, microbatch: Microbatch) -> int:
-        """As Loss.weight."""
-
-    @abstractmethod
-    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """As Loss.total."""
 
 
 class TokenLabels(OwnLoss):
@@ -108,13 +102,11 @@ class TokenLabels(OwnLoss):
 
     def check(self, batch: Microbatch, head: int | None) -> None:
         super().check(batch, head)
-        if "labels" in batch:
-            self._check("labels", batch["labels"], self._classes or head)
-
-    def _check(self, name: str, labels: Any, count: int | None) -> None:
-        check_labels(name, labels)
-        if count is not None:
-            check_tokens(name, labels, count, "the model's head has")
+        count = self._classes or head
+        for name in (name for name in self.entries if name in batch):
+            check_labels(name, batch[name])
+            if count is not None:
+                check_tokens(name, batch[name], count, "the model's head has")
 
     def weight(self, microbatch: Microbatch) -> int:
         name = self._name(microbatch)
@@ -162,7 +154,7 @@ class TokenLabels(OwnLoss):
 
     def _name(self, microbatch: Microbatch) -> str:
         """The entry that has the labels."""
-        return "labels"
+        return next((name for name in self.entries if name in microbatch), "labels")
 
     def _counted(self, labels: Tensor, name: str) -> Tensor:
         """The labels that a logit is compared with."""
@@ -197,6 +189,7 @@ class NextToken(TokenLabels):
     """
 
     reads = "the next token"
+    entries = ("shift_labels", "labels")
 
     def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
         super().__init__()
@@ -205,14 +198,6 @@ class NextToken(TokenLabels):
         if not z_loss >= 0:
             raise ConfigError(f"z_loss={z_loss}", "it is 0 or more", "Give 1e-4, say")
         self.penalties = Penalties(label_smoothing, z_loss)
-
-    def check(self, batch: Microbatch, head: int | None) -> None:
-        for name in ("labels", "shift_labels"):
-            if name in batch:
-                self._check(name, batch[name], head)
-
-    def _name(self, microbatch: Microbatch) -> str:
-        return "shift_labels" if "shift_labels" in microbatch else "labels"
 
     def _counted(self, labels: Tensor, name: str) -> Tensor:
         return labels if name == "shift_labels" else labels[:, 1:]
@@ -265,9 +250,7 @@ class RowLabels(OwnLoss):
             return
         if not isinstance(labels, Tensor) or not labels.dim():
             raise BatchError(f"labels given as {type(labels).__name__}", "rows have them", "Give a tensor")
-        self._check(labels, len(labels) if rows is None else rows)
-
-    def _check(self, labels: Tensor, rows: int) -> None:
+        rows = len(labels) if rows is None else rows
         problem = self._problem_of(labels)
         if problem not in self._proven:
             rule = f"they ask for {problem}, which the model's own loss does not compute"
@@ -407,13 +390,19 @@ class MeanOverRows:
 
     def __init__(self, function: Callable[..., Tensor], rows: Callable[[Microbatch], int]):
         self._function, self._rows = function, rows
-        self.takes_number = _required(function) == _WITH_NUMBER
+        try:
+            parameters = list(signature(function).parameters.values())
+        except ValueError:  # of some builtins
+            parameters = []
+        positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        required = [of for of in parameters if of.kind in positional and of.default is Parameter.empty]
+        self.takes_number = len(required) == _WITH_NUMBER
 
     def weight(self, microbatch: Microbatch) -> int:
         return self._rows(microbatch)
 
-    def total(self, output: Any, microbatch: Microbatch, *number: int) -> Tensor:
-        mean = self._function(output, microbatch, *number)
+    def total(self, output: Any, microbatch: Microbatch, *index: int) -> Tensor:
+        mean = self._function(output, microbatch, *index)
         if mean.dim() != 0:
             raise ModelError(
                 f"a loss of shape {list(mean.shape)}",
@@ -425,40 +414,20 @@ class MeanOverRows:
 
 _WITH_NUMBER = 3  # output, microbatch and number
 
-
-def _required(function: Callable[..., Tensor]) -> int:
-    """How many arguments by position a call has to give."""
-    try:
-        parameters = signature(function).parameters.values()
-    except ValueError:  # of some builtins
-        return 0
-    positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(each.kind in positional and each.default is Parameter.empty for each in parameters)
-
-
-class Unpad(Protocol):
-    """Undoes the padding of a microbatch (penstock.batch.padding)."""
-
-    def entries(self, microbatch: Microbatch) -> Microbatch:
-        """The microbatch as its rows were."""
-
-    def output(self, output: Any) -> Any:
-        """What the model returned for these. Raises ModelError for an output of unknown form."""
-
-
-UNPAD = f"{INNER}unpad"  # the entry of a padded microbatch, for a loss that padding would count in
+# the entry of a padded microbatch, for a loss that padding would count in: an Unpadding (batch/padding.py)
+UNPAD = f"{INNER}unpad"
 
 
 def weight_of(loss: Loss, microbatch: Microbatch) -> int:
     """The loss's weight of a microbatch, without padding."""
-    unpad: Unpad | None = microbatch.get(UNPAD)
+    unpad = microbatch.get(UNPAD)
     return loss.weight(microbatch if unpad is None else unpad.entries(microbatch))
 
 
-def total_of(loss: Loss, output: Any, microbatch: Microbatch, number: int) -> Tensor:
+def total_of(loss: Loss, output: Any, microbatch: Microbatch, index: int) -> Tensor:
     """The loss's total of a microbatch, without padding. It is given its number where it `takes_number`."""
-    more = (number,) if getattr(loss, "takes_number", False) else ()
-    unpad: Unpad | None = microbatch.get(UNPAD)
+    more = (index,) if getattr(loss, "takes_number", False) else ()
+    unpad = microbatch.get(UNPAD)
     if unpad is not None:
         output, microbatch = unpad.output(output), unpad.entries(microbatch)
     return loss.total(output, microbatch, *more)
@@ -473,12 +442,12 @@ def as_loss(loss_fn: LossLike, sharding: Sharding) -> Loss:
         return NextToken()
     if hasattr(loss_fn, "weight") and hasattr(loss_fn, "total"):
         return loss_fn
-    return MeanOverRows(loss_fn, lambda microbatch: _rows(microbatch, sharding))
 
+    def rows(microbatch: Microbatch) -> int:
+        """Rows of its tokens, if it has any, as images have no rows."""
+        ids, dim = microbatch.get("input_ids"), sharding.get("input_ids", 0)
+        if isinstance(ids, Tensor) and ids.dim() and isinstance(dim, int):
+            return ids.shape[dim]
+        return batch_rows(microbatch, sharding)
 
-def _rows(microbatch: Microbatch, sharding: Sharding) -> int:
-    """Rows of a microbatch: of its tokens, if it has any, as images have no rows."""
-    ids, dim = microbatch.get("input_ids"), sharding.get("input_ids", 0)
-    if isinstance(ids, Tensor) and ids.dim() and isinstance(dim, int):
-        return ids.shape[dim]
-    return batch_rows(microbatch, sharding)
+    return MeanOverRows(loss_fn, rows)

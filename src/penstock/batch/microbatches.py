@@ -83,7 +83,7 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
     parts = {name: _split(name, value, count, _dimension(name, value, sharding))
              for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
     parts |= _split_documents(batch, rows, count, sharding)
-    return [joined({name: each[number] for name, each in parts.items()}) for number in range(count)]
+    return [joined({name: of_entry[index] for name, of_entry in parts.items()}) for index in range(count)]
 
 
 def joined(microbatch: Microbatch) -> Microbatch:
@@ -144,13 +144,10 @@ def check_entries(batch: Batch, sharding: Sharding) -> None:
         if name.startswith(INNER):
             raise BatchError(f"{name!r} in a batch", "the pipeline adds this entry itself", "Take it out")
         if isinstance(value, PerRow):
-            odd = next((each for each in value if not (each is None or isinstance(each, Tensor))), None)
+            odd = next((row for row in value if not (row is None or isinstance(row, Tensor))), None)
             if odd is not None:
-                shown, rule = (
-                    f"{name} with a {type(odd).__name__}",
-                    "PerRow lists a tensor or None for each row",
-                )
-                raise BatchError(shown, rule, "Give torch.as_tensor of it")
+                rule = "PerRow lists a tensor or None for each row"
+                raise BatchError(f"{name} with a {type(odd).__name__}", rule, "Give torch.as_tensor of it")
             continue
         if name in sharding:
             continue
@@ -224,8 +221,8 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
         parts = torch.arange(len(value)).tensor_split(count)
         return [PerRow(value[row] for row in part) for part in parts]
     leaves, tree = tree_flatten(value)
-    each = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
-    return [tree_unflatten(list(part), tree) for part in zip(*each, strict=True)] or [value] * count
+    cuts = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten(list(part), tree) for part in zip(*cuts, strict=True)] or [value] * count
 
 
 def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
@@ -247,25 +244,11 @@ def _split_documents(batch: Batch, rows: int, count: int, sharding: Sharding) ->
     for end in ("q", "k"):
         lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
         if lens in batch and lens not in sharding:
-            bounds = _bounds(lens, batch[lens])
-            parts[lens] = split_lens(bounds, rows, int(bounds[-1]) // rows, count)
+            parts[lens] = split_lens(lens, batch[lens], rows, count)
             parts[longest] = [int(part.diff().max()) for part in parts[lens]]
         elif longest in batch and longest not in sharding:
             parts[longest] = [batch[longest]] * count
     return parts
-
-
-def _bounds(name: str, value: Any) -> Tensor:
-    shown = f"given as {type(value).__name__}"
-    if isinstance(value, Tensor):
-        if value.dtype in (torch.int32, torch.int64) and value.dim() == 1 and value.numel():
-            return value
-        shown = str(TensorSpec.of(value))
-    raise BatchError(
-        f"{name} {shown}",
-        "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
-        "`metadata` makes it from the lengths",
-    )
 
 
 def with_entries(
@@ -286,7 +269,7 @@ def with_entries(
     if not entries:
         return batch
     microbatches: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch
-    if twice := sorted(entries.keys() & {name for each in microbatches for name in each}):
+    if twice := sorted(entries.keys() & {name for microbatch in microbatches for name in microbatch}):
         raise BatchError(f"{', '.join(twice)} as an argument", "the batch has it as well", "Give it once")
     if isinstance(batch, Mapping):
         return {**batch, **entries}
@@ -300,7 +283,7 @@ def with_entries(
                 "Put its parts into the microbatches, or name in sharding a function that splits it, or None",
             )
         parts[name] = _split(name, value, len(microbatches), how)
-    return [{**each, **{name: parts[name][at] for name in parts}} for at, each in enumerate(microbatches)]
+    return [{**own, **{name: parts[name][at] for name in parts}} for at, own in enumerate(microbatches)]
 
 
 def fingerprint(batches: Sequence[Batch], count: int, schedule: int) -> tuple[int, str]:
@@ -343,21 +326,17 @@ _SAMPLED = 1 << 16
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """The `checksum` of each. Waits for a GPU once."""
-    sampled = [_sampled(tensor) for tensor in tensors]
-    away = [each for each in sampled if not each.is_cpu]
-    if away:
-        fetched = iter(torch.split(torch.cat(away).cpu(), [len(each) for each in away]))
-        sampled = [each if each.is_cpu else next(fetched) for each in sampled]
-    return [zlib.crc32(each.numpy().data) for each in sampled]
+    """Of each a sum over its entries' bits and positions, from 0 to 2 ** 32 - 1: the same on any device.
 
-
-def checksum(tensor: Tensor) -> int:
-    """A sum over the entries' bits and positions, from 0 to 2 ** 32 - 1: the same on any device.
-
-    Of a large tensor every n-th entry counts, so that a step does not begin with a pass over its data.
+    Of a large tensor every n-th entry counts, so that a step does not begin with a pass over its data. Waits
+    for a GPU once.
     """
-    return checksums([tensor])[0]
+    sampled = [_sampled(tensor) for tensor in tensors]
+    away = [tensor for tensor in sampled if not tensor.is_cpu]
+    if away:
+        fetched = iter(torch.split(torch.cat(away).cpu(), [len(tensor) for tensor in away]))
+        sampled = [tensor if tensor.is_cpu else next(fetched) for tensor in sampled]
+    return [zlib.crc32(tensor.numpy().data) for tensor in sampled]
 
 
 def _sampled(tensor: Tensor) -> Tensor:

@@ -25,17 +25,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from penstock.batch.payload import TensorSpec
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ModelError
 
 PER_TOKEN = 2  # dimensions of a tensor with one number per token: rows and sequence
-_SEQUENCES = {
-    "input_ids": 1,
-    "inputs_embeds": 1,
-    "labels": 1,
-    "shift_labels": 1,
-    "position_ids": -1,
-}  # with their dimension
+# entries with a sequence, and its dimension
+_SEQUENCES = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "shift_labels": 1, "position_ids": -1}
+_REMEDY = "Give input_ids, inputs_embeds or labels"
 
 
 def metadata(lengths: Sequence[int]) -> dict[str, Any]:
@@ -66,18 +63,14 @@ def positions(cu_seq_lens: Tensor) -> Tensor:
 
 
 def is_packed(microbatch: Microbatch) -> bool:
-    """Whether a row holds more than one document, by the boundaries or by the positions."""
+    """Whether a row holds more than one document.
+
+    That is by the boundaries, or by positions that restart between two tokens that no mask hides: under a
+    mask of left padding positions restart too, without a new document.
+    """
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is not None:
-        return len(bounds) - 1 > _shape(microbatch)[0]
-    return _restarts(microbatch)
-
-
-def _restarts(microbatch: Microbatch) -> bool:
-    """Whether positions restart within a row, between two tokens that no mask hides.
-
-    Under a mask of left padding positions restart too, without a new document.
-    """
+        return len(bounds) - 1 > row_shape(microbatch, _SEQUENCES, _REMEDY)[0]
     ids, mask = microbatch.get("position_ids"), microbatch.get("attention_mask")
     if ids is None or ids.dim() != PER_TOKEN or ids.shape[1] < 2:
         return False
@@ -94,11 +87,17 @@ def with_positions(microbatch: Microbatch) -> Microbatch:
     a row, where given position_ids run on from one document into the next, and where a mask would make
     transformers ignore the documents. Positions of more than two dimensions are not checked.
     """
-    _refuse_mask(microbatch)
+    mask = microbatch.get("attention_mask")
+    if mask is not None and mask.dim() == PER_TOKEN and is_packed(microbatch):
+        raise BatchError(
+            f"attention_mask of shape {list(mask.shape)} with packed documents",
+            "with such a mask, transformers looks for no documents, and they attend to each other",
+            "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead",
+        )
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is None:
         return microbatch
-    rows, length = _shape(microbatch)
+    rows, length = row_shape(microbatch, _SEQUENCES, _REMEDY)
     check_row_bounds("cu_seq_lens_q", bounds, rows, length)
     ids = microbatch.get("position_ids")
     if ids is None:
@@ -117,27 +116,17 @@ def with_positions(microbatch: Microbatch) -> Microbatch:
     return microbatch
 
 
-def _refuse_mask(microbatch: Microbatch) -> None:
-    """Raise BatchError where a 2-D attention_mask hides from transformers that rows are packed."""
-    mask = microbatch.get("attention_mask")
-    if mask is None or mask.dim() != PER_TOKEN or not is_packed(microbatch):
-        return
-    raise BatchError(
-        f"attention_mask of shape {list(mask.shape)} with packed documents",
-        "with such a mask, transformers looks for no documents, and they attend to each other",
-        "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead",
-    )
-
-
-def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[Tensor]:
+def split_lens(name: str, cu_seq_lens: Any, rows: int, count: int) -> list[Tensor]:
     """The boundaries in each of `count` groups of rows, split as torch.tensor_split does; each begins at 0.
 
     Args:
-        cu_seq_lens: of the whole batch, `rows` x `length` tokens laid end to end.
+        cu_seq_lens: of the whole batch, its rows laid end to end.
 
-    Raises BatchError where a document crosses the end of a row.
+    Raises BatchError as `check_row_bounds`.
     """
-    check_row_bounds("cu_seq_lens", cu_seq_lens, rows, length)
+    is_list = isinstance(cu_seq_lens, Tensor) and cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 0
+    length = max(int(cu_seq_lens[-1]) // rows, 1) if is_list else 1
+    check_row_bounds(name, cu_seq_lens, rows, length)
     groups = []
     for group in torch.arange(rows).tensor_split(count):
         first, end = int(group[0]) * length, (int(group[-1]) + 1) * length
@@ -145,13 +134,20 @@ def split_lens(cu_seq_lens: Tensor, rows: int, length: int, count: int) -> list[
     return groups
 
 
-def check_row_bounds(name: str, bounds: Tensor, rows: int, length: int) -> None:
+def check_row_bounds(name: str, bounds: Any, rows: int, length: int) -> None:
     """Raise BatchError unless `bounds` divide `rows` rows of `length` tokens, end to end, into documents.
 
     No document is empty, and none continues in the next row, where attention could not follow it.
     """
-    value = f"{name} of {bounds.numel() - 1} documents for {rows} rows of {length} tokens"
-    at = bounds.tolist() if bounds.dim() == 1 else []
+    is_list = isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) > 0
+    if not is_list or bounds.dtype not in (torch.int32, torch.int64):
+        shown = TensorSpec.of(bounds) if isinstance(bounds, Tensor) else f"given as {type(bounds).__name__}"
+        raise BatchError(
+            f"{name} {shown}",
+            "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
+            "`metadata` makes it from the lengths",
+        )
+    value, at = f"{name} of {len(bounds) - 1} documents for {rows} rows of {length} tokens", bounds.tolist()
     if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
         raise BatchError(
             value,
@@ -181,10 +177,6 @@ def row_shape(microbatch: Microbatch, dims: Mapping[str, int], remedy: str) -> t
             return value.shape[0], value.shape[dim]
     rule = "no entry of it shows the length of its rows"
     raise BatchError(f"a microbatch of {sorted(microbatch)}", rule, remedy)
-
-
-def _shape(microbatch: Microbatch) -> tuple[int, int]:
-    return row_shape(microbatch, _SEQUENCES, "Give input_ids, inputs_embeds or labels")
 
 
 # ---- Models in which packed documents would mix

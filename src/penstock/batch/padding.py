@@ -51,16 +51,12 @@ KNOWN: dict[str, PadEntry | None] = {
     "position_ids": PadEntry(-1, 0),
     "token_type_ids": PadEntry(-1, 0),
     "mm_token_type_ids": PadEntry(-1, 0),
-    **dict.fromkeys(
-        (
-            "pixel_values",
-            "pixel_values_videos",
-            "pixel_attention_mask",
-            "image_sizes",
-            "image_grid_thw",
-            "video_grid_thw",
-        )
-    ),
+    "pixel_values": None,
+    "pixel_values_videos": None,
+    "pixel_attention_mask": None,
+    "image_sizes": None,
+    "image_grid_thw": None,
+    "video_grid_thw": None,
     ROUTED: PadEntry(1, -1),
 }
 BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and what follows from each
@@ -101,19 +97,14 @@ class Padding:
     def __post_init__(self) -> None:
         for name in ("length", "multiple", "context_shards"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(
-                    f"padding {name}={value}", "it is a whole number from 1 on", "Give 1 or more"
-                )
+                rule = "it is a whole number from 1 on"
+                raise ConfigError(f"padding {name}={value}", rule, "Give 1 or more")
         if any(bucket < 1 for bucket in self.buckets) or any(a >= b for a, b in pairwise(self.buckets)):
-            raise ConfigError(
-                f"padding buckets={list(self.buckets)}", "each is longer than the one before", "Sort them"
-            )
+            rule = "each is longer than the one before"
+            raise ConfigError(f"padding buckets={list(self.buckets)}", rule, "Sort them")
         if self.length is not None and self.buckets:
-            raise ConfigError(
-                f"padding length={self.length} with buckets={list(self.buckets)}",
-                "a fixed length leaves nothing to choose from",
-                "Give one of the two",
-            )
+            both = f"padding length={self.length} with buckets={list(self.buckets)}"
+            raise ConfigError(both, "a fixed length leaves nothing to choose from", "Give one of the two")
 
     def longest(self, microbatches: Sequence[Microbatch]) -> int:
         """Tokens in the longest row. Raises BatchError where a microbatch has no sequence."""
@@ -136,17 +127,11 @@ class Padding:
     def pad(self, microbatch: Microbatch, lengths: Lengths) -> dict[str, Any]:
         """`microbatch` with rows of `lengths.full` tokens; entries that need no padding are the same objects.
 
-        Raises BatchError where it is longer, where an entry may or may not be a sequence, and where it
-        needs an attention_mask and has none.
+        Its rows are no longer than that. Raises BatchError where an entry may or may not be a sequence, and
+        where it needs an attention_mask and has none.
         """
         rows, length = self._shape(microbatch)
         extra = lengths.full - length
-        if extra < 0:
-            raise BatchError(
-                f"a microbatch of {length} tokens a row",
-                f"it is to be padded to {lengths.full}",
-                "Give the lengths of the step's longest microbatch over all ranks",
-            )
         if extra and self.needs_mask and "attention_mask" not in microbatch:
             raise BatchError(
                 f"a microbatch of {length} tokens a row to be padded, without attention_mask",
@@ -206,23 +191,15 @@ class Padding:
             if name == "attention_mask" and value.dim() > PER_TOKEN:
                 raise _wrong(name, value, "padding knows masks of (rows, sequence)", "make it such a mask")
         elif value.dim() > 1 and value.shape[1] == length:
-            raise _wrong(
-                name,
-                value,
-                f"rows have {length} tokens too, so it may be a sequence or not",
-                f"if it is one, name it: PadEntry(dim=1, value=0) for {name!r}",
-            )
+            rule = f"rows have {length} tokens too, so it may be a sequence or not"
+            raise _wrong(name, value, rule, f"if it is one, name it: PadEntry(dim=1, value=0) for {name!r}")
         else:
-            return None
-        if entry is None:
-            return None
-        if not -value.dim() <= entry.dim < value.dim() or value.shape[entry.dim] != length:
-            raise _wrong(
-                name,
-                value,
-                f"it is padded along dimension {entry.dim}, which has the rows' {length} tokens",
-                f"make it as long as the rows, or name another dimension for {name!r}",
-            )
+            entry = None
+        dims = value.dim()
+        if entry is not None and (not -dims <= entry.dim < dims or value.shape[entry.dim] != length):
+            rule = f"it is padded along dimension {entry.dim}, which has the rows' {length} tokens"
+            remedy = f"make it as long as the rows, or name another dimension for {name!r}"
+            raise _wrong(name, value, rule, remedy)
         return entry
 
 

@@ -135,12 +135,26 @@ class Payload(NamedTuple):
         return unflatten(self.tensors, self.specs.form)
 
 
-def flatten(value: Any) -> tuple[tuple[Tensor, ...], Form]:
+def flatten(value: Any, kinds: type | tuple[type, ...] = Tensor) -> tuple[tuple[Any, ...], Form]:
     """The tensors of `value`, and its form. Raises ShapeError for what cannot cross an edge.
 
     The entries of a mapping are sorted by name, so that their order has no meaning.
+
+    kinds: what counts as a tensor
     """
-    return ((value,), SINGLE) if isinstance(value, Tensor) else _flatten(value, Tensor)
+    if isinstance(value, kinds):
+        return (value,), SINGLE
+    leaves, tree = tree_flatten(_sorted(value))
+    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, kinds)])
+    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, kinds)])
+    for _, constant in constants:
+        if not isinstance(constant, _CONSTANTS):
+            raise ShapeError(
+                f"a {type(constant).__name__} in a stage's output",
+                "tensors, numbers, strings, booleans and None cross an edge, in tuples, lists and dicts",
+                "Return only what the next stage needs, in these",
+            )
+    return tensors, Form(tree, constants)
 
 
 def unflatten(tensors: Sequence[Tensor], form: Form) -> Any:
@@ -159,26 +173,11 @@ def declared(value: Any) -> EdgeSpecs:
     A tensor of a floating-point dtype counts as differentiable; a TensorSpec can say otherwise. Raises
     ShapeError for what cannot cross an edge.
     """
-    kinds = (Tensor, TensorSpec)
-    tensors, form = ((value,), SINGLE) if isinstance(value, kinds) else _flatten(value, kinds)
+    tensors, form = flatten(value, (Tensor, TensorSpec))
     return EdgeSpecs(
         tuple([v if isinstance(v, TensorSpec) else TensorSpec(tuple(v.shape), v.dtype) for v in tensors]),
         form,
     )
-
-
-def _flatten(value: Any, kinds: type | tuple[type, ...]) -> tuple[tuple[Any, ...], Form]:
-    leaves, tree = tree_flatten(_sorted(value))
-    tensors = tuple([leaf for leaf in leaves if isinstance(leaf, kinds)])
-    constants = tuple([(i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, kinds)])
-    for _, constant in constants:
-        if not isinstance(constant, _CONSTANTS):
-            raise ShapeError(
-                f"a {type(constant).__name__} in a stage's output",
-                "tensors, numbers, strings, booleans and None cross an edge, in tuples, lists and dicts",
-                "Return only what the next stage needs, in these",
-            )
-    return tensors, Form(tree, constants)
 
 
 def _sorted(value: Any) -> Any:

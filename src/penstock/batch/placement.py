@@ -46,7 +46,7 @@ def placed(microbatches: Sequence[Microbatch], device: torch.device) -> Sequence
         own = getattr(value, "to_device", None)  # an entry that the pipeline added
         return tree_map_only(Tensor, moved, value) if own is None else own(device)
 
-    return [OnDevice({name: copy(value) for name, value in each.items()}, each) for each in microbatches]
+    return [OnDevice({name: copy(value) for name, value in host.items()}, host) for host in microbatches]
 
 
 def host_values(microbatch: Microbatch) -> Microbatch:

@@ -14,7 +14,7 @@ from penstock.batch.loss import IGNORED
 from penstock.cli.shared import echo, table
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
-from penstock.train.data.rows import Piece, Rows, SourceRows
+from penstock.train.data.rows import Piece, SourceRows
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import config_in
 
@@ -59,13 +59,7 @@ def _count(rows: SourceRows | None) -> str:
 
 def first_rows(data: Data, count: int) -> Iterator[list[Piece]]:
     """The first rows that are trained on."""
-    rows: Rows = data.rows
-    if data.sampler is not None:
-        chosen = data.sampler.rows(0, count)
-    else:
-        assert data.stream is not None
-        rows, _ = data.stream.take(0, count)
-        chosen = list(range(count))
+    rows, chosen, _ = data.take(0, count)
     return (rows.read(row) for row in chosen)
 
 

@@ -6,29 +6,28 @@ from typing import Any
 
 import pytest
 
-from penstock.train.data.changes import changes, of_tokens
-from penstock.train.data.store import StoreFacts
+from penstock.train.data.changes import Known, changes
 
 
-def facts(documents: int, tokens: int, digest: str) -> StoreFacts:
-    return StoreFacts(documents, tokens, tokens, 0, 0, "", 0, digest)
+def known(path: str, documents: int, tokens: int, digest: str) -> Known:
+    return {"path": path, "digest": digest, "documents": documents, "tokens": tokens}
 
 
-NOW = of_tokens("b", facts(2, 1200, "now"))
+NOW = known("b", 2, 1200, "now")
 
 
 @pytest.mark.parametrize(
     ("before", "found"),
     [
-        (of_tokens("b", facts(2, 1200, "now")), []),
-        (of_tokens("moved", facts(2, 1200, "now")), []),
-        (of_tokens("b", facts(2, 1100, "then")), ["b has 1,200 tokens (was 1,100)"]),
-        (of_tokens("b", facts(1, 1000, "then")), ["b has 2 documents (was 1) and 1,200 tokens (was 1,000)"]),
+        (known("b", 2, 1200, "now"), []),
+        (known("moved", 2, 1200, "now"), []),
+        (known("b", 2, 1100, "then"), ["b has 1,200 tokens (was 1,100)"]),
+        (known("b", 1, 1000, "then"), ["b has 2 documents (was 1) and 1,200 tokens (was 1,000)"]),
         (
-            of_tokens("b", facts(2, 1200, "then")),
+            known("b", 2, 1200, "then"),
             ["b has as many documents and tokens as before, and others"],
         ),
-        (of_tokens("a", facts(2, 1100, "then")), ["b (was a) has 1,200 tokens (was 1,100)"]),
+        (known("a", 2, 1100, "then"), ["b (was a) has 1,200 tokens (was 1,100)"]),
         ({"digest": 7}, ["b (was None) has as many documents and tokens as before, and others"]),
     ],
 )

@@ -28,9 +28,9 @@ from penstock.train.data.packing import PACKINGS, Pieces, one_each
 from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
 from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.data.sources import open_source
-from penstock.train.data.store import in_memory
 from penstock.train.encoding.tokenizer import ByteTokenizer
 from penstock.train.sizes import Size, StepSizes
+from support.stores import in_memory
 
 
 def config(path: Path, **data: Any) -> TrainConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.batch.padding import Padding
 from penstock.train.data.packing import PACKINGS, cut
 from penstock.train.data.rows import CutRows, DocumentLayout, Fill, SourceRows
-from penstock.train.data.store import in_memory
+from support.stores import in_memory
 
 
 class Made(NamedTuple):
@@ -153,7 +154,7 @@ def test_rows_that_are_cut_end_within_a_document_or_before_it() -> None:
 
 def test_each_call_is_padded_by_itself() -> None:
     rows = rows_of([8, 7, 3, 2, 2], "none", padding=Padding(multiple=4))
-    rows = rows._replace(layout=rows.layout.of_calls((2, 3)))
+    rows = rows._replace(layout=replace(rows.layout, calls=(2, 3)))
     assert [each["input_ids"].shape[1] for each in rows.content(range(5))] == [8, 7, 3, 2, 2]
     assert rows.fill(range(5)).slots == 2 * 8 + 3 * 4
     assert rows.fill([0, 1]).slots == 2 * 8  # and no row for the second call

@@ -54,10 +54,23 @@ def test_documents_are_written_end_to_end_with_separators_between(tmp_path: Path
     assert opened.labels is None
     facts = opened.facts
     assert (facts.documents, facts.tokens, facts.counted, facts.dropped) == (3, 5, 5, 1)
-    assert (facts.highest, facts.at, facts.longest) == (200, "d", 3)
+    assert (facts.highest, facts.at) == (200, "d")
 
 
-def test_labels_are_kept_where_some_token_does_not_count(tmp_path: Path) -> None:
+def test_the_record_of_the_highest_token_is_the_one_before_the_first_separator(tmp_path: Path) -> None:
+    """A separator counts to the record before it. One may be higher than all that the tokenizer writes."""
+    blocks: list[EncodedRecords] = [[("a", encoded([1])), ("b", encoded([2])), ("c", encoded([8]))]]
+    write_store(tmp_path, blocks, np.uint8, labelled=False, separator=9)
+    assert open_store(tmp_path).facts[-4:-1] == (0, 9, "a")
+    write_store(tmp_path, blocks, np.uint8, labelled=False, separator=7)
+    assert open_store(tmp_path).facts[-4:-1] == (0, 8, "c")
+
+
+@pytest.mark.parametrize("small", [0, store._SMALL])  # bytes up to which a file is read and not mapped
+def test_labels_are_kept_where_some_token_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
+    monkeypatch.setattr(store, "_SMALL", small)
     found = []
     for number, labels in enumerate(([5, 6], [-100, 6], [5, 9])):
         folder = tmp_path / str(number)
@@ -65,6 +78,8 @@ def test_labels_are_kept_where_some_token_does_not_count(tmp_path: Path) -> None
         write_store(folder, [[("a", encoded([5, 6], labels))]], np.uint16, labelled=True, separator=None)
         opened = open_store(folder)
         assert (opened.labels is None) == (number == 0)
+        assert isinstance(opened.tokens, np.memmap) == (small == 0)
+        assert len(opened.tokens) == 2
         assert opened.read(0, 2)[1].tolist() == labels
         assert opened.facts.counted == (1 if number == 1 else 2)
         found.append(opened.facts.digest)
@@ -219,7 +234,8 @@ def build_chats(folder: Path) -> None:
 def contents(opened: Store) -> list[object]:
     assert opened.labels is not None
     assert opened.shown is not None
-    arrays = (opened.tokens, opened.labels, opened.lengths, opened.shown.content, opened.shown.ends)
+    assert opened.shown_ends is not None
+    arrays = (opened.tokens, opened.labels, opened.lengths, opened.shown, opened.shown_ends)
     return [*((array.dtype, array.tolist()) for array in arrays), opened.facts]
 
 
@@ -455,7 +471,7 @@ def test_megatron_s_files_are_read_where_they_lie(tmp_path: Path, dtype: Any, co
     source = open_source(SourceSection(path=str(prefix), kind="megatron"))
     (tmp_path / "made").mkdir()
     write_megatron(tmp_path / "made", source)
-    opened = open_store(tmp_path / "made", source.files[0])
+    opened = open_store(tmp_path / "made")
     assert opened.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 300, 9, 10]
     assert opened.tokens.dtype == dtype
     assert opened.lengths.tolist() == [4, 2, 4]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock import errors
-from penstock.batch.microbatches import checksum
+from penstock.batch.microbatches import checksums
 from penstock.errors import BatchError, HandshakeError, InputError
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Schedule
@@ -174,7 +174,7 @@ def compare_values(
         shared: the names that occur in several parts: a tied weight, or all where there are two copies of
             the model.
     """
-    sums = {name: f"{checksum(value):08x}" for name, value in values.items()}
+    sums = {name: f"{checksums([value])[0]:08x}" for name, value in values.items()}
     in_parts = {name: sums[name] for name in sorted(sums.keys() & set(shared))}
     gathered = processes.gather([part, digest(json.dumps(sorted(sums.items()))), in_parts])
     distinct_sums: set[tuple[int | str, str]] = {(part, text) for part, text, _ in gathered}

@@ -11,21 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.train.data.sources import DataSource
-from penstock.train.data.store import StoreFacts
-
-Known = dict[str, Any]  # JSON: path, digest, and counts
-
-
-def of_tokens(path: str, facts: StoreFacts) -> Known:
-    """What is known of a source that is tokenised."""
-    return {"path": path, "digest": facts.digest, "documents": facts.documents, "tokens": facts.tokens}
-
-
-def of_files(source: DataSource, digest: str) -> Known:
-    """What is known of a source that is read while training. digest: of its contents"""
-    sizes = [file.stat().st_size for file in source.contents()]
-    return {"path": source.section.path, "digest": digest, "files": len(sizes), "bytes": sum(sizes)}
+Known = dict[str, Any]  # JSON: path, digest, and counts: documents and tokens, or files and bytes
 
 
 def changes(before: object, now: Sequence[Known]) -> list[str]:
@@ -34,7 +20,7 @@ def changes(before: object, now: Sequence[Known]) -> list[str]:
     Args:
         before: what a checkpoint has of the same, or anything else, in a checkpoint of another version
     """
-    if not isinstance(before, list) or not all(isinstance(each, Mapping) for each in before):
+    if not isinstance(before, list) or not all(isinstance(source, Mapping) for source in before):
         return []
     if len(before) != len(now):
         return [f"it has {_number(len(now), 'sources')} (was {len(before)})"]

@@ -12,8 +12,7 @@ its pipeline's part.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +32,7 @@ from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
-from penstock.train.data.changes import Known, changes, of_files, of_tokens
+from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
     BatchLayout,
@@ -47,12 +46,12 @@ from penstock.train.data.rows import (
     StreamLayout,
 )
 from penstock.train.data.sampler import Mixture, Sampler
-from penstock.train.data.sources import DataSource, open_source
+from penstock.train.data.sources import DataSource, digest_of, open_source
 from penstock.train.data.store import (
     Cache,
     Store,
-    blocks_of,
     forget,
+    mapped,
     open_store,
     write_megatron,
     write_store,
@@ -65,6 +64,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps, from which the padding of a run is estimated
+_FORGOTTEN = 1 << 14  # pieces, after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
@@ -97,7 +97,7 @@ class Data:
     held_out: StoredRows
     layout: BatchLayout
     sizes: StepSizes
-    sampler: Sampler | None
+    sampler: Sampler | None = None
     digest: str = ""
     part: int = 0
     parts: int = 1
@@ -174,8 +174,8 @@ class Data:
 
     def state(self, step: int, position: Position | None) -> dict[str, Any]:
         """What `at` goes on from after `step`, in JSON. position: of its batch"""
-        place = {"rows": self._first(step + 1), "position": position}
-        return {"digest": self.digest, **place, "sources": list(self.known)}
+        reached = {"rows": self._first(step + 1), "position": position}
+        return {"digest": self.digest, **reached, "sources": list(self.known)}
 
     def _first(self, step: int) -> int:
         """The run's rows before `step`."""
@@ -183,13 +183,21 @@ class Data:
 
     def batch(self, step: int) -> LoadedBatch:
         """The batch of step `step`, from 1."""
-        if self.stream is not None:
-            taken, position = self.stream.take(self._first(step), self.sizes.at(step).rows)
-            layout, rows = self._sized(taken, step)
-            return self._part(layout, rows, range(len(rows)))._replace(position=position)
-        batch = self._part(*self._sized(self.rows, step), self._chosen(step))
+        rows, chosen, position = self.take(self._first(step), self.sizes.at(step).rows)
+        batch = self._part(*self._sized(rows, step), chosen)
         self.rows.forget()
-        return batch
+        return batch._replace(position=position)
+
+    def take(self, first: int, count: int) -> tuple[Rows, Sequence[int], Position | None]:
+        """The run's rows `first`, from 0, to `first + count`: all rows, the indices of these, the position.
+
+        position: of a stream after these rows; of stored rows None
+        """
+        if self.stream is not None:
+            rows, position = self.stream.take(first, count)
+            return rows, range(count), position
+        assert self.sampler is not None
+        return self.rows, self.sampler.rows(first, count), None
 
     def batches(self, steps: range, device: torch.device) -> Generator[LoadedBatch]:
         """The batches of `steps`. A thread makes the next one while the caller works with one.
@@ -211,9 +219,9 @@ class Data:
 
     def held_out_batches(self, count: int) -> list[LoadedBatch]:
         """At most `count` batches, spread evenly over the held-out rows."""
-        held, size = len(self.held_out), self.sizes.full.rows
-        rows = min(count, held // size) * size
-        spread = np.linspace(0, held - 1, rows).round().astype(int).tolist()
+        available, size = len(self.held_out), self.sizes.full.rows
+        rows = min(count, available // size) * size
+        spread = np.linspace(0, available - 1, rows).round().astype(int).tolist()
         return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
@@ -224,8 +232,8 @@ class Data:
         if self.stream is not None:
             return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
         sampled = range(self.done + 1, min(steps, self.done + _SAMPLED) + 1)
-        fills = (self._fill(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
-        return sum(fills, Fill())
+        dealt = (self._dealt(*self._sized(self.rows, step), self._chosen(step)) for step in sampled)
+        return sum((fill for _, fill in dealt), Fill())
 
     def check(self, steps: int) -> None:
         """Raise ConfigError where rows end before step `steps`, and DataError for one of the steps with
@@ -247,7 +255,7 @@ class Data:
         for step in range(self.done + 1, min(last, steps) + 1):
             _, rows = self._sized(self.rows, step)
             pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
-            if isinstance(rows, CutRows) and not any((each.labels[1:] != IGNORED).any() for each in pieces):
+            if isinstance(rows, CutRows) and not any((piece.labels[1:] != IGNORED).any() for piece in pieces):
                 raise DataError(
                     f"train.ramp with sequence_length={rows.longest}",
                     f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
@@ -257,17 +265,17 @@ class Data:
 
     def _sized(self, rows: Rows, step: int) -> tuple[BatchLayout, Rows]:
         """The layout, and the rows, that the size of the step makes of them."""
-        size = self.sizes.at(step)
-        shorter = size.length < self.sizes.full.length
-        return self.layout.of_calls(size.calls), CutRows(rows, size.length) if shorter else rows
+        size, layout = self.sizes.at(step), self.layout
+        if isinstance(layout, DocumentLayout):
+            layout = replace(layout, calls=size.calls)
+        return layout, CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
 
     def _part(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> LoadedBatch:
-        mine = layout.deal(rows, chosen, self.parts)[self.part]
-        fill = self._fill(layout, rows, chosen)
+        dealt, fill = self._dealt(layout, rows, chosen)
         if isinstance(layout, DocumentLayout) and layout.image_token is not None:
             pieces = (piece for row in chosen for piece in rows.read(row))
-            fill = replace(fill, images=sum(int((each.ids == layout.image_token).sum()) for each in pieces))
-        return LoadedBatch(layout.content(rows, mine), fill)
+            fill = replace(fill, images=sum(int((piece.ids == layout.image_token).sum()) for piece in pieces))
+        return LoadedBatch(layout.content(rows, dealt[self.part]), fill)
 
     def _sent_batch(self, up: Up, step: int) -> LoadedBatch:
         batch = self.batch(step)
@@ -275,13 +283,13 @@ class Data:
         send_ahead(batch.content, up)
         return batch
 
-    def _fill(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> Fill:
+    def _dealt(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> tuple[list[list[int]], Fill]:
+        """The rows of each pipeline, and the fill of all but for images."""
         dealt = layout.deal(rows, chosen, self.parts)
-        return sum((layout.fill(rows, part) for part in dealt), Fill())
+        return dealt, sum((layout.fill(rows, part) for part in dealt), Fill())
 
-    def _chosen(self, step: int) -> list[int]:
-        assert self.sampler is not None
-        return self.sampler.rows(self._first(step), self.sizes.at(step).rows)
+    def _chosen(self, step: int) -> Sequence[int]:
+        return self.take(self._first(step), self.sizes.at(step).rows)[1]
 
 
 def _begin_thread(device: torch.device, threads: int) -> None:
@@ -341,33 +349,39 @@ def load_data(
             value = f"data.validation.path={section.validation.path}"
             remedy = "Give more of it, or lower train.batch_size or data.sequence_length"
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
-    weights = tuple(source.weight for source in section.sources)
+    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts)
     if section.streaming is not None:
-        return _streamed(config, load, StoredRows(tuple(held_out)), layout, parts)
+        return _streamed(config, load, data)
     splits = [load.rows(source, share, least) for source in section.sources]
     rows = StoredRows(tuple(trained for trained, _ in splits))
-    held = StoredRows(tuple(held_out or (rest for _, rest in splits)))
-    _check_size(config, splits, rows, held)
+    evaluated = data.held_out if held_out else StoredRows(tuple(rest for _, rest in splits))
+    _check_size(config, splits, rows, evaluated)
     counts = tuple(map(len, rows.sources))
-    epochs = [source.epochs for source in section.sources]
-    limits = tuple(most and most * count for most, count in zip(epochs, counts, strict=True))
-    sampler = Sampler(Mixture(weights, limits), counts, config.train.seed)
-    sizes = StepSizes.of(config, parts)
+    limits = tuple(source.epochs and source.epochs * count
+                   for source, count in zip(section.sources, counts, strict=True))  # fmt: skip
+    sampler = Sampler(Mixture(_weights(section), limits), counts, config.train.seed)
     facts = [trained.store.facts for trained in rows.sources]
-    whole = hashlib.blake2b("".join(each.digest for each in facts).encode(), digest_size=16).hexdigest()
-    known = tuple(of_tokens(source.path, each) for source, each in zip(section.sources, facts, strict=True))
-    data = Data(rows, held, layout, sizes, sampler, whole, parts=parts, known=known)
+    known = tuple(
+        {"path": source.path, "digest": of.digest, "documents": of.documents, "tokens": of.tokens}
+        for source, of in zip(section.sources, facts, strict=True)
+    )
+    whole = digest_of("".join(of.digest for of in facts))
+    data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
     data.check(config.train.steps)
     return data
 
 
+def _weights(section: DataSection) -> tuple[float, ...]:
+    return tuple(source.weight for source in section.sources)
+
+
 def _check_size(
-    config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, held: StoredRows
+    config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, rest: StoredRows
 ) -> None:
     """Raise DataError where there is no batch to train on, or none held out, or a source has no row."""
     section, size = config.data, config.train.batch_size
     for source, (trained, own) in zip(section.sources, splits, strict=True):
-        few = min(len(rows), len(held)) < size
+        few = min(len(rows), len(rest)) < size
         if not few and (len(trained) or not source.weight):
             continue
         most = "" if section.packing == "stream" else "at most "
@@ -393,7 +407,8 @@ def _too_long(section: DataSection, rows: SourceRows) -> str:
     )
 
 
-def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: BatchLayout, parts: int) -> Data:
+def _streamed(config: TrainConfig, load: _Loader, data: Data) -> Data:
+    """`data` with a stream. Raises DataError, ConfigError."""
     section = config.data
     assert section.streaming is not None
     sources = [load.open(source) for source in section.sources]
@@ -401,15 +416,9 @@ def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Batc
         section.sequence_length, section.packing, section.overlong, section.streaming.buffer,
         config.train.seed, load.vocabulary, section.longest_document,
     )  # fmt: skip
-    weights = tuple(source.weight for source in section.sources)
-    stream = RowStream(sources, Mixture(weights, (None,) * len(sources)), options)
+    stream = RowStream(sources, Mixture(_weights(section), (None,) * len(sources)), options)
     stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
-    digests = [load.cache.digest(source) for source, _ in sources]
-    parts_of = [(digest, encoder.digest) for digest, (_, encoder) in zip(digests, sources, strict=True)]
-    whole = hashlib.blake2b(repr((parts_of, options, weights)).encode(), digest_size=16).hexdigest()
-    known = tuple(of_files(source, digest) for digest, (source, _) in zip(digests, sources, strict=True))
-    sizes = StepSizes.of(config, parts)
-    is_cut = any(size.length < sizes.full.length for _, size in sizes.phases)
+    is_cut = any(size.length < data.sizes.full.length for _, size in data.sizes.phases)
     if some := next((source for source, encoder in sources if is_cut and encoder.labelled), None):
         raise ConfigError(
             "train.ramp with sequence_length, and data.streaming",
@@ -417,8 +426,14 @@ def _streamed(config: TrainConfig, load: _Loader, held: StoredRows, layout: Batc
             "which shows once they are read",
             "Leave data.streaming out, or give a ramp of batch_size alone",
         )
-    rows = StoredRows(())
-    return Data(rows, held, layout, sizes, None, whole, parts=parts, stream=stream, known=known)
+    known, read = [], []
+    for source, encoder in sources:
+        contents, sizes = load.cache.digest(source), [file.stat().st_size for file in source.contents()]
+        path, count = source.section.path, len(sizes)
+        known.append({"path": path, "digest": contents, "files": count, "bytes": sum(sizes)})
+        read.append((contents, encoder.digest))
+    whole = digest_of(repr((read, options, _weights(section))))
+    return replace(data, stream=stream, digest=whole, known=tuple(known))
 
 
 @dataclass(frozen=True)
@@ -441,7 +456,9 @@ class _Loader:
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
                  keys.longest_document)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
-            ("rows", parts), lambda folder: _write_rows(folder, store, keys, share, least), _read_rows
+            ("rows", parts),
+            lambda folder: _write_rows(folder, store, keys, share, least),
+            lambda folder: [mapped(folder / name, np.int64) for name in _ARRAYS],
         )
         pieces = Pieces(starts, lengths)
         trained, held_out = (Packing(*packings[at : at + 2]) for at in (0, 2))
@@ -450,34 +467,31 @@ class _Loader:
     def store(self, section: SourceSection) -> Store:
         """The tokens of one source, tokenised now unless they are in the cache. Raises DataError."""
         source, encoder = self.open(section)
-        value, digest = f"data.path={section.path}", self.cache.digest(source)
-        is_megatron = source.format == "megatron"
-        binary = source.files[0] if is_megatron else None
+        value, contents = f"data.path={section.path}", self.cache.digest(source)
+        key: tuple[object, ...] = ("tokens", source.format, contents, encoder.digest)
+        write: Callable[[Path, DataSource], None] = partial(self._tokenise, encoder)
+        if source.format == "megatron":
+            key = ("megatron", *(str(file.absolute()) for file in source.files), contents)
+            write = write_megatron
 
         def build(folder: Path) -> None:
-            if is_megatron:
-                write_megatron(folder, source)
-            else:
-                self._tokenise(folder, source, encoder)
-            if self.cache.digest(source) != digest:  # these tokens must not be known by that digest
+            write(folder, source)
+            if self.cache.digest(source) != contents:  # these tokens must not be known by that digest
                 raise DataError(value, "it changed while it was read", "Start again once it is whole")
 
-        of = (*map(str, source.files), digest) if is_megatron else (source.format, digest, encoder.digest)
-        key = ("megatron" if is_megatron else "tokens", *of)
-        store = self.cache.entry(key, build, partial(open_store, binary=binary))
+        store = self.cache.entry(key, build, open_store)
         if store.facts.tokens == 0:
             raise DataError(value, "it holds no text", "Give a file with text in it")
         blamed, first = f"data file {store.facts.at}", ""
-        if not is_megatron and encoder.kind != "tokens":
+        if source.format != "megatron" and encoder.kind != "tokens":
             blamed = f"{value} with data.tokenizer={self.section.tokenizer}"
             first = f", first in {store.facts.at}"
         check_highest(blamed, store.facts.highest, self.vocabulary, first)
         return store
 
-    def _tokenise(self, folder: Path, source: DataSource, encoder: Encoder) -> None:
-        dtype = np.dtype(np.uint32)
-        if encoder.kind != "tokens":
-            dtype = np.min_scalar_type(self.tokenizer.count - 1)
+    def _tokenise(self, encoder: Encoder, folder: Path, source: DataSource) -> None:
+        whole = encoder.kind == "tokens"
+        dtype = np.dtype(np.uint32) if whole else np.min_scalar_type(self.tokenizer.count - 1)
         blocks = _shown(source, encoded(encoder, source, self.section.workers))
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 
@@ -502,11 +516,6 @@ def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> 
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
 
 
-def _read_rows(folder: Path) -> list[Any]:
-    files = (folder / f"{name}.npy" for name in _ARRAYS)
-    return [np.load(file, mmap_mode="r" if file.stat().st_size > 1 << 16 else None) for file in files]
-
-
 def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:
     """The pieces of the store's documents, and which of them are in each row.
 
@@ -529,17 +538,17 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         return made._replace(pieces=made.pieces + first)
 
     if stream:
-        held = min(count, max(least, round(count * share)))
+        left_out = min(count, max(least, round(count * share)))
     else:
         ends = np.cumsum(pieces.lengths)
         kept = (1 - share) * (ends[-1] if count else 0)
-        held = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
-    held_out = packed(count - held, count)
-    while held_out.size < least and held < count:  # a row may take many documents
-        held = min(count, max(held + 1, held * least // held_out.size))
-        held_out = packed(count - held, count)
-    for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - held), *held_out), strict=True):
-        np.save(folder / f"{name}.npy", array)
+        left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
+    held_out = packed(count - left_out, count)
+    while held_out.size < least and left_out < count:  # a row may take many documents
+        left_out = min(count, max(left_out + 1, left_out * least // held_out.size))
+        held_out = packed(count - left_out, count)
+    for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
+        array.tofile(folder / name)
 
 
 def _that_count(store: Store, pieces: Pieces) -> Pieces:
@@ -547,9 +556,8 @@ def _that_count(store: Store, pieces: Pieces) -> Pieces:
     if store.labels is None:
         return pieces
     kept = np.zeros(len(pieces.starts), dtype=np.bool_)
-    for at, to in blocks_of(len(pieces.starts), 1 << 14):
-        for number in range(at, to):
-            start = pieces.starts[number]
-            kept[number] = (store.labels[start + 1 : start + pieces.lengths[number]] != IGNORED).any()
-        forget([store.labels])
+    for piece, (start, length) in enumerate(zip(*pieces, strict=True)):
+        kept[piece] = (store.labels[start + 1 : start + length] != IGNORED).any()
+        if piece % _FORGOTTEN == 0:
+            forget([store.labels])
     return Pieces(pieces.starts[kept], pieces.lengths[kept])

@@ -45,8 +45,8 @@ class Packing(NamedTuple):
         """How many rows there are."""
         return len(self.bounds) - 1
 
-    def row(self, number: int) -> Numbers:
-        return self.pieces[self.bounds[number] : self.bounds[number + 1]]
+    def row(self, index: int) -> Numbers:
+        return self.pieces[self.bounds[index] : self.bounds[index + 1]]
 
 
 def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
@@ -58,8 +58,8 @@ def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
     if overlong != "cut":
         counts = np.minimum(counts, 1) if overlong == "truncate" else counts * (counts == 1)
     document = np.repeat(np.arange(len(documents)), counts)  # of each piece
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
-    offset = number * capacity
+    nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)  # within its document
+    offset = nth * capacity
     starts = (np.cumsum(documents) - documents)[document] + offset
     lengths = np.minimum(documents[document] - offset, capacity)
     kept = lengths >= _SHORTEST

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
@@ -165,10 +165,6 @@ class StreamLayout:
 
     padding: Padding | None = None
 
-    def of_calls(self, calls: tuple[int, ...]) -> StreamLayout:
-        """The same, for a batch that goes through pipeline calls of so many microbatches each."""
-        return self
-
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide the rows of one batch among the `parts` pipelines of a mesh."""
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
@@ -209,19 +205,12 @@ class DocumentLayout:
     images: Callable[[Sequence[Piece]], Mapping[str, Tensor]] | None = None
     image_token: int | None = None
 
-    @property
-    def microbatches(self) -> int:
-        return sum(self.calls)
-
-    def of_calls(self, calls: tuple[int, ...]) -> DocumentLayout:
-        return replace(self, calls=calls)
-
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
         order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
-        for number, group in enumerate(self._groups(rows, chosen, self.microbatches * parts)):
-            dealt[order[number % len(order)]] += group
+        for index, group in enumerate(self._groups(rows, chosen, sum(self.calls) * parts)):
+            dealt[order[index % len(order)]] += group
         return dealt
 
     def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
@@ -232,12 +221,12 @@ class DocumentLayout:
         document before must not predict. There is no attention_mask: it would hide the documents from
         transformers, and padding at the end of a row needs none, as no token attends to a later one.
         """
-        groups = self._groups(rows, chosen, self.microbatches)
+        groups = self._groups(rows, chosen, sum(self.calls))
         return [self._microbatch([rows.read(row) for row in group]) for group in groups]
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
         lengths = {row: sum(rows.lengths(row)) for row in chosen}
-        groups = self._groups(rows, chosen, self.microbatches)
+        groups = self._groups(rows, chosen, sum(self.calls))
         longest = [max(lengths[row] for row in group) for group in groups]
         if self.padding is not None:  # the pipeline pads all microbatches of a call to one length
             for begin, end in pairwise(accumulate(self.calls, initial=0)):

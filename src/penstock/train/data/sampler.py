@@ -43,8 +43,8 @@ class Mixture:
     def _halves(self) -> list[int]:
         """Half of the time between two rows of each source, in whole units; 0 for weight 0."""
         fractions = [Fraction(str(weight)) for weight in self.weights]
-        whole = lcm(*(each.denominator for each in fractions))
-        weights = [int(each * whole) for each in fractions]
+        whole = lcm(*(fraction.denominator for fraction in fractions))
+        weights = [int(fraction * whole) for fraction in fractions]
         unit = lcm(*filter(None, weights))
         return [unit // weight if weight else 0 for weight in weights]
 
@@ -64,14 +64,14 @@ class Mixture:
             low, high = (middle, high) if sum(self._before(middle)) <= first else (low, middle)
         before = self._before(low)
         skipped = first - sum(before)
-        in_turn = merge(*(self._from(source, number) for source, number in enumerate(before)))
-        return [(source, number) for _, source, number in islice(in_turn, skipped, skipped + count)]
+        in_turn = merge(*(self._from(source, index) for source, index in enumerate(before)))
+        return [(source, index) for _, source, index in islice(in_turn, skipped, skipped + count)]
 
     def _from(self, source: int, first: int) -> Iterator[tuple[int, int, int]]:
         """Time, source and number of the rows of a source, from number `first` on."""
         half, limit = self._halves[source], self.limits[source]
         numbers = itertools.count(first) if limit is None else range(first, limit)
-        return (((2 * number + 1) * half, source, number) for number in numbers) if half else iter(())
+        return (((2 * index + 1) * half, source, index) for index in numbers) if half else iter(())
 
 
 @dataclass(frozen=True)
@@ -84,16 +84,15 @@ class Sampler:
 
     def rows(self, first: int, count: int) -> list[int]:
         """The numbers of the run's rows `first`, from 0, to `first + count`, which may be of two epochs."""
-        return [self.starts[source] + self._row(source, number)
-                for source, number in self.mixture.rows(first, count)]  # fmt: skip
+        rows = []
+        for source, index in self.mixture.rows(first, count):
+            epoch, position = divmod(index, self.counts[source])
+            rows.append(self.starts[source] + int(self._orders[source](epoch)[position]))
+        return rows
 
     @cached_property
     def starts(self) -> Sequence[int]:
         return [sum(self.counts[:source]) for source in range(len(self.counts))]
-
-    def _row(self, source: int, number: int) -> int:
-        epoch, place = divmod(number, self.counts[source])
-        return int(self._orders[source](epoch)[place])
 
     @cached_property
     def _orders(self) -> list[Callable[[int], npt.NDArray[np.int32]]]:

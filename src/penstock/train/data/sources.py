@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
+from importlib import import_module
 from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
@@ -50,9 +51,30 @@ class Record(NamedTuple):
     content: bytes | dict[str, Any]
 
 
+class RecordError(Exception):
+    """A record breaks a rule: the rule and the remedy, without the record's name, which `blaming` adds."""
+
+    def __init__(self, rule: str, remedy: str = MEND) -> None:
+        super().__init__(rule, remedy)
+
+
+@contextmanager
+def blaming(value: str) -> Iterator[None]:
+    """Turn a RecordError into a DataError with this value, such as the file and the line of the record."""
+    try:
+        yield
+    except RecordError as refusal:
+        raise DataError(value, *refusal.args) from None
+
+
 def wrong(name: str, rule: str, remedy: str = MEND) -> DataError:
     """The error of a record, or of a file."""
     return DataError(f"data file {name}", rule, remedy)
+
+
+def digest_of(text: str) -> str:
+    """The digest of a text, 32 hexadecimal digits."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ class DataSource:
     def contents(self) -> Iterator[Path]:
         """Every file that is read."""
         for file in self.files:
-            yield from sorted(each for each in file.rglob("*") if each.is_file()) if file.is_dir() else [file]
+            yield from sorted(path for path in file.rglob("*") if path.is_file()) if file.is_dir() else [file]
 
     def size(self) -> int:
         """Bytes of all files."""
@@ -100,7 +122,7 @@ class DataSource:
     def digest(self) -> str:
         """Of the bytes of all files, in their order; of made-up tokens, of what they follow from."""
         if self.format == "dummy":
-            return hashlib.blake2b(repr(self.section.dummy).encode(), digest_size=16).hexdigest()
+            return digest_of(repr(self.section.dummy))
         whole = hashlib.blake2b(digest_size=16)
         for file in self.contents():
             with readable(file), open_regular(file) as opened:
@@ -123,10 +145,9 @@ def open_source(section: SourceSection) -> DataSource:
     of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return DataSource(section, (path,), "dataset")
-    if not path.is_dir():
-        with readable(path):
-            check_regular(path)
     files = _files_below(path, section) if path.is_dir() else (path,)
+    for file in files:
+        stat_of(file)
     return DataSource(section, files, _format(section.kind, path, files))
 
 
@@ -156,9 +177,6 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
          and (section.kind != "jsonl" or _LINES.fullmatch(file.name))),
         key=lambda file: file.parts,
     )  # fmt: skip
-    for file in chosen:
-        with readable(file):
-            check_regular(file)
     if not chosen:
         jsonl = " and ends in .jsonl" if section.kind == "jsonl" else ""
         raise DataError(
@@ -190,13 +208,13 @@ def _below(path: Path, excluded: Sequence[str]) -> Iterator[Path]:
 def _made_up(section: DummySection, first: int) -> Iterator[Record]:
     """A record's tokens follow from its number, so that a reader may begin anywhere."""
     assert section.tokens is not None
-    for number in range(first, section.documents):
+    for index in range(first, section.documents):
         ids = np.full(section.tokens, section.value or 0)
         if section.value is None:
-            ids = np.random.default_rng((section.seed, number)).integers(
+            ids = np.random.default_rng((section.seed, index)).integers(
                 section.vocabulary, size=section.tokens
             )
-        yield Record(f"dummy record {number}", {TOKENS[0]: ids})
+        yield Record(f"dummy record {index}", {TOKENS[0]: ids})
 
 
 # ---- Reading one file
@@ -213,6 +231,13 @@ def readable(path: Path) -> Iterator[None]:
     except MemoryError:
         rule = "it is one document, and memory does not hold it"
         raise wrong(str(path), rule, "Write several files, or JSONL") from None
+
+
+def stat_of(file: Path) -> os.stat_result:
+    """Size and times of a regular file. Raises DataError for anything else."""
+    with readable(file):
+        check_regular(file)
+        return file.stat()
 
 
 @contextmanager
@@ -237,12 +262,12 @@ def _lines(path: Path) -> Iterator[Record]:
             yield from _entries(path)
             return
         file.seek(0)
-        for number, line in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), start=1):
+        for line_number, line in enumerate(iter(lambda: file.readline(_LONGEST + 1), b""), start=1):
             if len(line) > _LONGEST:
                 rule = f"a record has {size(_LONGEST)} at most, and this line has more"
-                raise wrong(f"{path} line {number}", rule, "Write an object a line")
+                raise wrong(f"{path} line {line_number}", rule, "Write an object a line")
             if line.strip():
-                yield Record(f"{path} line {number}", line)
+                yield Record(f"{path} line {line_number}", line)
 
 
 def _entries(path: Path) -> Iterator[Record]:
@@ -250,12 +275,12 @@ def _entries(path: Path) -> Iterator[Record]:
 
     Of the text a piece is held, as much as one entry takes.
     """
-    number, text, at = 1, "", 0
+    entry_number, text, at = 1, "", 0
     try:
         with readable(path), open_regular(path) as raw, TextIOWrapper(raw, "utf-8", newline="") as file:
             while True:
                 try:
-                    before = (_OPENING if number == 1 else _BETWEEN).match(text, at)
+                    before = (_OPENING if entry_number == 1 else _BETWEEN).match(text, at)
                     if before is None:
                         raise ValueError(_NO_LIST)
                     if before[1]:
@@ -269,19 +294,19 @@ def _entries(path: Path) -> Iterator[Record]:
                     continue
                 if not isinstance(entry, dict):
                     rule = f"each entry of the list is an object, and this is a {type(entry).__name__}"
-                    raise wrong(f"{path} entry {number}", rule)
-                yield Record(f"{path} entry {number}", entry)
-                number, at = number + 1, end
+                    raise wrong(f"{path} entry {entry_number}", rule)
+                yield Record(f"{path} entry {entry_number}", entry)
+                entry_number, at = entry_number + 1, end
             after = chain([text[before.end() :]], iter(lambda: file.read(_READ), ""))
             if any(piece.strip(_BLANKS) for piece in after):
                 raise ValueError(_NO_LIST)
     except ValueError as error:
         rule = f"it is not JSON: {error}"
-        raise wrong(f"{path} entry {number}", rule, "Mend it, or write JSONL") from None
+        raise wrong(f"{path} entry {entry_number}", rule, "Mend it, or write JSONL") from None
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
-    _need_datasets(path, "Parquet")
+    need("datasets", f"data.path={path}", "Parquet needs the package datasets", "datasets")
     import pyarrow
     import pyarrow.parquet
 
@@ -294,11 +319,11 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
 
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
-    datasets = _need_datasets(path, "a Hugging Face dataset")
-    with readable(path):
-        for file in path.rglob("*") if path.is_dir() else (path,):
-            if not file.is_dir():
-                check_regular(file)
+    rule = "a Hugging Face dataset needs the package datasets"
+    datasets = need("datasets", f"data.path={path}", rule, "datasets")
+    for file in path.rglob("*") if path.is_dir() else (path,):
+        if not file.is_dir():
+            stat_of(file)
     try:
         is_file = path.is_file()
         loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))
@@ -318,16 +343,16 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
 def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
     """The rows of Arrow's blocks."""
     rows = chain.from_iterable(block.to_pylist() for block in blocks)
-    return (Record(f"{path} row {number}", row) for number, row in enumerate(rows))
+    return (Record(f"{path} row {row_number}", row) for row_number, row in enumerate(rows))
 
 
-def _need_datasets(path: Path, what: str) -> Any:
+def need(module: str, value: str, rule: str, extra: str) -> Any:
+    """Import a module that an extra of penstock installs. Raises DataError where it is not installed.
+
+    value, rule: of the error
+    """
     try:
-        import datasets
+        return import_module(module)
     except ImportError as error:
-        raise DataError(
-            f"data.path={path}",
-            f"{what} needs the package datasets, which is not installed",
-            "Install it: pip install 'penstock[datasets]'",
-        ) from error
-    return datasets
+        remedy = f"Install it: pip install 'penstock[{extra}]'"
+        raise DataError(value, f"{rule}, which is not installed", remedy) from error

@@ -43,21 +43,22 @@ import numpy.typing as npt
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import ConfigError, DataError
-from penstock.reading import check_regular, read_bytes, read_json
+from penstock.reading import read_bytes, read_json
 from penstock.runtime.health.notes import boot_id
 from penstock.train.data.packing import Numbers
-from penstock.train.data.sources import DataSource, readable, wrong
+from penstock.train.data.sources import DataSource, digest_of, stat_of, wrong
 from penstock.train.encoding.chat import Labels
 from penstock.train.encoding.encode import EncodedRecords
 from penstock.train.encoding.tokenizer import Ids
 
 T = TypeVar("T")
 
-FORMAT = 2  # of everything below; another one has other keys
+FORMAT = 3  # of everything below; another one has other keys
 _SETTLED = 2.0  # seconds, after which a change of a file changes its time stamp
 _CHECKSUM = "checksum"
-_BLOCK = 4 << 20  # bytes that a thread hashes at once
+_BLOCK = 4 << 20  # bytes that a thread hashes at once, or tokens that are looked at
 _LARGE = 64 << 20  # bytes of an entry: up to them hashing takes no time that one would notice
+_SMALL = 1 << 16  # bytes of a file that is read whole, and not mapped
 
 
 class StoreFacts(NamedTuple):
@@ -66,8 +67,7 @@ class StoreFacts(NamedTuple):
     documents, tokens: how many
     counted: tokens with a label
     dropped: records that were left out
-    highest, at: the highest id or label, and the record that has it
-    longest: tokens of the longest document
+    highest, at: the highest id or label, and the first record that has it
     digest: of the files of tokens, labels and lengths
     """
 
@@ -77,15 +77,7 @@ class StoreFacts(NamedTuple):
     dropped: int
     highest: int
     at: str
-    longest: int
     digest: str
-
-
-class Shown(NamedTuple):
-    """Bytes of all documents, end to end, and where each document's end."""
-
-    content: npt.NDArray[np.uint8]
-    ends: Numbers
 
 
 @dataclass(frozen=True)
@@ -95,14 +87,16 @@ class Store:
     Attributes:
         tokens, labels: of each token; labels None where all count
         lengths: tokens of each document
-        shown: of each document what its images are read from; None where none shows any
+        shown, shown_ends: what the images of each document are read from, end to end, and where each
+            document's part ends; None where no document shows any
     """
 
     tokens: Ids
     labels: Labels | None
     lengths: Numbers
     facts: StoreFacts
-    shown: Shown | None = None
+    shown: npt.NDArray[np.uint8] | None = None
+    shown_ends: Numbers | None = None
 
     def read(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """ids and labels of `count` tokens, copied."""
@@ -111,11 +105,11 @@ class Store:
 
     def shown_at(self, start: int) -> bytes | None:
         """What the images of the document that begins at this token are read from."""
-        if self.shown is None:
+        if self.shown is None or self.shown_ends is None:
             return None
         document = int(np.searchsorted(self._ends, start, side="right"))
-        ends = self.shown.ends
-        return self.shown.content[int(ends[document - 1]) if document else 0 : int(ends[document])].tobytes()
+        begin = int(self.shown_ends[document - 1]) if document else 0
+        return self.shown[begin : int(self.shown_ends[document])].tobytes()
 
     @cached_property
     def _ends(self) -> Numbers:
@@ -124,15 +118,9 @@ class Store:
 
 def forget(arrays: Iterable[object]) -> None:
     """Unmap the pages that were read: else they count to the memory of the process until it is scarce."""
-    for each in arrays:
-        if isinstance(each, np.memmap):
-            each._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
-
-
-def in_memory(tokens: Ids, lengths: Sequence[int] | Numbers, labels: Labels | None = None) -> Store:
-    """A store of arrays."""
-    facts = StoreFacts(len(lengths), len(tokens), len(tokens), 0, int(tokens.max(initial=0)), "", 0, "")
-    return Store(tokens, labels, np.asarray(lengths, dtype=np.int64), facts)
+    for array in arrays:
+        if isinstance(array, np.memmap):
+            array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
 
 
 # ---- The cache
@@ -161,7 +149,7 @@ class Cache:
         One process builds, the others wait for it. An entry whose bytes are not those that were written is
         built again. Raises ConfigError where that is needed and cannot be written.
         """
-        key = hashlib.blake2b(repr((FORMAT, parts)).encode(), digest_size=16).hexdigest()
+        key = digest_of(repr((FORMAT, parts)))
         made = self.folder / key
         with self._lock(key):
             if not _is_whole(made):
@@ -176,9 +164,10 @@ class Cache:
         building = made.with_name(f"{made.name}.building-{os.getpid()}")
         try:
             for left in (made, *self.folder.glob(f"{made.name}.building-*")):  # damaged, or of a killed build
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink(
-                    missing_ok=True
-                )
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink(missing_ok=True)
             building.mkdir()
             build(building)
             (building / _CHECKSUM).write_text(_checksum(building, made.name))
@@ -205,7 +194,7 @@ class Cache:
         """Of a source's contents; files whose names and stamps are known are not read again."""
         if source.format == "dummy":
             return source.digest()
-        stamps = [(str(file.absolute()), *_stamp(_stat(file))) for file in source.contents()]
+        stamps = [(str(file.absolute()), *_stamp(stat_of(file))) for file in source.contents()]
         if not _settled(stamps):
             return source.digest()
 
@@ -249,8 +238,8 @@ def _checksum(folder: Path, key: str) -> str:
     whole = hashlib.sha256(repr((key, [(file.name, state.st_size) for file, state in files])).encode())
     blocks = ((file, at) for file, state in files for at in range(0, state.st_size, _BLOCK))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        for digest in threads.map(_block_digest, blocks):
-            whole.update(digest)
+        for of_block in threads.map(_block_digest, blocks):
+            whole.update(of_block)
     return whole.hexdigest()
 
 
@@ -270,12 +259,6 @@ def _settled(stamps: Sequence[tuple[str, int, int, int, int]]) -> bool:
     """Whether a further change would show in the times."""
     newest = max((max(stamp[3:]) for stamp in stamps), default=0)
     return time.time() - newest / 1e9 >= _SETTLED
-
-
-def _stat(file: Path) -> os.stat_result:
-    with readable(file):
-        check_regular(file)
-        return file.stat()
 
 
 def _unwritable(folder: Path, error: Exception) -> ConfigError:
@@ -303,8 +286,8 @@ def write_store(
     """
     lengths: list[int] = []
     shown: list[bytes] = []
-    counted = dropped = highest = 0
-    at, all_count = "", True
+    counted = dropped = 0
+    highest, at, all_count = -1, "", True
     between = np.array([separator or 0], dtype=dtype)
     with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
         for name, document in chain.from_iterable(blocks):
@@ -314,17 +297,18 @@ def write_store(
             if separator is not None and lengths:
                 tokens.write(between.data)
                 lengths[-1] += 1
-                highest = max(highest, separator)
+                highest = max(highest, separator)  # the first is in the first record, which `at` names
             tokens.write(document.ids.astype(dtype).data)
             lengths.append(len(document.ids))
             shown += [] if document.shown is None else [document.shown]
+            most = document.ids.max(initial=0)
             if labelled:
                 assert document.labels is not None
                 labels.write(document.labels.data)
                 counted += int((document.labels != IGNORED).sum())
                 all_count = all_count and np.array_equal(document.ids, document.labels)
-            most = max(each.max(initial=0) for each in (document.ids, document.labels) if each is not None)
-            if not at or most > highest:
+                most = max(most, document.labels.max(initial=0))
+            if most > highest:
                 highest, at = int(most), name
     array = np.array(lengths, dtype=np.int64)
     array.tofile(folder / "lengths")
@@ -334,44 +318,34 @@ def write_store(
         (folder / "labels").unlink()
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
-        np.cumsum([len(each) for each in shown], dtype=np.int64).tofile(folder / "shown_ends")
-    longest = int(array.max(initial=0))
-    digest = _checksum(folder, "")  # of what is on the disk by now
-    facts = StoreFacts(len(lengths), total, counted, dropped, highest, at, longest, digest)
-    _write_facts(folder, facts, dtype)
+        np.cumsum([len(of_document) for of_document in shown], dtype=np.int64).tofile(folder / "shown_ends")
+    whole = _checksum(folder, "")  # of what is on the disk by now
+    facts = StoreFacts(len(lengths), total, counted, dropped, max(highest, 0), at, whole)
+    _write_facts(folder, facts, dtype, "tokens")
 
 
-def blocks_of(total: int, size: int = 1 << 22) -> Iterator[tuple[int, int]]:
-    """The bounds of blocks, so that no array of all tokens is made."""
-    return ((at, min(at + size, total)) for at in range(0, total, size))
-
-
-def _write_facts(folder: Path, facts: StoreFacts, dtype: npt.DTypeLike) -> None:
-    written = {**facts._asdict(), "dtype": np.dtype(dtype).str}
+def _write_facts(folder: Path, facts: StoreFacts, dtype: npt.DTypeLike, tokens: str) -> None:
+    """tokens: their file, below the folder or elsewhere"""
+    written = {**facts._asdict(), "dtype": np.dtype(dtype).str, "file": tokens}
     (folder / "facts.json").write_text(json.dumps(written))
 
 
-def open_store(folder: Path, binary: Path | None = None) -> Store:
-    """Map the files of a folder that `write_store` wrote; or `write_megatron`, with Megatron's `binary`."""
+def open_store(folder: Path) -> Store:
+    """Map the files of a folder that `write_store` or `write_megatron` wrote."""
     written = read_json(folder / "facts.json")
-    dtype, facts = np.dtype(written.pop("dtype")), StoreFacts(**written)
-    labels, content, shown = folder / "labels", folder / "shown", None
-    if content.exists():
-        ends = _mapped(folder / "shown_ends", np.int64, facts.documents)
-        shown = Shown(_mapped(content, np.uint8, content.stat().st_size), ends)
-    return Store(
-        _mapped(binary or folder / "tokens", dtype, facts.tokens),
-        _mapped(labels, np.int32, facts.tokens) if labels.exists() else None,
-        _mapped(folder / "lengths", np.int64, facts.documents),
-        facts,
-        shown,
+    dtype, tokens = written.pop("dtype"), folder / written.pop("file")
+    labels, shown, shown_ends = (
+        mapped(folder / name, kind) if (folder / name).exists() else None
+        for name, kind in (("labels", np.int32), ("shown", np.uint8), ("shown_ends", np.int64))
     )
+    lengths = mapped(folder / "lengths", np.int64)
+    return Store(mapped(tokens, dtype), labels, lengths, StoreFacts(**written), shown, shown_ends)
 
 
-def _mapped(file: Path, dtype: npt.DTypeLike, count: int) -> Any:
-    if not count:
-        return np.empty(0, dtype)
-    return np.memmap(file, dtype, "r", shape=(count,))
+def mapped(file: Path, dtype: npt.DTypeLike) -> Any:
+    """What a file holds: mapped into memory, unless it is small."""
+    small = file.stat().st_size <= _SMALL
+    return np.fromfile(file, dtype) if small else np.memmap(file, dtype, "r")
 
 
 # ---- Megatron's files: NAME.bin has the tokens, NAME.idx says where sequences and documents end
@@ -386,29 +360,26 @@ def write_megatron(folder: Path, source: DataSource) -> None:
     binary, index = source.files
     dtype, lengths = read_index(index, binary)
     lengths.tofile(folder / "lengths")
-    total = int(lengths.sum())
-    tokens, highest, lowest, place = _mapped(binary, dtype, total), -1, 0, 0
+    tokens, highest, lowest, at_highest = mapped(binary, dtype), -1, 0, 0
     whole = hashlib.blake2b(lengths.tobytes(), digest_size=16)
-    for at, to in blocks_of(total):
-        block = tokens[at:to]
+    for at in range(0, len(tokens), _BLOCK):
+        block = tokens[at : at + _BLOCK]  # so that no array of all tokens is made
         whole.update(block.data)
         lowest = min(lowest, int(block.min()))
         if int(block.max()) > highest:
-            highest, place = int(block.max()), at + int(block.argmax())
+            highest, at_highest = int(block.max()), at + int(block.argmax())
     if lowest < 0:
         raise wrong(str(binary), f"token ids are 0 or more, and it holds {lowest}", "Write it again")
-    document = int(np.searchsorted(np.cumsum(lengths), place, side="right"))
-    facts = StoreFacts(
-        len(lengths), total, total, 0, highest, f"{binary} document {document}",
-        int(lengths.max(initial=0)), whole.hexdigest(),
-    )  # fmt: skip
-    _write_facts(folder, facts, dtype)
+    document = int(np.searchsorted(np.cumsum(lengths), at_highest, side="right"))
+    blamed, total = f"{binary} document {document}", len(tokens)
+    facts = StoreFacts(len(lengths), total, total, 0, highest, blamed, whole.hexdigest())
+    _write_facts(folder, facts, dtype, str(binary.absolute()))
 
 
 def read_index(index: Path, binary: Path) -> tuple[npt.DTypeLike, Numbers]:
     """The dtype of the tokens, and the length of each document. Raises DataError."""
     corrupt = partial(wrong, str(index), remedy="Write both files again with Megatron's preprocess_data.py")
-    _, bytes_of_tokens = (_stat(file).st_size for file in (index, binary))
+    _, bytes_of_tokens = (stat_of(file).st_size for file in (index, binary))
     content = index.read_bytes()
     if content[:9] != _MAGIC:
         raise corrupt(f"an index of Megatron begins with {_MAGIC!r}, and it begins with {content[:9]!r}")

@@ -47,7 +47,7 @@ class StreamOptions(NamedTuple):
 class _Document:
     """A document that is not wholly in rows; taken: tokens that are."""
 
-    number: int
+    index: int
     piece: Piece
     taken: int = 0
 
@@ -55,34 +55,29 @@ class _Document:
     def left(self) -> int:
         return len(self.piece.ids) - self.taken
 
-    def take(self, count: int) -> Piece:
-        part = self.piece.part(self.taken, count)
-        self.taken += count
-        return part
-
 
 class SourceReader:
     """The rows of one source, without end.
 
     Args:
-        number: of the source, for its random numbers
+        index: of the source, for its random numbers
         options: length, packing, overlong, buffer, seed and vocabulary
         position: where another reader was; None for the beginning
     """
 
     def __init__(
-        self, streamed: Streamed, number: int, options: StreamOptions, position: Mapping[str, Any] | None
+        self, streamed: Streamed, index: int, options: StreamOptions, position: Mapping[str, Any] | None
     ) -> None:
         self._source, self._encoder = streamed
-        self._seed, self._options = (options.seed, number), options
+        self._seed, self._options = (options.seed, index), options
         start = position or {"draws": 0, "next": 0, "buffer": [], "open": []}
         self._count: int | None = None  # records of an epoch, once one has ended
         self._draws: int = start["draws"]
         self._next: int = start["next"]
-        wanted = {*start["buffer"], *(each for each, _ in start["open"])}
+        wanted = {*start["buffer"], *(record for record, _ in start["open"])}
         records = self._find(wanted)
-        self._buffer = [(each, records[each]) for each in start["buffer"]]
-        self._open = deque(self._document(each, records[each], taken) for each, taken in start["open"])
+        self._buffer = [(record, records[record]) for record in start["buffer"]]
+        self._open = deque(self._document(record, records[record], taken) for record, taken in start["open"])
         self._records = self._read()
 
     def position(self) -> dict[str, Any]:
@@ -90,8 +85,8 @@ class SourceReader:
         return {
             "draws": self._draws,
             "next": self._next,
-            "buffer": [number for number, _ in self._buffer],
-            "open": [(document.number, document.taken) for document in self._open],
+            "buffer": [index for index, _ in self._buffer],
+            "open": [(document.index, document.taken) for document in self._open],
         }
 
     def row(self) -> list[Piece]:
@@ -108,7 +103,7 @@ class SourceReader:
             return {}
         first, last = min(wanted), max(wanted)
         read = islice(enumerate(self._source.records(first), start=first), last - first + 1)
-        records = {number: record for number, record in read if number in wanted}
+        records = {index: record for index, record in read if index in wanted}
         if last not in records:
             raise DataError(
                 f"data.path={self._source.section.path}",
@@ -120,9 +115,9 @@ class SourceReader:
     def _read(self) -> Iterator[tuple[int, Record]]:
         """Records with their numbers, epoch after epoch."""
         while True:
-            for number, record in enumerate(self._source.records(self._next), start=self._next):
-                self._next = number + 1
-                yield number, record
+            for index, record in enumerate(self._source.records(self._next), start=self._next):
+                self._next = index + 1
+                yield index, record
             self._count, self._next = self._next, 0
             self._stop_if_barren(self._draws)
 
@@ -140,49 +135,47 @@ class SourceReader:
     def _draw(self) -> tuple[int, Record]:
         while len(self._buffer) < self._options.buffer:
             self._buffer.append(next(self._records))
-        place = int(np.random.default_rng((*self._seed, self._draws)).integers(len(self._buffer)))
+        drawn_at = int(np.random.default_rng((*self._seed, self._draws)).integers(len(self._buffer)))
         self._draws += 1
-        drawn, last = self._buffer[place], self._buffer.pop()
-        if place < len(self._buffer):
-            self._buffer[place] = last
+        drawn, last = self._buffer[drawn_at], self._buffer.pop()
+        if drawn_at < len(self._buffer):
+            self._buffer[drawn_at] = last
         return drawn
 
     def _pull(self) -> None:
         """Tokenise one more record, and open it."""
         drawn = self._draws
         while True:
-            number, record = self._draw()
-            document = self._document(number, record)
+            index, record = self._draw()
+            document = self._document(index, record)
             if document.left:
                 self._open.append(document)
                 return
             self._stop_if_barren(drawn)
 
-    def _document(self, number: int, record: Record, taken: int = 0) -> _Document:
+    def _document(self, index: int, record: Record, taken: int = 0) -> _Document:
         ((name, encoded),) = self._encoder.encode([record])
         if encoded is None or not len(encoded.ids):
-            return _Document(number, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
+            return _Document(index, Piece(np.empty(0, np.int64), np.empty(0, np.int64)))
         ids = encoded.ids.astype(np.int64)
         labels = ids if encoded.labels is None else encoded.labels.astype(np.int64)
         check_highest(f"data file {name}", max(ids.max(), labels.max()), self._options.vocabulary)
         if self._options.packing == "stream":
             if (separator := self._encoder.separator) is not None:
-                ids, labels = (np.append(each, separator) for each in (ids, labels))
+                ids, labels = (np.append(part, separator) for part in (ids, labels))
         elif len(ids) > self._options.longest and self._options.overlong != "cut":
             keep = self._options.longest if self._options.overlong == "truncate" else 0
             ids, labels = ids[:keep], labels[:keep]
-        return _Document(number, Piece(ids, labels), taken)
+        return _Document(index, Piece(ids, labels), taken)
 
     def _stream_row(self) -> list[Piece]:
         while sum(document.left for document in self._open) < self._options.length:
             self._pull()
         pieces, missing = [], self._options.length
         while missing:
-            pieces.append(self._open[0].take(min(missing, self._open[0].left)))
+            pieces.append(self._take(missing))
             missing -= len(pieces[-1].ids)
-            if not self._open[0].left:
-                self._open.popleft()
-        ids, labels = ([getattr(piece, name) for piece in pieces] for name in ("ids", "labels"))
+        ids, labels, _ = zip(*pieces, strict=True)
         return [Piece(np.concatenate(ids), np.concatenate(labels))]
 
     def _document_row(self) -> list[Piece]:
@@ -195,13 +188,19 @@ class SourceReader:
             size = min(self._open[0].left, self._options.longest)
             if row and (size > free or self._options.packing == "none"):
                 return row
-            row.append(self._open[0].take(size))
-            free -= size
-            if not self._open[0].left:
-                self._open.popleft()
-            if size < 2:  # nothing predicts its only token
-                free += size
-                row.pop()
+            piece = self._take(size)
+            if size > 1:  # else nothing predicts its only token
+                row.append(piece)
+                free -= size
+
+    def _take(self, most: int) -> Piece:
+        """The next tokens of the first open document, at most so many."""
+        document = self._open[0]
+        piece = document.piece.part(document.taken, min(most, document.left))
+        document.taken += len(piece.ids)
+        if not document.left:
+            self._open.popleft()
+        return piece
 
 
 class RowStream:
@@ -231,12 +230,11 @@ class RowStream:
         """Rows `first` to `first + count` of the run, and the position after them. Raises DataError."""
         if self._taken != first:
             self._taken = self.start["rows"]
-            positions = enumerate(self.start["sources"])
-            self._readers = [
-                SourceReader(self._sources[n], n, self._options, position) for n, position in positions
-            ]
+            starts = enumerate(self.start["sources"])
+            self._readers = [SourceReader(self._sources[n], n, self._options, start) for n, start in starts]
         skipped = first - self._taken
         in_turn = self._mixture.rows(self._taken, skipped + count)
         rows = [self._readers[source].row() for source, _ in in_turn][skipped:]
         self._taken = first + count
-        return HeldRows(rows), {"rows": self._taken, "sources": [each.position() for each in self._readers]}
+        positions = [reader.position() for reader in self._readers]
+        return HeldRows(rows), {"rows": self._taken, "sources": positions}

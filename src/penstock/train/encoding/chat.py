@@ -33,7 +33,7 @@ from jinja2 import TemplateSyntaxError
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.private import tree_leaves
-from penstock.train.data.sources import wrong
+from penstock.train.data.sources import RecordError, blaming
 from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
@@ -82,13 +82,24 @@ class ChatEncoder:
     def encode(self, name: str, row: Mapping[str, Any]) -> Encoded | None:
         """The chat's ids and labels; None for one without a counted token that is to be dropped.
 
-        Raises: DataError that names what is wrong with it.
+        Raises: DataError that names the record, and what is wrong with it.
         """
-        chat = self._reader.read(name, row)
-        shown = self._shown(name, chat)
+        with blaming(f"data file {name}"):
+            chat = self._reader.read(row)
+            shown = self._shown(chat)
+            ids, counted = self._texts(*chat) if isinstance(chat, Texts) else self._written(chat)
+            if not counted[1:].any():  # nothing predicts the first token
+                if self.drop:
+                    return None
+                rule = f"it has no token that the loss counts: {_why_none(chat)}"
+                raise RecordError(rule, "Mend it, or leave such chats out with data.unanswered=drop")
+        labels = np.where(counted, ids.astype(np.int32), np.int32(IGNORED))
+        return Encoded(ids, labels, shown)
+
+    def _written(self, chat: Chat) -> tuple[Ids, Counted]:
         try:
-            ids, counted = self._texts(*chat) if isinstance(chat, Texts) else self._chat(name, chat)
-        except DataError:
+            return self._chat(chat)
+        except (DataError, RecordError):
             raise
         except TemplateSyntaxError as error:  # of the template itself: no record is to blame
             said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
@@ -97,26 +108,19 @@ class ChatEncoder:
         except Exception as error:  # Jinja's, and whatever a template meets in values of another type
             rule = f"the chat template refuses it ({' '.join(str(error).split())})"
             remedy = "Mend it, or give a template that takes it (data.chat_template)"
-            raise wrong(name, rule, remedy) from None
-        if not counted[1:].any():  # nothing predicts the first token
-            if self.drop:
-                return None
-            rule = f"it has no token that the loss counts: {_why_none(chat)}"
-            raise wrong(name, rule, "Mend it, or leave such chats out with data.unanswered=drop")
-        labels = np.where(counted, ids.astype(np.int32), np.int32(IGNORED))
-        return Encoded(ids, labels, shown)
+            raise RecordError(rule, remedy) from None
 
-    def _shown(self, name: str, chat: Chat | Texts) -> bytes | None:
+    def _shown(self, chat: Chat | Texts) -> bytes | None:
         """What images are read from again, in JSON; None where the chats show none."""
         if not self.tokenizer.sees:
             return None
         if isinstance(chat, Texts):
             rule = "it has a prompt and a completion without a template, and data.images reads messages"
-            raise wrong(name, rule, "Write them as messages, or leave data.images out")
+            raise RecordError(rule, "Write them as messages, or leave data.images out")
         if chat.options:
             options = " and ".join(chat.options)
             rule = f"it has {options} for the template, and data.images reads messages alone"
-            raise wrong(name, rule, "Leave them out, or leave data.images out")
+            raise RecordError(rule, "Leave them out, or leave data.images out")
         return json.dumps(chat.messages).encode()
 
     def _texts(self, prompt: str, completion: str) -> tuple[Ids, Counted]:
@@ -125,32 +129,28 @@ class ChatEncoder:
         whole = prompt + completion + (end if not completion.endswith(end) else "")
         ids, before = (self.tokenizer.own(text, verbose=False)["input_ids"] for text in (whole, prompt))
         start = 0 if self.loss_on == "all" else _common(before, ids)
-        return _after(ids, [(start, len(ids))])
+        return _counted(ids, [(start, len(ids))])
 
-    def _chat(self, name: str, chat: Chat) -> tuple[Ids, Counted]:
+    def _chat(self, chat: Chat) -> tuple[Ids, Counted]:
         text = self.tokenizer.chat_text(chat.messages, chat.options)
-        self._check_short(name, chat)
-        _check_written(name, chat, text)
+        self._check_short(chat)
+        _check_written(chat, text)
         if "tools" in chat.options:
-            self._check_tools(name, chat, text)
-        left_out = {index for index, trained in enumerate(chat.trained) if trained is False}
-        if self.loss_on == "all":
-            chosen = range(len(chat.messages))
-        elif chat.prompt is not None:
-            chosen = range(chat.prompt, len(chat.messages))
-        else:
-            return self._turns(name, chat, left_out)
-        _check_asked(name, chat, chosen)
+            self._check_tools(chat, text)
+        if self.loss_on != "all" and chat.prompt is None:
+            return self._turns(chat)
+        chosen = range(0 if self.loss_on == "all" else chat.prompt or 0, len(chat.messages))
+        _check_asked(chat, chosen)
         ids = self.tokenizer.chat_ids(chat.messages, chat.options)
-        start = self._prefix(name, chat, chosen.start, ids, prompt=True)
-        made, counted = _after(ids, [(start, len(ids))])
-        for index in left_out.intersection(chosen):  # with the words that the template puts around it
-            begin, end = (self._prefix(name, chat, count, ids) for count in (index, index + 1))
+        start = self._prefix(chat, chosen.start, ids, prompt=True)
+        made, counted = _counted(ids, [(start, len(ids))])
+        for index in chat.left_out.intersection(chosen):  # with the words that the template puts around it
+            begin, end = (self._prefix(chat, count, ids) for count in (index, index + 1))
             counted[begin:end] = False
         return made, counted
 
-    def _check_short(self, name: str, chat: Chat) -> None:
-        """Raise DataError for a short content that is lost: a letter of it may be found in any other word.
+    def _check_short(self, chat: Chat) -> None:
+        """Raise RecordError for a short content that is lost: a letter of it may be found in any other word.
 
         So it is looked for once more, with a word behind it that is nowhere else.
         """
@@ -163,39 +163,39 @@ class ChatEncoder:
         text = self.tokenizer.chat_text(messages, chat.options) if marked else ""
         for index in marked:
             if f"{_NOWHERE}{index}." not in text:
-                raise _lost(name, chat, index, "the content", chat.messages[index]["content"])
+                raise _lost(chat, index, "the content", chat.messages[index]["content"])
 
-    def _check_tools(self, name: str, chat: Chat, text: str) -> None:
+    def _check_tools(self, chat: Chat, text: str) -> None:
         without = {key: value for key, value in chat.options.items() if key != "tools"}
         if self.tokenizer.chat_text(chat.messages, without) == text:
             rule = "the chat template writes the same without its tools, and so leaves them out"
             remedy = "Give a template that writes them (data.chat_template)"
-            raise wrong(name, rule, f"{remedy}, or list tools in data.ignored_fields")
+            raise RecordError(rule, f"{remedy}, or list tools in data.ignored_fields")
 
-    def _turns(self, name: str, chat: Chat, left_out: set[int]) -> tuple[Ids, Counted]:
+    def _turns(self, chat: Chat) -> tuple[Ids, Counted]:
         """Count the turns of the assistant, or the last one."""
         turns = chat.turns
-        _check_asked(name, chat, turns)
+        _check_asked(chat, turns)
         chosen = turns[-1:] if self.loss_on == "last" else turns
-        kept = [index for index in chosen if index not in left_out]
+        kept = [index for index in chosen if index not in chat.left_out]
         if not _MARK.search(self.tokenizer.template(chat.options.get("tools"))):
             ids = self.tokenizer.chat_ids(chat.messages, chat.options)
-            starts = [self._prefix(name, chat, index, ids, prompt=True) for index in kept]
-            ends = [self._prefix(name, chat, index + 1, ids) for index in kept]
-            return _after(ids, list(zip(starts, ends, strict=True)))
+            return _counted(ids, [(self._prefix(chat, index, ids, prompt=True),
+                                   self._prefix(chat, index + 1, ids)) for index in kept])  # fmt: skip
         ids, marks = self.tokenizer.chat_marked(chat.messages, chat.options)
-        runs = _runs(marks)
+        edges = np.flatnonzero(np.diff([0, *marks, 0]))  # where each run of marked tokens begins and ends
+        runs = [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
         if kept == chosen:
-            return _after(ids, runs[-1:] if self.loss_on == "last" else runs)
+            return _counted(ids, runs[-1:] if self.loss_on == "last" else runs)
         if len(runs) != len(turns):
             rule = (
                 f"some of its {len(turns)} turns of the assistant are not to count, and the template marks "
                 f"{len(runs)} parts, so that it is not known which part is whose"
             )
-            raise wrong(name, rule, "Give a template that marks each turn once (data.chat_template)")
-        return _after(ids, [run for index, run in zip(turns, runs, strict=True) if index in kept])
+            raise RecordError(rule, "Give a template that marks each turn once (data.chat_template)")
+        return _counted(ids, [run for index, run in zip(turns, runs, strict=True) if index in kept])
 
-    def _prefix(self, name: str, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool = False) -> int:
+    def _prefix(self, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool = False) -> int:
         """How many of `ids` are those of the first `count` messages.
 
         prompt: with the generation prompt
@@ -204,12 +204,11 @@ class ChatEncoder:
         if count in (0, len(messages)):
             return len(ids) if count else 0
         first, more = messages[:count], {**options, "add_generation_prompt": prompt}
-        texts = [self.tokenizer.chat_text(*each) for each in ((first, more), (messages, options))]
+        texts = [self.tokenizer.chat_text(*call) for call in ((first, more), (messages, options))]
         if not texts[1].startswith(texts[0]):
             some = "message" if count == 1 else f"{count} messages"
             at = _common(*texts)
-            raise wrong(
-                name,
+            raise RecordError(
                 f"the template writes its first {some} in another way where more follow (from "
                 f"{texts[0][at : at + 20]!r} on), so that comparing does not find the assistant's tokens",
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
@@ -218,15 +217,15 @@ class ChatEncoder:
         return _common(self.tokenizer.chat_ids(first, more), ids)
 
 
-def _check_asked(name: str, chat: Chat, counted: Sequence[int]) -> None:
-    """Raise DataError where the record asks for a turn to be trained that the loss does not count."""
+def _check_asked(chat: Chat, counted: Sequence[int]) -> None:
+    """Raise RecordError where the record asks for a turn to be trained that the loss does not count."""
     for index, trained in enumerate(chat.trained):
         if trained and index not in counted:
             rule = (
                 f"weight or train asks to train {chat.names[index]}, of the role "
                 f"{chat.messages[index]['role']}, which the loss does not count"
             )
-            raise wrong(name, rule, "Remove it there, or set data.loss_on=all")
+            raise RecordError(rule, "Remove it there, or set data.loss_on=all")
 
 
 def _why_none(chat: Chat | Texts) -> str:
@@ -235,7 +234,7 @@ def _why_none(chat: Chat | Texts) -> str:
     if not chat.turns:
         roles = dict.fromkeys(message["role"] for message in chat.messages)
         return f"its messages are of the roles {', '.join(roles)}, and none of the assistant"
-    if any(chat.trained[index] is False for index in chat.turns):
+    if chat.left_out.intersection(chat.turns):
         return "its turns of the assistant have weight 0 or train false"
     return "the template writes nothing of what the assistant says"
 
@@ -243,8 +242,8 @@ def _why_none(chat: Chat | Texts) -> str:
 # ---- What the template wrote
 
 
-def _check_written(name: str, chat: Chat, text: str) -> None:
-    """Raise DataError for a text of the chat that is not in `text`, in the order of its messages.
+def _check_written(chat: Chat, text: str) -> None:
+    """Raise RecordError for a text of the chat that is not in `text`, in the order of its messages.
 
     Templates move the system message, and tools, to where they like. Those of models that reason leave the
     thoughts of earlier turns out: these may be missing, and the last turn's may not.
@@ -258,15 +257,15 @@ def _check_written(name: str, chat: Chat, text: str) -> None:
             for what, said in together:
                 ends.append(_end_in(text, said, start))
                 if ends[-1] < 0:
-                    raise _lost(name, chat, index, what, said)
+                    raise _lost(chat, index, what, said)
             start = max(ends)
         at = at if system else start
 
 
-def _lost(name: str, chat: Chat, index: int, what: str, said: object) -> DataError:
+def _lost(chat: Chat, index: int, what: str, said: object) -> RecordError:
     shown = str(said).strip()[:60]
     rule = f"the chat template leaves out {what} of {chat.names[index]}: {shown!r}"
-    return wrong(name, rule, "Give a template that writes it (data.chat_template), or take it out here")
+    return RecordError(rule, "Give a template that writes it (data.chat_template), or take it out here")
 
 
 def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str, object]]]:
@@ -308,7 +307,7 @@ def _end_in(text: str, said: object, start: int) -> int:
 # ---- Tokens
 
 
-def _after(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, Counted]:
+def _counted(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, Counted]:
     """The ids, and whether each lies within one of the spans."""
     counted = np.zeros(len(ids), dtype=np.bool_)
     for start, end in spans:
@@ -319,9 +318,3 @@ def _after(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids, C
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
     """How many both begin with: the last token of a prompt may have merged with what follows it."""
     return sum(takewhile(bool, map(eq, first, second)))
-
-
-def _runs(marks: Sequence[int]) -> list[tuple[int, int]]:
-    """Where each run of marked tokens begins and ends."""
-    edges = np.flatnonzero(np.diff(np.asarray([0, *marks, 0])))
-    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]

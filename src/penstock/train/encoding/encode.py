@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice
 from multiprocessing import get_context
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
-from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, wrong
+from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
@@ -34,6 +33,7 @@ EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; 
 _RULES = 1  # by which records become tokens: change it with them, and no cache gives tokens by older ones
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
+_ROW_BYTES = 1000  # of a row of a table, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
 _MOST = 1 << 31  # ids are below
 _WHOLE = TypeAdapter(list[int])
@@ -72,13 +72,8 @@ class Encoder:
     @property
     def digest(self) -> tuple[object, ...]:
         """What its tokens follow from, other than the records."""
-        return (
-            _RULES,
-            self.kind,
-            self.text_field,
-            self.options,
-            self.kind != "tokens" and self.tokenizer.digest,
-        )
+        tokenizer = self.kind != "tokens" and self.tokenizer.digest
+        return _RULES, self.kind, self.text_field, self.options, tokenizer
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -88,37 +83,40 @@ class Encoder:
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
         if self.kind == "text":
-            return self._texts(records)
-        of_tokens = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
-        made = self._chats.encode if self.kind == "chat" else of_tokens
-        return [(record.name, made(record.name, self._row(record))) for record in records]
-
-    def _texts(self, records: Sequence[Record]) -> EncodedRecords:
-        names = [record.name for record in records]
-        texts = [
-            self._field(record) if self.lines or isinstance(record.content, dict) else record.content
-            for record in records
-        ]
-        ids = self.tokenizer.encode(names, texts)
-        return [(name, Encoded(each)) for name, each in zip(names, ids, strict=True)]
+            names = [record.name for record in records]
+            ids = self.tokenizer.encode(names, [self._text(record) for record in records])
+            return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
+        if self.kind == "chat":
+            encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
+        else:
+            encode = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
+        return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _row(self, record: Record) -> dict[str, Any]:
         """The fields of a record: of a chat in a table those that it has."""
         row = _row(record)
         return _without_none(row) if self.kind == "chat" and row is record.content else row
 
-    def _field(self, record: Record) -> bytes:
-        text = field_of(record.name, _row(record), self.text_field, _MEND_TEXT)
-        if not isinstance(text, str):
-            rule = f"{self.text_field} holds a {type(text).__name__} and no text"
-            raise wrong(record.name, rule, _MEND_TEXT)
-        check_unicode(record.name, self.text_field, text)
-        return text.encode("utf-8")
+    def _text(self, record: Record) -> bytes:
+        if isinstance(record.content, bytes) and not self.lines:
+            return record.content
+        with blaming(f"data file {record.name}"):
+            text = field_of(_row(record), self.text_field, _MEND_TEXT)
+            if not isinstance(text, str):
+                raise RecordError(f"{self.text_field} holds a {type(text).__name__} and no text", _MEND_TEXT)
+            check_unicode(self.text_field, text)
+            return text.encode("utf-8")
 
 
 def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
-    kind, keys = _kind_of(source), source.section
+    keys = source.section
+    if keys.kind in ("chat", "tokens"):
+        kind: RecordKind = keys.kind
+    else:
+        first = next(source.records(), None) if source.format not in ("text", "megatron") else None
+        fields = _row(first) if first else {}
+        kind = "tokens" if TOKENS[0] in fields and keys.text_field not in fields else "text"
     options: tuple[tuple[str, Any], ...] = (("ignored", keys.ignored_fields),) if kind != "text" else ()
     if kind == "chat":
         options += (
@@ -126,14 +124,6 @@ def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer)
             ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
-
-
-def _kind_of(source: DataSource) -> RecordKind:
-    if source.section.kind in ("chat", "tokens"):
-        return source.section.kind
-    first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-    fields = _row(first) if first else {}
-    return "tokens" if TOKENS[0] in fields and source.section.text_field not in fields else "text"
 
 
 def _without_none(value: Any) -> Any:
@@ -150,10 +140,11 @@ def _row(record: Record) -> dict[str, Any]:
     """The fields of a record, of JSONL the object in its line. Raises DataError."""
     if isinstance(record.content, dict):
         return record.content
-    row = parsed(record.name, "it", record.content)
-    if not isinstance(row, dict):
-        raise wrong(record.name, f"each line is a JSON object, and this is a {type(row).__name__}")
-    return row
+    with blaming(f"data file {record.name}"):
+        row = parsed("it", record.content)
+        if not isinstance(row, dict):
+            raise RecordError(f"each line is a JSON object, and this is a {type(row).__name__}")
+        return row
 
 
 def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) -> Encoded:
@@ -161,31 +152,30 @@ def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) ->
 
     A mask says which tokens count, or which are padding, and so is no field to pass over without a word.
     """
-    field_of(name, row, TOKENS[0], "Take data.kind=text or chat, or tokenise it")
-    ids = _numbers(name, TOKENS[0], row[TOKENS[0]])
-    labels = ids if row.get(TOKENS[1]) is None else _numbers(name, TOKENS[1], row[TOKENS[1]])
-    unread = {key for key, content in row.items() if content is not None and key not in (*TOKENS, *ignored)}
-    if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
-        unread.remove("attention_mask")
-    refuse_keys(name, unread, (), ignored)
-    if ids.size and (ids.min() < 0 or ids.max() >= _MOST):
-        raise wrong(name, f"token ids are 0 or more, and here is {ids[(ids < 0) | (ids >= _MOST)][0]}")
-    if len(labels) != len(ids):
-        rule = f"it has {len(labels)} labels for {len(ids)} tokens"
-        raise wrong(name, rule, "Give one for each, -100 where the loss is not to count it")
-    unknown = labels[((labels < 0) & (labels != IGNORED)) | (labels >= _MOST)]
-    if unknown.size:
-        raise wrong(name, f"a label is a token id, or {IGNORED}, and here is {unknown[0]}")
+    with blaming(f"data file {name}"):
+        ids = _numbers(TOKENS[0], field_of(row, TOKENS[0], "Take data.kind=text or chat, or tokenise it"))
+        labels = ids if row.get(TOKENS[1]) is None else _numbers(TOKENS[1], row[TOKENS[1]])
+        unread = {key for key, value in row.items() if value is not None} - {*TOKENS, *ignored}
+        if "attention_mask" in unread and row["attention_mask"] == [1] * len(ids):  # which hides nothing
+            unread.remove("attention_mask")
+        refuse_keys(unread, (), ignored)
+        if (unknown := ids[(ids < 0) | (ids >= _MOST)]).size:
+            raise RecordError(f"token ids are 0 or more, and here is {unknown[0]}")
+        if len(labels) != len(ids):
+            rule = f"it has {len(labels)} labels for {len(ids)} tokens"
+            raise RecordError(rule, "Give one for each, -100 where the loss is not to count it")
+        if (unknown := labels[((labels < 0) & (labels != IGNORED)) | (labels >= _MOST)]).size:
+            raise RecordError(f"a label is a token id, or {IGNORED}, and here is {unknown[0]}")
     return Encoded(ids.astype(np.uint32), labels.astype(np.int32))
 
 
-def _numbers(name: str, field: str, content: object) -> npt.NDArray[np.int64]:
+def _numbers(field: str, content: object) -> npt.NDArray[np.int64]:
     try:
         whole = content if isinstance(content, np.ndarray) else _WHOLE.validate_python(content, strict=True)
         return np.asarray(whole, dtype=np.int64)
     except (ValidationError, OverflowError):
         rule = f"{field} is a list of whole numbers, and here is a {type(content).__name__} of something else"
-        raise wrong(name, rule) from None
+        raise RecordError(rule) from None
 
 
 def check_highest(value: str, highest: int, vocabulary: int, first: str = "") -> None:
@@ -234,18 +224,17 @@ def encoded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
-    while block := list(islice(records, 1)):
-        size = _bytes(block[0])
-        while len(block) < _AT_ONCE and size < _BLOCK_BYTES and (record := next(records, None)):
-            block.append(record)
-            size += _bytes(record)
+def _blocks(records: Iterable[Record]) -> Iterator[tuple[int, list[Record]]]:
+    block: list[Record] = []
+    size = 0
+    for record in records:
+        block.append(record)
+        size += len(record.content) if isinstance(record.content, bytes) else _ROW_BYTES
+        if len(block) >= _AT_ONCE or size >= _BLOCK_BYTES:
+            yield size, block
+            block, size = [], 0
+    if block:
         yield size, block
-
-
-def _bytes(record: Record) -> int:
-    """Exact where it matters: texts and lines may be long."""
-    return len(record.content) if isinstance(record.content, bytes) else 1000
 
 
 _worker: Encoder | None = None  # of a worker process: what it was started with

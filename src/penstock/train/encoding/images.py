@@ -28,7 +28,7 @@ from penstock.models.model_folder import OTHERS, TOKENIZER
 from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, read_bytes, size
 from penstock.train.data.rows import Piece
-from penstock.train.data.sources import wrong
+from penstock.train.data.sources import RecordError, blaming, need
 from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace, read_folder
 
 _LARGEST = 64 * MIB  # of an image's file
@@ -54,7 +54,7 @@ class Processor(HuggingFace):
     def __init__(self, name: str, template: str | None, images: str, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
         self._images = str(Path(images).expanduser())
-        _need_pillow()
+        need("PIL.Image", "data.images", "images are read with Pillow", "images")
         self.processor = self._writer = read_folder(AutoProcessor, name, trusted, "processor", _REMEDY)
         if not hasattr(self.processor, "tokenizer") or not hasattr(self.processor, "image_processor"):
             kind = type(self.processor).__name__
@@ -93,47 +93,47 @@ class Processor(HuggingFace):
     def template(self, tools: Any = None) -> str:
         return str(self.processor.chat_template)
 
-    def resolved(self, name: str, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
+    def resolved(self, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
         """The messages, in which each image has the path of its file and a digest of its bytes."""
-        left = row.get("images") or []
-        if not isinstance(left, list):
-            rule = f"images lists files, and here is a {type(left).__name__}"
-            raise wrong(name, rule, 'Write ["NAME.png"]')
-        left = list(left)
-        resolved = [{**message, "content": self._content(name, message.get("content"), left)}
+        listed = row.get("images") or []
+        if not isinstance(listed, list):
+            rule = f"images lists files, and here is a {type(listed).__name__}"
+            raise RecordError(rule, 'Write ["NAME.png"]')
+        left = [*listed]
+        resolved = [{**message, "content": self._content(message.get("content"), left)}
                     for message in messages]  # fmt: skip
         if left:
             rule = f"{len(left)} of its images stand in no message, first {left[0]!r}"
-            raise wrong(name, rule, 'Write {"type": "image"} where each is to stand')
+            raise RecordError(rule, 'Write {"type": "image"} where each is to stand')
         return resolved
 
-    def _content(self, name: str, content: Any, left: list[Any]) -> Any:
+    def _content(self, content: Any, left: list[Any]) -> Any:
         if not isinstance(content, list):
-            self._check_text(name, content)
+            self._check_text(content)
             return content
         parts: list[Any] = []
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in ("image", "image_url"):
-                parts.append(self._image(name, part, left))
+                parts.append(self._image(part, left))
             elif kind == "text" and isinstance(part.get("text"), str):
-                self._check_text(name, part["text"])
+                self._check_text(part["text"])
                 parts.append(part)
             elif kind in (None, "text"):  # templates differ in what they make of it, and some leave it out
                 rule = f"a message has a part {str(part)[:60]} that does not say what it is"
                 remedy = 'Write {"type": "text", "text": ...} or {"type": "image", "path": ...}'
-                raise wrong(name, rule, remedy)
+                raise RecordError(rule, remedy)
             else:
                 rule = f"a message has a part of the type {kind!r}, and text and images are read"
-                raise wrong(name, rule, "Leave it out")
+                raise RecordError(rule, "Leave it out")
         return parts
 
-    def _check_text(self, name: str, text: Any) -> None:
+    def _check_text(self, text: Any) -> None:
         if self._token and isinstance(text, str) and self._token in text:
             rule = f"a text holds {self._token!r}, for which the model wants an image, and none is given"
-            raise wrong(name, rule, 'Write {"type": "image", "path": ...} as a part of the content')
+            raise RecordError(rule, 'Write {"type": "image", "path": ...} as a part of the content')
 
-    def _image(self, name: str, part: Mapping[str, Any], left: list[Any]) -> dict[str, str]:
+    def _image(self, part: Mapping[str, Any], left: list[Any]) -> dict[str, str]:
         given = next((part[key] for key in _PATHS if part.get(key)), None)
         if isinstance(url := part.get("image_url"), dict | str):
             given = url.get("url") if isinstance(url, dict) else url
@@ -141,14 +141,12 @@ class Processor(HuggingFace):
             given = left.pop(0)
         if given is None:
             rule = "an image of a message names no file, and its record lists none in images"
-            raise wrong(name, rule, 'Write {"type": "image", "path": "NAME.png"}')
+            raise RecordError(rule, 'Write {"type": "image", "path": "NAME.png"}')
         if not isinstance(given, str) or "://" in given or given.startswith("data:"):
             rule = f"an image is a file on this machine, and here is {str(given)[:60]!r}"
-            raise wrong(name, rule, "Save it, and give its path, relative to data.images")
-        path, value = str(Path(self._images) / given), f"data file {name}"
-        content = _bytes_of(path, value)
-        _opened(path, value, content)
-        return {"type": "image", "path": given, "digest": _digest(content)}
+            raise RecordError(rule, "Save it, and give its path, relative to data.images")
+        _, digest = _read_image(str(Path(self._images) / given))
+        return {"type": "image", "path": given, "digest": digest}
 
     def _chat(self, messages: ChatMessages, options: Mapping[str, Any]) -> Any:
         encoded = self.processor.apply_chat_template(
@@ -204,39 +202,26 @@ _AGAIN = "Put it back, or tokenise again: give another folder as data.cache"
 
 @lru_cache(maxsize=32)  # a chat's images are read once for all of its turns
 def _image_at(path: str, digest: str) -> Any:
-    value = f"image {path}"
-    content = _bytes_of(path, value)
-    if _digest(content) != digest:
-        raise DataError(value, "it is not the image that it was when the data was tokenised", _AGAIN)
-    return _opened(path, value, content)
+    with blaming(f"image {path}"):
+        return _read_image(path, digest)[0]
 
 
-def _bytes_of(path: str, value: str) -> bytes:
-    try:
-        return read_bytes(path, _LARGEST)
-    except OSError as error:
-        rule = f"its image {path} cannot be read ({error.strerror or error})"
-        remedy = f"Give the path of a file of at most {size(_LARGEST)}, relative to data.images"
-        raise DataError(value, rule, remedy) from None
-
-
-def _opened(path: str, value: str, content: bytes) -> Any:
+def _read_image(path: str, wanted: str = "") -> tuple[Any, str]:
+    """An image in RGB, and the digest of its file. Raises RecordError where that is not the one `wanted`."""
     from PIL import Image
 
     try:
-        return Image.open(BytesIO(content)).convert("RGB")
+        content = read_bytes(path, _LARGEST)
+    except OSError as error:
+        rule = f"its image {path} cannot be read ({error.strerror or error})"
+        remedy = f"Give the path of a file of at most {size(_LARGEST)}, relative to data.images"
+        raise RecordError(rule, remedy) from None
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    if wanted not in ("", digest):
+        raise RecordError("it is not the image that it was when the data was tokenised", _AGAIN)
+    try:
+        image = Image.open(BytesIO(content)).convert("RGB")
     except Exception as error:  # Pillow has an error for each format
         rule = f"Pillow reads no image in {path} ({type(error).__name__})"
-        raise DataError(value, rule, "Give a PNG, JPEG or another image that it reads") from None
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _need_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError as error:
-        rule = "images are read with Pillow, which is not installed"
-        raise DataError("data.images", rule, "Install it: pip install 'penstock[images]'") from error
+        raise RecordError(rule, "Give a PNG, JPEG or another image that it reads") from None
+    return image, digest

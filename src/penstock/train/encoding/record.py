@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.reading import parse_json
 from penstock.train.config.sections import ColumnsSection
-from penstock.train.data.sources import MEND, wrong
+from penstock.train.data.sources import MEND, RecordError
 from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,6 +42,7 @@ _OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
 # what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
 _ANSWERS = ("output", "response")
+_ALPACAS = ("instruction", "input", "system", "history")
 _DIGITS = 9  # of a number of a completion, given as text
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _HALF = re.compile("[\ud800-\udfff]")
@@ -68,6 +69,11 @@ class Chat(NamedTuple):
         """The numbers of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
+    @property
+    def left_out(self) -> set[int]:
+        """The numbers of the messages that the loss must not count."""
+        return {index for index, trained in enumerate(self.trained) if trained is False}
+
 
 class Texts(NamedTuple):
     """A prompt and its completion that no template is to touch."""
@@ -86,52 +92,45 @@ class ChatReader:
     columns: ColumnsSection | None = None
     ignored: tuple[str, ...] = ()
 
-    def read(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
-        """The chat in a record. Raises DataError that names the record, and what is wrong with it."""
+    def read(self, row: Mapping[str, Any]) -> Chat | Texts:
+        """The chat in a record. Raises RecordError that says what is wrong with it."""
         if self.columns is not None:
-            return _columns(name, row, self.columns)
-        row = _with_tools(name, self._kept(row))
+            return _columns(row, self.columns)
+        row = self._kept(row)
+        check_unicode("", row)
+        tools = _tools(row.pop("tools", None) or [])
+        row |= {"tools": tools} if tools else {}
         field = self.field or next((key for key in ("messages", "conversations") if key in row), "messages")
         if self.form in ("auto", "messages") and field in row:
-            listed = [*_system(name, row), *_listed(name, field, row[field])]
-            return self._chat(name, row, listed, known=(field, "system"))
+            return self._chat(row, [*_system(row), *_listed(field, row[field])], known=(field, "system"))
         if self.form in ("auto", "prompt") and {"prompt", "completion"} <= row.keys():
-            return self._prompt(name, row)
+            prompt, completion = row["prompt"], row["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                refuse_keys(row.keys() - {"prompt", "completion"}, (), self.ignored)
+                return Texts(prompt, completion)
+            before = _listed("prompt", prompt)
+            listed = [*before, *_listed("completion", completion)]
+            return self._chat(row, listed, known=("prompt", "completion"))._replace(prompt=len(before))
         answer = next((key for key in _ANSWERS if key in row), None)
         if self.form in ("auto", "instruction") and "instruction" in row and answer:
-            known = ("instruction", "input", answer, "system", "history")
-            return self._chat(name, row, _instruction(name, row, answer), known)
+            return self._chat(row, _instruction(row, answer), known=(*_ALPACAS, answer))
         wanted = {
             "messages": f"a list in {field}", "prompt": "prompt and completion",
             "instruction": "instruction and output",
         }.get(self.form, _FORMS)  # fmt: skip
         rule = f"a chat has {wanted}, and its fields are {_names(row)}"
-        raise wrong(name, rule, "Name the field of the messages with data.messages_field, or mend the record")
+        raise RecordError(rule, "Name the field of the messages with data.messages_field, or mend the record")
 
     def _kept(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that say something: a table has None for each field that a row lacks."""
         return {key: value for key, value in fields.items() if value is not None and key not in self.ignored}
 
-    def _prompt(self, name: str, row: Mapping[str, Any]) -> Chat | Texts:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            refuse_keys(name, row.keys() - {"prompt", "completion"}, (), self.ignored)
-            return Texts(prompt, completion)
-        before = _listed(name, "prompt", prompt)
-        listed = [*before, *_listed(name, "completion", completion)]
-        return self._chat(name, row, listed, known=("prompt", "completion"))._replace(prompt=len(before))
-
-    # ---- Messages
-
-    def _chat(
-        self, name: str, row: Mapping[str, Any], listed: Sequence[tuple[str, Any]], known: Collection[str]
-    ) -> Chat:
-        """Raises DataError for all keys of a record, and of its messages, that nothing here reads.
+    def _chat(self, row: dict[str, Any], listed: Sequence[tuple[str, Any]], known: Collection[str]) -> Chat:
+        """Raises RecordError for all keys of a record, and of its messages, that nothing here reads.
 
         listed: messages as the record has them, each with its name for errors
         """
         seen = ("images",) if self.tokenizer.sees else ()
-        of_row = row.keys() - {*known, *seen, *_OF_TEMPLATES}
         template = self.tokenizer.template(row.get("tools"))
         of_messages = {
             key
@@ -139,88 +138,84 @@ class ChatReader:
             for key in self._kept(message).keys() - _OF_MESSAGES
             if not (_reads(template, key) or (key in _OF_RESULTS and _answers_call(message)))
         }  # fmt: skip
-        refuse_keys(name, of_row, of_messages, self.ignored)
-        options = _options(name, row)
-        pairs = [self._message(name, at, message, template) for at, message in listed]
-        systems = sum(message["role"] in SYSTEMS for message, _ in pairs[:2])
-        if "system" in row and systems > 1:
+        refuse_keys(row.keys() - {*known, *seen, *_OF_TEMPLATES}, of_messages, self.ignored)
+        options, messages, trained = _options(row), [], []
+        for at, given in listed:
+            message = self._message(at, given, template)
+            trained.append(_trained(at, message))
+            self._check_contents(at, message)
+            messages.append(message)
+        if "system" in row and sum(message["role"] in SYSTEMS for message in messages[:2]) > 1:
             rule = "it has a field system, and its first message is a system message too"
-            raise wrong(name, rule, "Remove one of them, or list system in data.ignored_fields")
-        messages = self.tokenizer.resolved(name, row, [message for message, _ in pairs])
-        return Chat(messages, options, [at for at, _ in listed], [trained for _, trained in pairs])
+            raise RecordError(rule, "Remove one of them, or list system in data.ignored_fields")
+        return Chat(self.tokenizer.resolved(row, messages), options, [at for at, _ in listed], trained)
 
-    def _message(
-        self, name: str, at: str, given: object, template: str
-    ) -> tuple[dict[str, Any], bool | None]:
-        """A message with a role and a content, and whether the loss counts it."""
+    def _message(self, at: str, given: object, template: str) -> dict[str, Any]:
+        """The keys of a message that say something, with its role among them, in our words."""
         if not isinstance(given, dict):
-            raise wrong(name, f"{at} is {_kind(given)}", 'Write {"role": "user", "content": "..."}')
+            raise RecordError(f"{at} is {_kind(given)}", 'Write {"role": "user", "content": "..."}')
         message = self._kept(given)
         for other, key in (("from", "role"), ("value", "content")):
             if other in message:
                 if key in message:
-                    raise wrong(name, f"{at} has both {key} and {other}", "Remove one of them")
+                    raise RecordError(f"{at} has both {key} and {other}", "Remove one of them")
                 message[key] = message.pop(other)
         role = message.get("role")
         if not isinstance(role, str):
             rule = f"{at} has no role, only {_names(given)}"
-            raise wrong(name, rule, "Give it one: system, user or assistant")
+            raise RecordError(rule, "Give it one: system, user or assistant")
         message["role"] = _OTHER_NAMES.get(role, role)
         if message["role"] not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", template):
             rule = f"{at} has the role {role!r}, which neither we nor the template know"
-            raise wrong(name, rule, f"Write one of {', '.join(ROLES)}")
-        trained = _trained(name, at, message)
+            raise RecordError(rule, f"Write one of {', '.join(ROLES)}")
         if role == _CALLS and "tool_calls" not in message:
-            _split_calls(name, at, message)
+            _split_calls(at, message)
+        return message
+
+    def _check_contents(self, at: str, message: dict[str, Any]) -> None:
+        """Make calls what the template takes, and the content a text, or parts that may be images."""
         if message.get("tool_calls") in ([], ""):
             del message["tool_calls"]
         if "tool_calls" in message:
-            message["tool_calls"] = self._calls(name, at, message["tool_calls"])
+            message["tool_calls"] = self._calls(at, message["tool_calls"])
         elif "content" not in message:
             rule = f"{at}, of the role {message['role']}, has no content"
-            raise wrong(name, rule, "Give it some, or remove it")
-        self._check_texts(name, at, message)
-        return message, trained
-
-    def _check_texts(self, name: str, at: str, message: dict[str, Any]) -> None:
-        """Join the parts of a content to a text, unless some may be images."""
+            raise RecordError(rule, "Give it some, or remove it")
         if isinstance(message.get("content"), list) and not self.tokenizer.sees:
             parts = [self._kept(part) if isinstance(part, dict) else {} for part in message["content"]]
             for part in parts:
                 if part.keys() != {"type", "text"} or part["type"] != "text" or type(part["text"]) is not str:
                     rule = f"the content of {at} has a part that is no text: {str(part)[:60]}"
                     remedy = 'Write {"type": "text", "text": "..."}; of pictures set data.images'
-                    raise wrong(name, rule, remedy)
+                    raise RecordError(rule, remedy)
             message["content"] = "".join(part["text"] for part in parts)
         for key in ("content", "tool_call_id", "name", *THOUGHTS):
             wanted = (str, list) if key == "content" and self.tokenizer.sees else str
             if not isinstance(message.get(key, ""), wanted):
-                raise wrong(name, f"{key} of {at} is a text, and here is {_kind(message[key])}")
+                raise RecordError(f"{key} of {at} is a text, and here is {_kind(message[key])}")
 
-    def _calls(self, name: str, at: str, calls: object) -> list[dict[str, Any]]:
+    def _calls(self, at: str, calls: object) -> list[dict[str, Any]]:
         """Calls of tools with their arguments as the template takes them."""
         rule = f"tool_calls of {at} is a list of calls, each with a name and an object of arguments"
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise wrong(name, f"{rule}, and here is {_kind(calls)}")
+            raise RecordError(f"{rule}, and here is {_kind(calls)}")
         made = []
         for call in map(self._kept, calls):
             function = call.get("function", call)
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise wrong(name, f"{rule}, and here is {str(call)[:80]}")
+                raise RecordError(f"{rule}, and here is {str(call)[:80]}")
             function = self._kept(function)
             if "arguments" in function:
-                function["arguments"] = self._arguments(name, at, function["arguments"])
+                function["arguments"] = self._arguments(at, function["arguments"])
             made.append({**call, "function": function} if "function" in call else function)
         return made
 
-    def _arguments(self, name: str, at: str, given: object) -> Any:
+    def _arguments(self, at: str, given: object) -> Any:
         """An object, which OpenAI writes as a text in JSON."""
-        arguments = given
-        if isinstance(given, str):
-            arguments = parsed(name, f"the arguments of a call in {at}", given)
+        arguments = parsed(f"the arguments of a call in {at}", given) if isinstance(given, str) else given
         if not isinstance(arguments, dict):
             rule = f"the arguments of a call in {at} are an object, and here is {_kind(arguments)}"
-            raise wrong(name, rule, 'Write {"NAME": VALUE}')
+            raise RecordError(rule, 'Write {"NAME": VALUE}')
         if not self._text_arguments:
             return arguments
         return given if isinstance(given, str) else json.dumps(arguments, ensure_ascii=False)
@@ -247,60 +242,61 @@ class ChatReader:
 # ---- Parts of a record
 
 
-def _columns(name: str, row: Mapping[str, Any], columns: ColumnsSection) -> Texts:
+def _columns(row: Mapping[str, Any], columns: ColumnsSection) -> Texts:
     """A prompt and its completion in fields of other names.
 
         {"ctx": "A rank waits. It", "endings": ["sings.", "computes."], "label": "1"}
 
     With `prompt` ctx, `completion` endings and `choice` label: "A rank waits. It" and " computes.".
     """
-    said = field_of(name, row, columns.completion, _NAME_FIELDS)
-    if columns.choice is not None:
-        said = _chosen(name, said, field_of(name, row, columns.choice, _NAME_FIELDS), columns)
-    prompt = field_of(name, row, columns.prompt, _NAME_FIELDS)
-    remedy = "Mend it" if columns.choice else "Mend it; of a list of texts name data.columns.choice"
+    said, remedy = field_of(row, columns.completion, _NAME_FIELDS), "Mend it"
+    if columns.choice is None:
+        remedy = "Mend it; of a list of texts name data.columns.choice"
+    else:
+        said = _chosen(said, field_of(row, columns.choice, _NAME_FIELDS), columns)
+    prompt = field_of(row, columns.prompt, _NAME_FIELDS)
     for field, text in ((columns.prompt, prompt), (columns.completion, said)):
-        check_unicode(name, field, _text(name, field, text, remedy))
+        check_unicode(field, _text(field, text, remedy))
     return Texts(prompt, columns.between + said)
 
 
-def _chosen(name: str, said: object, number: object, columns: ColumnsSection) -> object:
+def _chosen(said: object, choice: object, columns: ColumnsSection) -> object:
     if not isinstance(said, list) or not said:
         rule = f"{columns.completion} is a list of completions, and here is {_kind(said)}"
-        raise wrong(name, rule, "Mend it, or leave data.columns.choice out")
-    place = number
-    if isinstance(number, str) and number.isdecimal() and len(number) <= _DIGITS:
-        place = int(number)
-    if type(place) is not int or not 0 <= place < len(said):
-        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {number!r}"
+        raise RecordError(rule, "Mend it, or leave data.columns.choice out")
+    index = choice
+    if isinstance(choice, str) and choice.isdecimal() and len(choice) <= _DIGITS:
+        index = int(choice)
+    if type(index) is not int or not 0 <= index < len(said):
+        rule = f"{columns.choice} is a number from 0 to {len(said) - 1}, and here is {choice!r}"
         remedy = "Mend it, or leave the record out: the parts for tests of some data sets have no answers"
-        raise wrong(name, rule, remedy)
-    return said[place]
+        raise RecordError(rule, remedy)
+    return said[index]
 
 
-def _listed(name: str, field: str, value: object) -> list[tuple[str, Any]]:
+def _listed(field: str, value: object) -> list[tuple[str, Any]]:
     """Messages, each with its name for errors."""
     if not isinstance(value, list) or not value:
         rule = f"{field} is a list of messages, and here is {_kind(value)}"
-        raise wrong(name, rule, "Mend it, or name another field with data.messages_field")
+        raise RecordError(rule, "Mend it, or name another field with data.messages_field")
     return [(f"message {index} of {field}", message) for index, message in enumerate(value, start=1)]
 
 
-def _system(name: str, row: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    text = _text(name, "system", row.get("system", ""))
+def _system(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    text = _text("system", row.get("system", ""))
     return [("system", {"role": "system", "content": text})] if text else []
 
 
-def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[str, Any]]:
+def _instruction(row: Mapping[str, Any], answer: str) -> list[tuple[str, Any]]:
     """Alpaca's turns: those of its history, each a question and an answer, and then its own."""
     history = row.get("history", [])
     for pair in history if isinstance(history, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2:
-            raise wrong(name, "history is a list of pairs, each a question and its answer")
-    *asked, said = [_text(name, key, row.get(key, "")) for key in ("instruction", "input", answer)]
+            raise RecordError("history is a list of pairs, each a question and its answer")
+    *asked, said = [_text(key, row.get(key, "")) for key in ("instruction", "input", answer)]
     own = ["\n".join(text for text in asked if text), said]
     return [
-        *_system(name, row),
+        *_system(row),
         *(
             (f"turn {index} of its history", {"role": role, "content": text})
             for index, pair in enumerate([*history, own], start=1)
@@ -309,107 +305,105 @@ def _instruction(name: str, row: Mapping[str, Any], answer: str) -> list[tuple[s
     ]
 
 
-def _text(name: str, at: str, value: object, remedy: str = MEND) -> str:
+def _text(at: str, value: object, remedy: str = MEND) -> str:
     if not isinstance(value, str):
-        raise wrong(name, f"{at} is a text, and here is {_kind(value)}", remedy)
+        raise RecordError(f"{at} is a text, and here is {_kind(value)}", remedy)
     return value
 
 
-def _trained(name: str, at: str, message: dict[str, Any]) -> bool | None:
+def _trained(at: str, message: dict[str, Any]) -> bool | None:
     """What OpenAI's weight and axolotl's train say, which are taken out of the message."""
     said = {key: message.pop(key) for key in ("weight", "train") if key in message}
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
             wanted = "0 or 1" if key == "weight" else "true or false"
-            raise wrong(name, f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}")
+            raise RecordError(f"{key} of {at} is {wanted}, and here is {str(value)[:60]!r}")
     if len(answers := {bool(value) for value in said.values()}) > 1:
-        raise wrong(name, f"weight and train of {at} contradict each other", "Remove one of them")
+        raise RecordError(f"weight and train of {at} contradict each other", "Remove one of them")
     return answers.pop() if answers else None
 
 
-def _split_calls(name: str, at: str, message: dict[str, Any]) -> None:
+def _split_calls(at: str, message: dict[str, Any]) -> None:
     """Make tool_calls of LLaMA-Factory's text: a call or a list of them, perhaps after a thought."""
     text = message.get("content")
     if not isinstance(text, str):
-        rule = f"{at}, of the role {_CALLS}, is a text in JSON, and here is {_kind(text)}"
-        raise wrong(name, rule)
+        raise RecordError(f"{at}, of the role {_CALLS}, is a text in JSON, and here is {_kind(text)}")
     thought, mark, calls = text.rpartition("</think>")
-    listed = parsed(name, f"{at}, of the role {_CALLS},", calls)
-    message["content"] = thought + mark
+    listed = parsed(f"{at}, of the role {_CALLS},", calls)
     listed = listed if isinstance(listed, list) else [listed]
     if not listed:
-        raise wrong(name, f"{at}, of the role {_CALLS}, calls nothing")
+        raise RecordError(f"{at}, of the role {_CALLS}, calls nothing")
+    message["content"] = thought + mark
     # in the form of which every template knows `call.function.name`
     message["tool_calls"] = [
         {"type": "function", "function": call} if isinstance(call, dict) else call for call in listed
     ]
 
 
-def _with_tools(name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """The record without broken texts, and with tools that are a list, if it has some."""
-    for key, value in row.items():
-        check_unicode(name, "a key", key)
-        check_unicode(name, key, value)
-    tools = row.pop("tools", None) or []
-    if isinstance(tools, str):
-        tools = parsed(name, "tools", tools)
+def _tools(given: object) -> list[dict[str, Any]]:
+    """The tools of a record, which may be a text in JSON."""
+    tools = parsed("tools", given) if isinstance(given, str) else given
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise wrong(name, f"tools is a list of objects, and here is {_kind(tools)}")
-    return row | ({"tools": tools} if tools else {})
+        raise RecordError(f"tools is a list of objects, and here is {_kind(tools)}")
+    return tools
 
 
-def _options(name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def _options(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a record says to the template, as in TRL: tools, and chat_template_kwargs."""
     more = row.get("chat_template_kwargs", {})
     if not isinstance(more, dict):
         rule = f"chat_template_kwargs names variables of the template, and here is {_kind(more)}"
-        raise wrong(name, rule, 'Write {"NAME": VALUE}')
+        raise RecordError(rule, 'Write {"NAME": VALUE}')
     if reserved := more.keys() & _RESERVED:
         rule = f"chat_template_kwargs sets {_names(sorted(reserved))}, which are no variables of a template"
-        raise wrong(name, rule, "Leave them out")
+        raise RecordError(rule, "Leave them out")
     return ({"tools": row["tools"]} if "tools" in row else {}) | more
 
 
 # ---- What is wrong
 
 
-def refuse_keys(name: str, of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
-    """Raise DataError for keys that nothing reads, with the line of a config that leaves them out."""
+def refuse_keys(of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
+    """Raise RecordError for keys that nothing reads, with the line of a config that leaves them out."""
     unread = {"the record": sorted(of_row), "its messages": sorted(of_messages)}
     if parts := [f"{_names(keys)} of {owner}" for owner, keys in unread.items() if keys]:
         line = json.dumps(list(dict.fromkeys([*ignored, *unread["the record"], *unread["its messages"]])))
         rule = f"nothing reads {' and '.join(parts)}, so that what is there would be lost"
-        raise wrong(name, rule, f"Mend it, or leave these out with data.ignored_fields: {line}")
+        raise RecordError(rule, f"Mend it, or leave these out with data.ignored_fields: {line}")
 
 
-def check_unicode(name: str, at: str, value: object) -> None:
-    """Raise DataError for half of a surrogate pair in any text of a JSON value. at: the value's name"""
+def check_unicode(at: str, value: object) -> None:
+    """Raise RecordError for half of a surrogate pair in any text of a JSON value.
+
+    at: the value's name; of a record, which has none, an empty text
+    """
     if isinstance(value, str) and (half := _HALF.search(value)):
         rule = (
             f"{at} is not Unicode text: its character {half.start()} is U+{ord(half[0]):04X}, half of a "
             "surrogate pair"
         )
-        raise wrong(name, rule, f"{MEND}: a text may have been cut within a character")
+        raise RecordError(rule, f"{MEND}: a text may have been cut within a character")
+    where = f" of {at}" if at else ""
     if isinstance(value, dict):
         for key, inner in value.items():
-            check_unicode(name, f"a key of {at}", key)
-            check_unicode(name, f"{key} of {at}", inner)
+            check_unicode(f"a key{where}", key)
+            check_unicode(f"{key}{where}", inner)
     elif isinstance(value, list):
         for index, inner in enumerate(value, start=1):
-            check_unicode(name, f"entry {index} of {at}", inner)
+            check_unicode(f"entry {index}{where}", inner)
 
 
-def parsed(name: str, at: str, text: str | bytes) -> Any:
-    """What a text holds in JSON. Raises DataError. at: the text's name"""
+def parsed(at: str, text: str | bytes) -> Any:
+    """What a text holds in JSON. Raises RecordError. at: the text's name"""
     try:
         return parse_json(text)
     except ValueError as error:  # json's own, and Unicode's
-        raise wrong(name, f"{at} is not JSON: {error}") from None
+        raise RecordError(f"{at} is not JSON: {error}") from None
 
 
 def _answers_call(message: Mapping[str, Any]) -> bool:
     role = message.get("role", message.get("from"))
-    return role == "tool" or (isinstance(role, str) and _OTHER_NAMES.get(role) == "tool")
+    return isinstance(role, str) and _OTHER_NAMES.get(role, role) == "tool"
 
 
 def _reads(template: str, key: str) -> bool:
@@ -418,10 +412,10 @@ def _reads(template: str, key: str) -> bool:
     return bool(re.search(rf"{message}(?:\.{named}\b|(?:\[|\.get\()['\"]{named}['\"])", template))
 
 
-def field_of(name: str, row: Mapping[str, Any], field: str, remedy: str) -> Any:
-    """A field that a record must have. Raises DataError."""
+def field_of(row: Mapping[str, Any], field: str, remedy: str) -> Any:
+    """A field that a record must have. Raises RecordError."""
     if field not in row:
-        raise wrong(name, f"it has no field {field!r}, only {_names(row)}", remedy)
+        raise RecordError(f"it has no field {field!r}, only {_names(row)}", remedy)
     return row[field]
 
 

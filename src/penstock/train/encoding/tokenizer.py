@@ -128,8 +128,8 @@ class HuggingFace:
 
     # ---- Chats
 
-    def resolved(self, name: str, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
-        """The messages of a record, with all that belongs to them. Raises DataError."""
+    def resolved(self, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
+        """The messages of a record, with all that belongs to them. Raises RecordError."""
         return messages
 
     @property
