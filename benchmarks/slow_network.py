@@ -18,9 +18,9 @@ from unittest.mock import patch
 import torch
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
-from penstock.runtime.plan import Message
 from penstock.runtime.transport.distributed import DistributedTransport
 from penstock.runtime.transport.interface import Messages, on_wire
+from penstock.schedule.order import Message
 
 _STAMP = TensorSpec((1,), torch.int64)  # nanoseconds; no floating point, which may be narrowed on the wire
 

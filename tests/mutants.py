@@ -45,7 +45,7 @@ OF_OFFLOAD, OF_OFFLOADING = (
 STEP_MEMORY, STAGE = "runtime/step_memory.py", "runtime/stage.py"
 SHARED = "pipeline/steps/shared_gradients.py"
 VERIFY, SIMULATE = "schedule/verify.py", "schedule/simulation/simulate.py"
-ARRAYS = "schedule/op_arrays.py"
+ARRAYS, ORDER, OPS_OF = "schedule/op_arrays.py", "schedule/order.py", "schedule/ops.py"
 BACKWARD, DEFERRED = "runtime/split_backward/backward.py", "runtime/split_backward/deferred.py"
 RECORDING, LOSS = "runtime/split_backward/recording.py", "batch/loss.py"
 PLACEMENT, OF_PLACEMENT = "batch/placement.py", "batch/test_placement.py"
@@ -320,34 +320,37 @@ MUTANTS = [
     ),
     Mutant("train/state.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
     # ---- lowering
-    Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if True:", "runtime/test_plan.py"),
-    Mutant(PLAN, "if self._position[self._consumer(sent)] <= reached:", "if False:", "runtime/test_plan.py"),
+    Mutant(PLAN, "if self._position[taker] <= reached:", "if True:", "runtime/test_plan.py"),
+    Mutant(PLAN, "if self._position[taker] <= reached:", "if False:", "runtime/test_plan.py"),
     Mutant(
         PLAN, "            yield from map(Free, sends)", "            sends.clear()", "runtime/test_plan.py"
     ),
+    Mutant(ORDER, "op.stage - SOURCE[op.kind]", "op.stage + 1", "runtime/test_plan.py"),
     Mutant(
-        PLAN, 'source.stage + (1 if source.kind == "F" else -1)', "source.stage + 1", "runtime/test_plan.py"
+        OPS_OF, "op.stage + step, self.placement.depth", "op.stage - step, self.placement.depth", OF_ARRAYS
     ),
+    Mutant(OPS_OF, "if not step or stage // depth", "if stage // depth", OF_ARRAYS),
     # ---- verify
     Mutant(VERIFY, '{"F": 1, "B": -1, "W": -1}', '{"F": 1, "B": -1, "I": -1}', OF_VERIFY),
     Mutant(VERIFY, '{"I": 1, "W": -1}', '{"I": 1, "B": -1}', f"{OF_VERIFY} {EVERY}"),
-    Mutant(VERIFY, "max(proof.peak_live) <= memory_limit", "max(proof.peak_live) < memory_limit", OF_VERIFY),
-    Mutant(VERIFY, " and (weight == split).all()", "", OF_ARRAYS),
-    Mutant(VERIFY, " or (own > ops).any()", "", OF_ARRAYS),
-    Mutant(ARRAYS, "source = needed[at + 1]", "pass", f"{OF_ARRAYS} {OF_VERIFY}"),
+    Mutant(VERIFY, "peak > memory_limit", "peak >= memory_limit", OF_VERIFY),
+    Mutant(VERIFY, "taken & split & schedule.trains", "taken & False", OF_VERIFY),
+    Mutant(VERIFY, "in (arrays.source, arrays.own)", "in (arrays.source,)", OF_VERIFY),
+    Mutant(VERIFY, "in (arrays.source, arrays.own)", "in (arrays.own,)", OF_VERIFY),
+    Mutant(ARRAYS, "needed = also_needs.get(at, NOTHING)", "pass", f"{OF_ARRAYS} {OF_VERIFY}"),
     Mutant(ARRAYS, "(there if there > free_at else free_at) + takes", "free_at + takes", OF_SIMULATE),
-    Mutant(VERIFY, "if host != rank:", "if False:", OF_VERIFY),
-    Mutant(VERIFY, "elif self.rank_at[number] != NOTHING:", "elif False:", OF_VERIFY),
-    Mutant(VERIFY, "absent | late", "absent", OF_VERIFY),
-    Mutant(VERIFY, "position_at[needed] > position", "position_at[needed] > position + 1", OF_VERIFY),
+    Mutant(VERIFY, "~arrays.on_its_rank | ", "", OF_VERIFY),
+    Mutant(VERIFY, " | ~arrays.is_indexed", "", OF_VERIFY),
+    Mutant(VERIFY, "arrays.walk({needed for _, needed in too_late})", "arrays.walk()", OF_VERIFY),
     Mutant(
         VERIFY,
-        "slots = 1 + (trains and 1 + index.is_split(stage, microbatch))",
-        "slots = 1 + trains",
+        "later = needed > np.arange(len(needed))",
+        "later = needed > np.arange(1, len(needed) + 1)",
         OF_VERIFY,
     ),
-    Mutant(VERIFY, "elif kinds not in", "elif () and kinds not in", OF_VERIFY),
-    Mutant(VERIFY, "if len(used) > 1:", "if len(used) > 2:", OF_VERIFY),
+    Mutant(VERIFY, "kinds = (arrays.slot[one]", "kinds = False & (arrays.slot[one]", OF_VERIFY),
+    Mutant(VERIFY, "if copies[microbatch] > 1:", "if copies[microbatch] > 2:", OF_VERIFY),
+    Mutant(ARRAYS, " & np.not_equal(self.rank[self.source], self.rank)", "", OF_ARRAYS),
     # ---- simulate
     Mutant(SIMULATE, " & (hosts[edge] != np.roll(hosts, -1)[edge])", "", OF_SIMULATE),
     Mutant(SIMULATE, "(edge != NOTHING) & ", "", OF_SIMULATE),
@@ -467,11 +470,11 @@ MUTANTS = [
     Mutant(
         MTP, "hidden_states[-len(mtp_tokens) :]", "hidden_states[: len(mtp_tokens)]", "models/test_mtp.py"
     ),
-    Mutant(MTP, "ahead(mtp_tokens, self.depth, 0)", "ahead(mtp_tokens, 1, 0)", "models/test_mtp.py"),
+    Mutant(MTP, "ahead(mtp_tokens, layer.depth, 0)", "ahead(mtp_tokens, 1, 0)", "models/test_mtp.py"),
     Mutant(
         MTP,
-        "[self.enorm(following), self.hnorm(previous)]",
-        "[self.hnorm(previous), self.enorm(following)]",
+        "[layer.enorm(following), layer.hnorm(previous)]",
+        "[layer.hnorm(previous), layer.enorm(following)]",
         "models/test_mtp.py",
     ),
     Mutant(

@@ -35,11 +35,17 @@ LIBRARIES = {
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace"}
 # what penstock puts on modules of others
 PUT_ON = {
+    "_by_liger",
+    "_checkpointing",
     "_compute_dtype",
     "_expert_share",
-    "_leaves_to_torch",
+    "_makers",
+    "_offload",
     "_prediction_ties",
+    "_rng",
+    "_rng_name",
     "_router",
+    "_timing",
     "_whole_dtype",
 }
 LISTED = {name for names in private.ATTRIBUTES.values() for name in names}

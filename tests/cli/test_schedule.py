@@ -35,7 +35,6 @@ def test_show_draws_and_proves(penstock: Command) -> None:
         "rank 0 | F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3",
         "rank 1 | .  F0 B0 B0 F1",
         "proven: each op is there once",
-        "even where a send blocks until it is received",
     ):
         assert text in out
     assert [line.split() for line in out.splitlines() if line.startswith("   ")][:1] == [["0", "0", "2", "0"]]
@@ -135,7 +134,7 @@ def test_compare_shows_all(penstock: Command) -> None:
     lines = out.splitlines()
     assert lines[3].endswith("yes")
     assert next(line.split()[-1] for line in lines if line.startswith("gpipe ")) == "no"
-    assert "gpipe: take a memory limit of 4 or more." in lines
+    assert "gpipe: Give a memory limit of 4 or more." in lines
     assert "\n1f1b " in out
 
 

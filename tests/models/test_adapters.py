@@ -313,9 +313,8 @@ def test_a_merged_adapter_is_refused() -> None:
     ("options", "refusal"),
     [
         ({"target_modules": ["q_proj", "qproj"]}, r"'qproj' in the adapter's target_mod.* Take some of"),
-        ({"target_modules": r".*\.nothing"},
-         r"nothing' in the adapter's target_mod.* such as \[\w+\], or match model\.layers\.\d"),
-        ({"target_modules": "all_linear"}, r"'all_linear' in the adapter's target_.* Write all-linear$"),
+        ({"target_modules": r".*\.nothing"}, r"PEFT refuses them: Target modules .*nothing not found"),
+        ({"target_modules": "all_linear"}, r"PEFT refuses them: Target modules all_linear not found"),
         ({"target_modules": "("}, r"the adapter's settings: PEFT refuses them: "),
         ({"modules_to_save": ["score"]}, r"'score' in the adapter's modules_to_save"),
         ({"target_parameters": ["experts.up"]}, r"'experts\.up' in the adapter's target_parameters"),

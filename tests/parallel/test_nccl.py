@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import ConfigError
 from penstock.parallel import mesh, nccl, world
 from penstock.parallel.world import World, WorldOptions, goes_in_batches, open_world
-from penstock.runtime.plan import Channel
 from penstock.runtime.transport import groups
 from penstock.runtime.transport.channels import open_p2p_groups
 from penstock.runtime.transport.groups import AllProcesses, Groups, OneProcess
 from penstock.runtime.transport.interface import LocalTransport
 from penstock.schedule import build, loop
+from penstock.schedule.order import Channel
 from support.programs import written
 
 LOOPED = build("1f1b", ranks=16, microbatches=32, stages_per_rank=2)

@@ -21,7 +21,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.batch.packing import metadata
 from penstock.models.huggingface.masks import Edits, shape_questions
 from penstock.models.tracing.chain import find_chain
-from penstock.models.tracing.meta import bare
+from penstock.models.tracing.meta import without_values
 from penstock.parallel.expert.dispatch import plan_route
 from support import zoo
 from support.covering import every
@@ -179,7 +179,7 @@ def test_rows_of_one_step_may_be_packed_where_those_of_the_last_were_not() -> No
 @pytest.mark.parametrize(("kind", "questions"), [("qwen3", 1), ("gemma3_text", 2), ("opt", 0)])
 def test_what_a_model_makes_from_shapes(kind: str, questions: int) -> None:
     whole = model(kind)
-    assert shape_questions(bare(whole), find_chain(whole)) == questions
+    assert shape_questions(without_values(whole), find_chain(whole)) == questions
 
 
 @pytest.mark.parametrize("layers", [2, 5])
@@ -194,7 +194,7 @@ def test_a_layer_that_asks_stands_for_all_that_are_alike(layers: int) -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register("asking", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     config = tiny_config("llama", layers=layers)
     whole = AutoModelForCausalLM.from_config(config, attn_implementation="asking")
-    assert shape_questions(bare(whole), find_chain(whole)) == 1 + layers
+    assert shape_questions(without_values(whole), find_chain(whole)) == 1 + layers
 
 
 def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None:
@@ -209,7 +209,7 @@ def test_positions_that_depend_on_the_tokens_are_asked_about_each_time() -> None
             return super().forward(**by_tokens(self, (), kwargs)[1])
 
     whole.__class__ = Odd
-    assert shape_questions(bare(whole), find_chain(whole)) == 0
+    assert shape_questions(without_values(whole), find_chain(whole)) == 0
     expected = two_steps(whole, plain)
     with watched():
         found = two_steps(whole, plain)

@@ -17,7 +17,6 @@ from penstock.runtime.plan import (
     Deliver,
     Exchange,
     Free,
-    Message,
     Plan,
     Post,
     Send,
@@ -27,7 +26,7 @@ from penstock.schedule import Placement, Proof, build, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.choose import chosen_schedule
 from penstock.schedule.offload import HostCopy, host_copies
-from penstock.schedule.order import AHEAD, exchanges
+from penstock.schedule.order import AHEAD, Message, exchanges
 from support.programs import valid, written
 from support.schedules import FORMS
 
@@ -85,7 +84,7 @@ def test_golden_last_rank() -> None:
 
 def test_golden_in_exchanges() -> None:
     schedule = chosen_schedule("1f1b", 2, 2)
-    assert text(lower(verify(schedule), 1, exchanges=exchanges(schedule))) == [
+    assert text(lower(verify(schedule), 1, exchanges=exchanges(verify(schedule)))) == [
         "post 0F0 exchange await 0F0 1F0",
         "1B0",
         "send 1B0 post 0F1 exchange await 0F1 1F1",
@@ -234,7 +233,8 @@ def test_consumers_that_go_another_way_get_the_right_message() -> None:
 @pytest.mark.parametrize("name", [name for name in FORMS if "searched" not in name])
 def test_all_that_is_posted_or_sent_goes_into_the_next_exchange(name: str) -> None:
     schedule = chosen_schedule(FORMS[name], 4, 8)
-    proof, together = verify(schedule), exchanges(schedule)
+    proof = verify(schedule)
+    together = exchanges(proof)
     for rank in range(4):
         moved: list[Action] = []  # since the last exchange
         for action in lower(proof, rank, exchanges=together).actions:

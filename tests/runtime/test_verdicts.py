@@ -17,6 +17,7 @@ from penstock.runtime.recorder import Recorder
 from penstock.runtime.stage import Stage
 from penstock.runtime.transport.interface import LocalTransport
 from penstock.schedule import Proof, Schedule, verify
+from penstock.schedule.op_arrays import OpArrays
 from support.programs import perhaps_broken
 
 WIDTH = 2
@@ -112,7 +113,8 @@ def agree(schedule: Schedule) -> None:
     try:
         proof = verify(schedule)
     except ScheduleError:
-        unproven = Proof(schedule, (10**6,) * schedule.ranks, (10**6,) * schedule.ranks)
+        peaks = (10**6,) * schedule.ranks
+        unproven = Proof(schedule, peaks, peaks, OpArrays.of(schedule), [])
         with pytest.raises((AssertionError, KeyError, IndexError, StopIteration, RuntimeError, TypeError)):
             assert exact(schedule, run(schedule, unproven))
     else:

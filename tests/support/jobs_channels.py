@@ -19,11 +19,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from penstock import Pipeline
 from penstock.batch.payload import Payload
-from penstock.runtime.plan import Message
 from penstock.runtime.transport import channels
 from penstock.runtime.transport.point_to_point import P2PGroup, Work
 from penstock.schedule import Timeline
 from penstock.schedule.choose import ScheduleLike
+from penstock.schedule.order import Message
 
 ROWS, WIDTH = 2, 8  # of a microbatch
 Gradients = dict[int, list[Tensor]]  # by stage

@@ -18,6 +18,12 @@ def written(placement: Placement, microbatches: int, *programs: str) -> Schedule
     return Schedule("mine", placement, microbatches, rows)
 
 
+def received(schedule: Schedule, op: Op) -> Op | None:
+    """The op on another rank whose result `op` takes."""
+    hosts = schedule.placement.rank_of
+    return next((n for n in schedule.predecessors(op) if hosts[n.stage] != hosts[op.stage]), None)
+
+
 def takes_and_gives(op: Op, placement: Placement) -> tuple[set[Token], set[Token]]:
     """The tokens that an op uses up, and those that it leaves."""
     stage, kind, microbatch = op

@@ -62,7 +62,7 @@ def share(folder: Path) -> None:
     from penstock.models.tracing import chain
 
     os.environ[FOLDER] = str(folder)
-    chain._found = Remembered(folder / "chains")
+    chain.find_chain.known = Remembered(folder / "chains")
     multiply_adds._known = Remembered(folder / "multiply-adds")
 
 

@@ -40,9 +40,6 @@ def proven(proof: Proof) -> Iterator[RenderableType]:
     )
     yield table(("rank", "stages", "peak live", "awaiting W at most"), rows, left=["stages"])
     yield "proven: each op is there once, on its rank, in an order that its rank can follow; no deadlock"
-    buffered = proof.buffered_sends
-    more = f", if {buffered} more can lie on each edge" if buffered else ""
-    yield f"even where a send blocks until it is received{more}"
 
 
 def _stages(stages: Sequence[int]) -> str:
@@ -118,7 +115,7 @@ def comparison(
             yield f"{entry.label} is also {' and '.join(entry.also)}"
         if not entry.fits:
             why = [] if entry.timeline else [entry.refusal]  # otherwise the advice is enough
-            yield f"{entry.label}: {'; '.join([*why, *([f'take {entry.advice}'] if entry.advice else [])])}."
+            yield f"{entry.label}: {'. '.join([*why, *filter(None, [entry.advice])])}."
         copies = entry.schedule.placement.replicas if entry.schedule else 1
         if copies > 1:
             yield f"{entry.label}: holds the model's weights {copies} times, which is not counted here."

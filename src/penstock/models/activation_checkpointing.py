@@ -42,6 +42,7 @@ from penstock.private import (
     tree_leaves,
     tree_map,
 )
+from penstock.runtime.around import around
 from penstock.runtime.split_backward.recording import recording_again
 from penstock.runtime.stage_part import Forward, StagePart
 from penstock.runtime.unseen import LayerState, unrecorded
@@ -134,50 +135,45 @@ def install(layers: Iterable[tuple[int, nn.Module]], options: Checkpointing) -> 
     layers: each with its index in the whole model
     Raises ModelError for a layer whose instance has a forward of its own.
     """
-    switch = Switch()
-    derived: dict[type[nn.Module], type[nn.Module]] = {}  # one class for all layers of a kind: compiled once
+    switch, policy = Switch(), SavePolicy(options.save)
     for index, layer in layers:
-        kind = type(layer)
-        if index % options.every or kind in derived.values():  # a layer in two places has it already
+        if index % options.every:
             continue
         if "forward" in vars(layer):
             raise ModelError(
-                f"layer {index}, a {kind.__name__} with a forward of its own",
+                f"layer {index}, a {type(layer).__name__} with a forward of its own",
                 "checkpointing takes the place of the forward of the layer's class, which is not called here",
                 "Set the layer's forward after the pipeline has been built",
             )
-        if kind not in derived:
-            derived[kind] = _checkpointed(kind, switch, options.save)
-        layer.__class__ = derived[kind]
+        around(layer, forward=_checkpointed)
+        how = switch, options.save, policy if options.save else None
+        vars(layer).update(_checkpointing=how, is_checkpointed=True)
     return switch
 
 
-def _checkpointed(kind: type[nn.Module], switch: Switch, save: tuple[str, ...]) -> type[nn.Module]:
-    """A subclass of a layer's class whose forward may be checkpointed."""
-    plain: Callable[..., Any] = kind.forward
-    policy = SavePolicy(save)
+def _checkpointed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a layer, which may be checkpointed."""
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not (switch.on and self.training and torch.is_grad_enabled()):
-            return plain(self, *args, **kwargs)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        switch, save, policy = layer._checkpointing
+        if not (switch.on and layer.training and torch.is_grad_enabled()):
+            return plain(layer, *args, **kwargs)
         names = tuple(kwargs)
 
         def run(*values: Any) -> Any:
-            return plain(self, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
+            return plain(layer, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
         # all by position, so that one that is modified before the backward is an error, not a wrong gradient
         values = (*args, *kwargs.values())
         if not torch.compiler.is_dynamo_compiling():
-            contexts = functools.partial(_contexts, self, policy if save else None)
+            contexts = functools.partial(_contexts, layer, policy)
         elif save:  # the compiler takes a function and constants only
             contexts = functools.partial(_contexts_for_compiler, save)
         else:
             return checkpoint(run, *values, use_reentrant=False)
         return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
 
-    named = {"__module__": kind.__module__, "forward": forward, "is_checkpointed": True}
-    return type(kind.__name__, (kind,), named)
+    return forward
 
 
 # ---- Selective checkpointing
@@ -216,15 +212,15 @@ class SavePolicy:
         for name in named:
             _check_op(name, known)
         grouped = {op for name in names for op in GROUPS.get(name, ()) if op in known}
-        self._ops = {op: _dropout_place(op) for name in grouped | named for op in _overloads(name)}
+        self._ops = {op: _dropout_index(op) for name in grouped | named for op in _overloads(name)}
         self._only_small = {op for name in grouped.intersection(_BATCHED) - named for op in _overloads(name)}
 
     def covers(self, op: object) -> bool:
         return op in self._ops
 
     def saves(self, op: OpOverload, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        place = self._ops[op]
-        if place is not None and kwargs.get("dropout_p", args[place] if place < len(args) else 0):
+        index = self._ops[op]
+        if index is not None and kwargs.get("dropout_p", args[index] if index < len(args) else 0):
             return False  # it drew random numbers, and the draws after it have to stay the same
         if op not in self._only_small:
             return True
@@ -372,7 +368,7 @@ def _check_op(name: str, known: Collection[str]) -> None:
     remedy = "Leave it out"
     if not overloads:
         rule = "an op that works in place or returns a view has no output of its own to keep"
-    elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_place(op) is None for op in overloads):
+    elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_index(op) is None for op in overloads):
         rule = "what draws random numbers has to draw them again, or those after it would be others"
     elif any(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for op in overloads):
         rule = "torch takes this op apart into others before any can be kept"
@@ -382,7 +378,7 @@ def _check_op(name: str, known: Collection[str]) -> None:
     raise refusal("save", name, rule, remedy)
 
 
-def _dropout_place(op: OpOverload) -> int | None:
-    """The place of the argument for the probability of dropout; None where the op has none."""
-    names = [each.name for each in op._schema.arguments]
+def _dropout_index(op: OpOverload) -> int | None:
+    """The index of the argument for the probability of dropout; None where the op has none."""
+    names = [argument.name for argument in op._schema.arguments]
     return names.index("dropout_p") if "dropout_p" in names else None

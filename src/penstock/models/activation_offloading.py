@@ -10,10 +10,9 @@ nothing. What others hold as well stays: weights, buffers, and what a stage has 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.runtime.around import around, is_around
 from penstock.runtime.device.offload import Offload
 from penstock.runtime.split_backward.modules import is_compiled
 from penstock.schedule import Schedule
@@ -85,13 +85,13 @@ def check_schedule(options: Offloading, schedule: Schedule, checkpointing: Check
             f"{2 * options.ahead + 1} other ops: all would be back before it is gone",
             "Leave it out, or take more ranks or microbatches, or a schedule that holds more of them",
         )
-    if options.modules and checkpointing is not None:
-        each = checkpointing.every == 1 and checkpointing.in_flight is checkpointing.memory_limit is None
-        if each:
-            raise refusal(
-                "modules", options.modules, "every layer runs again, and saves nothing but its inputs",
-                "Leave modules out, and the layers' inputs are offloaded",
-            )  # fmt: skip
+    if checkpointing is None or checkpointing.every > 1 or not options.modules:
+        return
+    if checkpointing.in_flight is checkpointing.memory_limit is None:
+        raise refusal(
+            "modules", options.modules, "every layer runs again, and saves nothing but its inputs",
+            "Leave modules out, and the layers' inputs are offloaded",
+        )  # fmt: skip
 
 
 def check_modules(options: Offloading, layers: Iterable[nn.Module]) -> None:
@@ -113,28 +113,24 @@ def check_names(options: Offloading, names: Collection[str]) -> None:
             raise refusal("modules", wanted, rule, "Name modules of a layer, such as mlp or self_attn.q_proj")
 
 
-class Offloaded(nn.Module):
-    """Mixed into the class of a module: what autograd saves during a call of it may leave the device.
+def _offloaded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What autograd saves during the call of a module, hooks too, may leave the device."""
 
-    It wraps everything else that the module does: its hooks, and its forward where that is compiled.
-    """
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or not module._offload.records:
+            return plain(module, *args, **kwargs)
+        with module._offload.saving():
+            return plain(module, *args, **kwargs)
 
-    _offload: Offload
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or not self._offload.records:
-            return super().__call__(*args, **kwargs)
-        with self._offload.saving():
-            return super().__call__(*args, **kwargs)
+    return call
 
 
 def install(layers: Sequence[nn.Module], options: Offloading, offload: Offload) -> None:
     """Let the activations of a stage's layers leave, in place. layers: in the order in which they run"""
     for layer in layers[: options.layers]:
         for module in _chosen(layer, options):
-            if not isinstance(module, Offloaded):  # a layer in two places has it already
-                module.__class__ = _offloaded(type(module))  # type: ignore[arg-type]
-                module._offload = offload  # type: ignore[assignment]
+            around(module, __call__=_offloaded)
+            vars(module)["_offload"] = offload
 
 
 def _chosen(layer: nn.Module, options: Offloading) -> Iterator[nn.Module]:
@@ -145,16 +141,11 @@ def _chosen(layer: nn.Module, options: Offloading) -> Iterator[nn.Module]:
             yield module
 
 
-@cache  # one for all of a kind, as compilers like it
-def _offloaded(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Offloaded, kind), {"__module__": kind.__module__})
-
-
 def check_compiled(stage: nn.Module) -> None:
     """Raise ConfigError where a compiled module contains a chosen one."""
     for name, outer in stage.named_modules():
         within = outer.named_modules() if is_compiled(outer) else ()
-        chosen = [inner for inner, module in within if module is not outer and isinstance(module, Offloaded)]
+        chosen = [inner for inner, part in within if part is not outer and is_around(_offloaded, part)]
         if chosen:
             raise ConfigError(
                 f"activation_offloading of {chosen[0]} within {name or 'the stage'}, which is compiled",

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,6 @@ LoraConfig: TypeAlias = Any  # peft's
 PREFIX = "base_model.model."  # of every name in an adapter's file: where PeftModel holds the base model
 _PLACES = ("base_model_name_or_path", "revision")  # options that say where the base model lies
 _NAMED = 12  # modules that an error proposes
-_ALL = "all-linear"  # PEFT's word for each linear layer but the head
 
 
 class Adapter(NamedTuple):
@@ -210,39 +208,24 @@ def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
         "trainable_token_indices": (list(tokens) if isinstance(tokens, dict) else None, modules, layers),
     }
     for key, (wanted, names, some) in asked.items():
-        if isinstance(wanted, str):
-            if not config.target_parameters:  # with them a pattern may match no module
-                _check_pattern(type(model).__name__, key, wanted, names, some)
+        if isinstance(wanted, str):  # PEFT refuses a pattern that matches nothing
             continue
-        for each in sorted(wanted or ()):
-            if not any(f".{name}".endswith(f".{each}") for name in names):
+        for target in sorted(wanted or ()):
+            if not any(f".{name}".endswith(f".{target}") for name in names):
                 last = sorted({name.rpartition(".")[2] for name in some})
                 raise ConfigError(
-                    f"{each!r} in the adapter's {key}",
+                    f"{target!r} in the adapter's {key}",
                     f"nothing in {type(model).__name__} has such a name",
                     f"Take some of {', '.join(last[:_NAMED])}" if last else "Leave it out",
                 )
     rows = len(model.get_input_embeddings().weight)
-    numbers = [n for each in tokens.values() for n in each] if isinstance(tokens, dict) else tokens or ()
-    if wrong := [number for number in numbers if not 0 <= number < rows]:
+    indices = [n for ns in tokens.values() for n in ns] if isinstance(tokens, dict) else tokens or ()
+    if wrong := [index for index in indices if not 0 <= index < rows]:
         raise ConfigError(
             f"{wrong[0]} in the adapter's trainable_token_indices",
             f"the model's embedding has rows 0 to {rows - 1}",
             "Give numbers of its tokens",
         )
-
-
-def _check_pattern(model: str, key: str, wanted: str, names: Iterable[str], some: Sequence[str]) -> None:
-    """Raise ConfigError for a regular expression that matches no name; `some` are names to propose."""
-    if wanted.lower() == _ALL or any(re.fullmatch(wanted, name) for name in names):
-        return
-    if wanted.lower().replace("_", "-") == _ALL:
-        remedy = f"Write {_ALL}"
-    else:
-        last = some[len(some) // 2] if some else ""
-        remedy = f"Take {_ALL}, a list of last parts such as [{last.rpartition('.')[2]}], or match {last}"
-    rule = f"as a regular expression it matches no whole name of a module of {model}"
-    raise ConfigError(f"{wanted!r} in the adapter's {key}", rule, remedy)
 
 
 # ---- The base model inside of the wrappers

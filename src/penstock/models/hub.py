@@ -180,7 +180,7 @@ def _fetched(name: str, revision: str | None, part: ModelPart, *, trusted: bool)
     patterns = [*_FILES[part], *(["*.py"] if trusted else [])]
     folder = _download(name, revision, patterns)
     weights = named_files(folder) if part == "weights" else []
-    if missing := [each for each in weights if not (folder / each).is_file()]:
+    if missing := [file for file in weights if not (folder / file).is_file()]:
         _say(f"fetching {len(missing)} files of weights of {name}")
         _download(name, folder.name, missing)
     for file in [*([] if part == "tokenizer" else [_CONFIG]), *weights]:

@@ -34,8 +34,8 @@ class ModuleNames(NamedTuple):
 
     def on_stage(self, layers: range, first: bool, last: bool) -> tuple[str, ...]:
         """The modules of one stage with these layers."""
-        held = self.layers[layers.start : layers.stop]
-        return (*(self.before if first else ()), *held, *(self.after if last else ()))
+        names = self.layers[layers.start : layers.stop]
+        return (*(self.before if first else ()), *names, *(self.after if last else ()))
 
     def per_stage(self, split: Sequence[range]) -> list[tuple[str, ...]]:
         """The modules of each stage. split: the layers of each stage"""
@@ -128,10 +128,10 @@ def _stage_of_each(named: Names, known: Collection[str], option: str) -> dict[st
             value = f"{option}[{stage}] with {name!r}"
             if name not in known:
                 raise _unknown(value, name, known)
-            for other, place in where.items():
+            for other, its_stage in where.items():
                 if name == other or is_inside(name, other) or is_inside(other, name):
                     already = "it" if other == name else repr(other)
-                    rule = f"stage {place} has {already} already, and each module is on one stage"
+                    rule = f"stage {its_stage} has {already} already, and each module is on one stage"
                     raise PartitionError(value, rule, "Take one of them away")
             where[name] = stage
     return where

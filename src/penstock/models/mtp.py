@@ -34,6 +34,7 @@ from transformers.utils.generic import can_return_tuple
 
 from penstock.batch.loss import IGNORED, ahead, prediction_labels
 from penstock.errors import BatchError, ConfigError, ModelError
+from penstock.runtime.around import around
 
 FACTOR = 0.1  # of the prediction layers' loss where the config has no mtp_loss_scaling_factor; Megatron's
 _LISTS = ("layer_types", "mlp_layer_types")  # of a config, with an entry for each layer
@@ -150,7 +151,7 @@ def _forward(kind: type[PreTrainedModel]) -> Callable[..., Any]:
             )
         result = kind.forward(self, **inputs, use_cache=False, mtp_tokens=input_ids, return_dict=True)
         rows, logits = len(input_ids), result.logits
-        output = MTPOutput(**{each.name: getattr(result, each.name, None) for each in fields(MTPOutput)})
+        output = MTPOutput(**{field.name: getattr(result, field.name, None) for field in fields(MTPOutput)})
         output.logits = logits[:rows]
         output["mtp_logits"] = tuple(
             logits[(depth + 1) * rows : (depth + 2) * rows] for depth in range(self.prediction_layers)
@@ -187,39 +188,28 @@ def _loss(model: PredictionModel, output: MTPOutput, shifted: Tensor, inputs: di
 # ---- the layers
 
 
-class PredictionLayer(nn.Module):
-    """Makes a prediction layer of a decoder layer; see the head of this file for what enters and leaves it.
-
-    depth: from 1 on; it embeds the token that stands so many places on
-    """
-
-    depth: int
-    embed_tokens: nn.Module
-    final_norm: nn.Module
-    enorm: nn.Module
-    hnorm: nn.Module
-    eh_proj: nn.Module
-    shared_head: nn.ModuleDict
+def _predicting(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a prediction layer, made of a decoder layer's; see the head of this file."""
 
     def forward(
-        self, hidden_states: Tensor, *args: Any, mtp_tokens: Tensor | None = None, **options: Any
+        layer: Any, hidden_states: Tensor, *args: Any, mtp_tokens: Tensor | None = None, **options: Any
     ) -> Any:
-        if self.depth == 1:
-            hidden_states = self.final_norm(hidden_states)
+        if layer.depth == 1:
+            hidden_states = layer.final_norm(hidden_states)
         if mtp_tokens is None:
             return hidden_states
         previous = hidden_states[-len(mtp_tokens) :]
-        following = self.embed_tokens(ahead(mtp_tokens, self.depth, 0))
-        joined = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(previous)], -1))
-        predicted = self.shared_head["norm"](super().forward(joined, *args, **options))
+        following = layer.embed_tokens(ahead(mtp_tokens, layer.depth, 0))
+        joined = layer.eh_proj(torch.cat([layer.enorm(following), layer.hnorm(previous)], -1))
+        predicted = layer.shared_head["norm"](plain(layer, joined, *args, **options))
         return torch.cat([hidden_states, predicted])
 
+    return forward
 
-class _PassesOn(nn.Module):
+
+def _passes_on(plain: Callable[..., Any]) -> Callable[..., Any]:
     """The final norm of a model whose first prediction layer applies it; it keeps the weight's name."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
+    return lambda norm, hidden_states: hidden_states
 
 
 def _add_layers(model: Any) -> None:
@@ -239,18 +229,21 @@ def _add_layers(model: Any) -> None:
             setattr(extended, key, [*getattr(config, key), *getattr(extended, key)])
     extended.num_hidden_layers = first + count  # the model's own loop then runs them all
     base.config = extended
-    base.norm.__class__ = _derived(_PassesOn, type(base.norm))
+    around(base.norm, forward=_passes_on)
     model.prediction_layers, model._prediction_ties = count, ties
     model._tied_weights_keys = {**(model._tied_weights_keys or {}), **ties}  # left out of files
 
 
 def _layer(base: Any, config: PretrainedConfig, depth: int, first: int) -> nn.Module:
-    """The layer of this depth. first: the number of the first one in the whole model"""
+    """The layer of this depth, which embeds the token that stands `depth` places on.
+
+    depth: from 1; first: the number of the first such layer in the whole model
+    """
     layer: Any = type(base.layers[first - 1])(config, depth - 1)
     for part in layer.modules():
         if hasattr(part, "layer_idx"):
             part.layer_idx += first
-    layer.__class__ = _derived(PredictionLayer, type(layer))
+    around(layer, forward=_predicting)
     norm, width = type(base.norm), config.hidden_size
     layer.depth = depth
     layer.embed_tokens = _twin(base.embed_tokens)
@@ -260,11 +253,6 @@ def _layer(base: Any, config: PretrainedConfig, depth: int, first: int) -> nn.Mo
     layer.eh_proj = nn.Linear(2 * width, width, bias=False)
     layer.shared_head = nn.ModuleDict({"norm": norm(width, eps=config.rms_norm_eps)})
     return layer  # type: ignore[no-any-return]
-
-
-def _derived(mixin: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """`kind` with the forward of `mixin`, under the name that transformers initialises its values by."""
-    return type(kind.__name__, (mixin, kind), {"__module__": kind.__module__})
 
 
 def _twin(module: nn.Module) -> nn.Module:

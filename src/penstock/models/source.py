@@ -38,7 +38,7 @@ from penstock.models.adapters import (
 from penstock.models.model_folder import code_refused, config_of, is_refused_code, other_files
 from penstock.models.mtp import check_factor, with_mtp
 from penstock.models.quantized import Quantize, check_quantized, quantize_base
-from penstock.models.tracing.meta import Uninitialised, bare, is_empty
+from penstock.models.tracing.meta import Uninitialised, is_empty, without_values
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
 from penstock.models.weights.folder import MANIFEST, check_lengths
@@ -124,7 +124,7 @@ class Source:
             check_quantized(self.model, self.adapter, self.quantize)
         allowed: list[str] = []
         if self.files:
-            whole = bare(self.model)
+            whole = without_values(self.model)
             with self._base_of(whole) as ties:
                 allowed = weights.check(whole, self.files, ties, whole=whole.state_dict().keys(), new=new)
         for pattern in new:
@@ -218,23 +218,17 @@ def open_source(
     if isinstance(model, PreTrainedModel):
         _check_options(model, dtype, attention, adapter, mtp_factor)
         return Source(model, adapter=adapter_of(model), quantize=quantize).checked(new_weights)
+    of_folder: dict[str, Any] = {}
     config: Any = model
-    files: tuple[Path, ...] = ()
-    others: Mapping[str, Path] = {}
-    written: Path | None = None
     if isinstance(model, str | Path):
-        config, folder = config_of(Path(model), trusted), Path(model).absolute()
-        if (folder / MANIFEST).is_file():
-            check_lengths(folder, added=True)
-            written = folder
-        files, others = tuple(weights.weight_files(folder)), other_files(folder, trusted=trusted)
+        config, of_folder = config_of(Path(model), trusted), _in_folder(Path(model).absolute(), trusted)
     if not isinstance(config, PretrainedConfig):
         raise ModelError(
             f"a model given as {type(model).__name__}",
             "AutoPipeline takes a transformers model, a config of one, a local folder or a Hub name",
             "Pass one of these, or build stages of your own with Pipeline.from_provider",
         )
-    if files:
+    if files := of_folder.get("files"):
         _check_not_quantized(config, files[0].parent)
         if dtype is None and config.dtype is None:  # as transformers does
             dtype = weights.first_dtype(files)
@@ -244,8 +238,17 @@ def open_source(
     if adapter is not None:
         base = str(name if commit is not None else Path(model).absolute()) if files else None
         add_adapter(built, adapter, base, commit)
-    source = Source(built, files, others, written, adapter_of(built), quantize, commit)
+    source = Source(built, adapter=adapter_of(built), quantize=quantize, commit=commit, **of_folder)
     return source.checked(new_weights)
+
+
+def _in_folder(folder: Path, trusted: bool) -> dict[str, Any]:
+    """What a Source keeps of a model's folder. Raises CheckpointError for one that is not as it was saved."""
+    written = folder if (folder / MANIFEST).is_file() else None
+    if written is not None:
+        check_lengths(folder, added=True)
+    files = tuple(weights.weight_files(folder))
+    return {"files": files, "other_files": other_files(folder, trusted=trusted), "written": written}
 
 
 def _built_from_config(

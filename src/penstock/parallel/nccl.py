@@ -10,7 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from penstock.errors import ConfigError
 from penstock.runtime.plan import channels
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, verify
 from penstock.schedule.order import blocked_in_line, exchanges
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -29,7 +29,7 @@ def set_environment() -> None:
 def fits_batches(schedule: Schedule) -> bool:
     """Whether the messages of a schedule can go in batches."""
     try:
-        exchanges(schedule)
+        exchanges(verify(schedule))
     except ConfigError:
         return False
     return True
@@ -62,7 +62,7 @@ def check_connections(schedule: Schedule, batched: bool) -> None:
     connections = int(setting) if setting.isdecimal() else _UNSET
     if connections >= streams:
         return
-    if exchanges(schedule).in_line if batched else not blocked_in_line(schedule):
+    if batched or not blocked_in_line(verify(schedule)):
         return
     raise ConfigError(
         f"{CONNECTIONS}={setting or f'{_UNSET}, as it is unset'} with schedule {schedule.name!r} on NCCL",

@@ -86,9 +86,9 @@ from penstock.runtime.stage_part import StagePart
 from penstock.runtime.transport.groups import Processes
 from penstock.schedule import Costs, Proof, Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
+from penstock.schedule.collector import collector_paused
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
-from penstock.schedule.ops import collector_paused
 from penstock.schedule.simulation.recompute import StageMicrobatches
 
 

@@ -38,7 +38,7 @@ from penstock.pipeline.building.compiling import (
 )
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
-from penstock.schedule import Schedule
+from penstock.schedule import Schedule, verify
 from penstock.schedule.choose import ScheduleLike, chosen_schedule, with_microbatches
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.order import exchanges
@@ -175,7 +175,7 @@ class Options:
                     "a batched exchange starts at once, and a message that carries its shapes has two parts",
                     "Take exchange='channels', or shapes='inferred' where they do not depend on values",
                 )
-            exchanges(schedule)
+            exchanges(verify(schedule))
         if (offloading := self.offloading()) is not None:
             check_schedule(offloading, schedule, self.checkpointing())
             compile_options = as_compile(self.compile)

@@ -16,6 +16,7 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.pipeline.building.stages import LayersByStage, StageFacts
 from penstock.pipeline.steps.step import StepRecord
 from penstock.runtime import step_report as report
+from penstock.runtime.around import around, undo
 from penstock.runtime.device import stream
 from penstock.runtime.device.memory import Held, MicrobatchBytes
 from penstock.runtime.device.stream import Time
@@ -65,10 +66,10 @@ def layer_costs(
     """
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
-    local = [(*place, median([stream.seconds(*call) for call in calls])) for place, calls in times.items()]
+    local = [(*where, median([stream.seconds(*call) for call in calls])) for where, calls in times.items()]
     forward: dict[int, dict[int, float]] = defaultdict(dict)
-    for stage, number, seconds in (entry for process in processes.gather(local) for entry in process):
-        forward[stage][number] = seconds
+    for stage, index, seconds in (entry for process in processes.gather(local) for entry in process):
+        forward[stage][index] = seconds
     layer_seconds: dict[int, float] = {}
     rests = []
     depth = info[0].info.stages
@@ -83,35 +84,38 @@ def layer_costs(
 
 
 def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
-    return median([float(getattr(each, name)[stage]) for each in costs])
+    return median([float(getattr(step, name)[stage]) for step in costs])
 
 
 @contextmanager
 def timed(layers: LayersByStage, device: torch.device) -> Iterator[LayerTimes]:
     """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
     times: LayerTimes = defaultdict(list)
-    classes = {id(layer): (layer, type(layer)) for held in layers.values() for _, layer in held}
-    for stage, held in layers.items():
-        for number, layer in held:
-            layer.__class__ = _timed(classes[id(layer)][1], times[stage, number], device)
+    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
+    timed_layers = dict[int, nn.Module]()
+    for stage, of_stage in layers.items():
+        for index, layer in of_stage:
+            around(layer, __call__=_timed)
+            vars(layer)["_timing"] = now, times[stage, index]
+            timed_layers[id(layer)] = layer
     try:
         yield times
     finally:
-        for layer, kind in classes.values():
-            layer.__class__ = kind
+        for layer in timed_layers.values():
+            undo(layer, _timed)
+            del vars(layer)["_timing"]
 
 
-def _timed(kind: type[nn.Module], times: list[tuple[Time, Time]], device: torch.device) -> type[nn.Module]:
-    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _timed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        now, times = layer._timing
         began = now()
         try:
-            return kind.__call__(self, *args, **kwargs)
+            return plain(layer, *args, **kwargs)
         finally:  # a stage may leave its last layer by an exception
             times.append((began, now()))
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    return call
 
 
 # ---- a pipeline in one table of plain text

@@ -39,7 +39,6 @@ from penstock.runtime.plan import (
     Deliver,
     Exchange,
     Free,
-    Message,
     Plan,
     Post,
     Reduce,
@@ -51,6 +50,7 @@ from penstock.runtime.step_memory import StepMemory
 from penstock.runtime.transport.interface import Transport, detached
 from penstock.schedule import Op
 from penstock.schedule.offload import HostCopy
+from penstock.schedule.order import Message
 
 # gives an action its effect; None for a wait, which may have to let other ranks of this process run first
 Effect = Callable[[Any, StepInput], None] | None

@@ -1,26 +1,26 @@
-"""A proven schedule, lowered to what one rank does: posts, waits, computes, sends and frees.
+"""A proven schedule, lowered to what one rank does: posts, awaits, computes, sends and frees.
 
 Every action is fixed here, before the first step; the executor only follows. 1F1B on rank 1 of 2:
 
-    post 0F0   wait 0F0   1F0   post 0F1   1B0   send 1B0   wait 0F1   1F1   post 0F2   1B1   send 1B1
-    wait 0F2   free 1B0   1F2 ...
+    post 0F0   await 0F0   1F0   post 0F1   1B0   send 1B0   await 0F1   1F1   post 0F2   1B1   send 1B1
+    await 0F2   free 1B0   1F2 ...
 
 - A receive is posted as far ahead of its use as `penstock.schedule.order` says, so that the message arrives
   while the rank computes. On each channel, receives are posted in the order in which the other end sends.
 - A send starts when its op has ended. Nothing waits for it.
-- A send is freed at the first later wait that proves it complete: a rank computes a message only after
-  everything that it waited for before. So freeing never blocks.
+- A send is freed at the first later await that proves it complete: a rank computes a message only after
+  everything that it awaited before. So freeing never blocks.
 - A result for a stage of the same rank is delivered at once.
 
 With `exchanges`, a rank's sends and receives between two ops go together. Each exchange starts what was
 posted and sent before it:
 
-    post 0F0  exchange  wait 0F0  1F0   1B0  send 1B0  post 0F1  exchange  wait 0F1  1F1 ...
+    post 0F0  exchange  await 0F0  1F0   1B0  send 1B0  post 0F1  exchange  await 0F1  1F1 ...
 
 With `copies`, activations wait in host memory meanwhile (penstock.schedule.offload):
 
     0F0   send 0F0   offload 0F0   0F1   send 0F1   release 0F0   0F2   send 0F2   reload 0F0   0F3   send 0F3
-    wait 1B0   restore 0F0   0B0 ...
+    await 1B0   restore 0F0   0B0 ...
 """
 
 from __future__ import annotations
@@ -33,25 +33,7 @@ from typing import NamedTuple, TypeGuard
 from penstock.runtime.stage_part import Forward
 from penstock.schedule import Op, Proof, Schedule
 from penstock.schedule.offload import HostCopies, HostCopy, offloaded, verify_copies
-from penstock.schedule.order import AHEAD, Exchanges, posts
-
-
-class Message(NamedTuple):
-    """The result of `op` on its way to stage `target`: activations forward, gradients backward."""
-
-    op: Op
-    target: int
-
-    @property
-    def channel(self) -> Channel:
-        return Channel(self.op.stage, self.target)
-
-
-class Channel(NamedTuple):
-    """A directed edge between two stages on different ranks; first in, first out."""
-
-    source: int
-    target: int
+from penstock.schedule.order import AHEAD, Channel, Exchanges, Message, posts
 
 
 class Post(NamedTuple):
@@ -156,7 +138,7 @@ def lower(
     schedule = proof.schedule
     if copies is not None:
         verify_copies(proof, copies)
-    receives = posts(schedule, rank, ahead) if exchanges is None else exchanges.receives[rank]
+    receives = posts(proof, rank, ahead) if exchanges is None else exchanges.receives[rank]
     actions = _Lowering(schedule, rank, receives, recomputed, reduced, copies).actions()
     if exchanges is not None:
         assert exchanges.schedule == schedule
@@ -189,10 +171,12 @@ class _Lowering:
     def actions(self) -> Iterator[Action]:
         for op, receives, copies in zip(self._program, self._receives, self._copies, strict=True):
             for source in receives:
-                yield Post(Message(source, source.stage + (1 if source.kind == "F" else -1)))
+                yield Post(Message.of(source))
             # behind the posts: what is sent and posted between two ops stays together
             yield from (copy for copy in copies if copy.step != "restore")
-            needed, result = self._taken(op), self._given(op)
+            feeder = self._schedule.source(op)
+            needed = None if feeder is None else Message.of(feeder)
+            result = None if self._schedule.taker(op) is None else Message.of(op)
             if self._is_remote(needed):
                 yield Await(needed)
                 yield from self._frees_after(needed)
@@ -225,35 +209,18 @@ class _Lowering:
     def _is_remote(self, message: Message | None) -> TypeGuard[Message]:
         return message is not None and self._host(message.op.stage) != self._host(message.target)
 
-    def _taken(self, op: Op) -> Message | None:
-        """The message from another stage that `op` needs."""
-        for needed in self._schedule.predecessors(op):
-            if needed.stage != op.stage:
-                return Message(needed, op.stage)
-        return None
-
-    def _given(self, op: Op) -> Message | None:
-        """The message to another stage that the result of `op` becomes."""
-        ends = self._placement.is_last if op.kind == "F" else self._placement.is_first
-        if op.kind == "W" or ends(op.stage):
-            return None
-        return Message(op, op.stage + (1 if op.kind == "F" else -1))
-
     def _frees_after(self, message: Message) -> Iterator[Action]:
         """The sends that the other rank must have received before it computed `message`."""
         peer, reached = self._host(message.op.stage), self._position[message.op]
         still = []
         for sent in self._in_flight.get(peer, []):
-            if self._position[self._consumer(sent)] <= reached:
+            taker = self._schedule.taker(sent.op)
+            assert taker is not None, "a message has a taker"
+            if self._position[taker] <= reached:
                 yield Free(sent)
             else:
                 still.append(sent)
         self._in_flight[peer] = still
-
-    def _consumer(self, message: Message) -> Op:
-        if message.op.kind == "F":
-            return Op(message.target, "F", message.op.microbatch)
-        return self._schedule.gradient(message.target, message.op.microbatch)
 
 
 def _with_exchanges(actions: Iterable[Action]) -> Iterator[Action]:

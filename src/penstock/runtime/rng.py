@@ -14,7 +14,7 @@ rank's.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 from penstock.batch.microbatches import checksums, named_tensors
 from penstock.batch.shapes import Microbatch, microbatch_key
 from penstock.private import DropoutNd
+from penstock.runtime.around import around
 from penstock.runtime.stage_part import Forward, StagePart
 
 _MASK = (1 << 63) - 1
@@ -51,7 +52,7 @@ class StageRNG(StagePart):
 
     Args:
         stage: its number within its copy of the model.
-        modules: modules to seed, with their places in the whole model.
+        modules: modules to seed, each with its name or number in the whole model.
     """
 
     def __init__(self, stage: int, device: torch.device, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -59,50 +60,41 @@ class StageRNG(StagePart):
         self.seeds: dict[int, int] = {}  # of a step's microbatches, by their id
         self.generator = generator_of(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
-        seeding: dict[type[nn.Module], type[nn.Module]] = {}
-        for place, module in modules:
-            self._watch(module, place, seeding)
+        for name, module in modules:
+            if vars(module).get("_rng") is not self:  # else it is in two places
+                around(module, __call__=_seeded)
+                vars(module).update(_rng=self, _rng_name=name)
 
     def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
         self._seed(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
-    def enter(self, place: str) -> None:
+    def enter(self, name: str) -> None:
         """A module is called.
 
         The generator's seed identifies the microbatch. The latest forward would be wrong: a backward may run
         a module of any microbatch again, and torch restores the generator for that.
         """
-        self._seed(self._origins.get(self.generator.initial_seed()), place)
+        self._seed(self._origins.get(self.generator.initial_seed()), name)
 
     def end(self) -> None:
         self.seeds, self._origins = {}, {}
 
-    def _seed(self, seed: int | None, place: str) -> None:
+    def _seed(self, seed: int | None, name: str) -> None:
         if seed is not None:
-            mixed = mix(seed, place)
+            mixed = mix(seed, name)
             self._origins[mixed] = seed
             self.generator.manual_seed(mixed)
 
-    def _watch(self, module: nn.Module, place: str, seeding: dict[type[nn.Module], type[nn.Module]]) -> None:
-        plain = type(module)
-        if plain in seeding.values():  # a module that is in two places
-            return
-        if plain not in seeding:
-            seeding[plain] = type(plain.__name__, (_Seeding, plain), {"__module__": plain.__module__})
-        module.__class__ = seeding[plain]
-        vars(module).update(_rng=self, _rng_place=place)
 
+def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Around everything else that a module's call does: compilers skip generators."""
 
-class _Seeding(nn.Module):
-    """Mixed into a module's class, around everything else that a call does: compilers skip generators."""
-
-    _rng: StageRNG
-    _rng_place: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            self._rng.enter(self._rng_place)
-        return super().__call__(*args, **kwargs)
+            module._rng.enter(module._rng_name)
+        return plain(module, *args, **kwargs)
+
+    return call
 
 
 def mix(seed: int, text: str) -> int:

@@ -20,11 +20,13 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
+from penstock.schedule.collector import collector_paused
 from penstock.schedule.files import load
-from penstock.schedule.ops import Schedule, check_numbers, check_size, collector_paused, not_a_count
+from penstock.schedule.ops import Schedule, check_numbers, check_size, not_a_count
 from penstock.schedule.search import search
 from penstock.schedule.simulation.costs import Costs
 
+_SIZES = ("ranks", "microbatches")
 NEEDED = inspect.Parameter.empty  # the default of an option that has none
 
 # ---- What makes a schedule
@@ -65,8 +67,8 @@ _V_SHAPED = ("zb_v", "v_half", "v_min", "dualpipe_v")
 
 def options_of(name: str) -> dict[str, Any]:
     """The options of the schedule called `name`, with their defaults; NEEDED where there is none."""
-    parameters = inspect.signature(MAKERS[name]).parameters.values()
-    options = {each.name: each.default for each in parameters if each.name not in ("ranks", "microbatches")}
+    parameters = inspect.signature(MAKERS[name]).parameters
+    options = {option: parameter.default for option, parameter in parameters.items() if option not in _SIZES}
     # a V has two stages per rank; a config may say so
     return {"stages_per_rank": 2, **options} if name in _V_SHAPED else options
 
@@ -219,7 +221,7 @@ def _checked(name: str, option: str, value: Any, known: Mapping[str, Any], writt
 
 
 def _read_costs(mapping: Mapping[Any, Any]) -> Costs:
-    known = [each.name for each in fields(Costs)]
+    known = [cost.name for cost in fields(Costs)]
     for name in mapping:
         if name not in known:
             raise ConfigError(f"costs with {name!r}", f"costs are {', '.join(known)}", "Leave it out")

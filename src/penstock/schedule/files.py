@@ -68,24 +68,24 @@ class Cells:
                 ops += self._read(text, (rank, column))
         return tuple(ops)
 
-    def _read(self, text: str, place: CellPosition) -> tuple[Op, ...]:
+    def _read(self, text: str, position: CellPosition) -> tuple[Op, ...]:
         if self._communication and _COMMUNICATION.fullmatch(text):
             return ()
         ops = _parsed(text)
         if not ops:
-            self.complain(place, f"{_short(text)} is no op{_likely_cause(text)}")
+            self.complain(position, f"{_short(text)} is no op{_likely_cause(text)}")
         elif isinstance(ops, Pair):
             if ops.forward.kind != "F" or ops.backward.kind not in ("B", "I"):
-                self.complain(place, f"{ops} overlaps other kinds than a forward and then a backward")
+                self.complain(position, f"{ops} overlaps other kinds than a forward and then a backward")
             self.overlaps.add(ops)
         for op in ops:
-            first = self.places.setdefault(op, place)
-            if first is not place:
-                self.complain(place, f"{op} is already at {self.name_place(first)}")
+            first = self.places.setdefault(op, position)
+            if first is not position:
+                self.complain(position, f"{op} is already at {self.name_place(first)}")
         return ops
 
-    def complain(self, place: CellPosition, what: str) -> None:
-        self.complaints.append(f"{self.name_place(place)}: {what}")
+    def complain(self, position: CellPosition, what: str) -> None:
+        self.complaints.append(f"{self.name_place(position)}: {what}")
 
     def check(self) -> None:
         """Raise ConfigError with all complaints, if there are any."""

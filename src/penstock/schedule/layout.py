@@ -156,15 +156,15 @@ def _from_lists(stages: Sequence[Sequence[str]]) -> Layout:
     if not stages:
         remedy = "Write [[embedding, decoder, loss]]"
         raise PartitionError("layout=[]", "it has a list for each stage", remedy)
-    for number, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         if isinstance(stage, str) or not isinstance(stage, Sequence):
             rule, remedy = "a stage is a list of names", f"Write [{stage}], or the whole layout as a string"
-            raise PartitionError(f"layout, stage {number}: {stage!r}", rule, remedy)
-        if number:
-            shown.append(f"stage {number - 1}: {stages[number - 1]}")
+            raise PartitionError(f"layout, stage {index}: {stage!r}", rule, remedy)
+        if index:
+            shown.append(f"stage {index - 1}: {stages[index - 1]}")
             symbols.append(_Symbol("|", len(symbols)))
         for entry, name in enumerate(stage):
-            shown.append(f"stage {number}, entry {entry}: {name!r}")
+            shown.append(f"stage {index}, entry {entry}: {name!r}")
             symbols.append(_Symbol(_symbol(name, partial(wrong, len(symbols))), len(symbols)))
     _check_order(symbols, wrong)
     return _layout(symbols)

@@ -101,11 +101,11 @@ def _violations(schedule: Schedule, rank: int, copies: HostCopies) -> Iterator[V
     if len(copies) != len(program):
         yield Violation(f"host copies in front of {len(copies)} ops, and it has {len(program)}", rank)
         return
-    spans = {place: (forward, backward) for place, forward, backward in _spans(schedule, program)}
+    spans = {key: (forward, backward) for key, forward, backward in _spans(schedule, program)}
     seen: dict[tuple[int, int], list[tuple[int, OffloadStep]]] = {}
     for position, at in enumerate(copies):
-        for step, *place in at:
-            seen.setdefault((place[0], place[1]), []).append((position, step))
+        for step, *key in at:
+            seen.setdefault((key[0], key[1]), []).append((position, step))
     for (stage, microbatch), steps in seen.items():
         forward = Op(stage, "F", microbatch)
         if (stage, microbatch) not in spans:

@@ -1,80 +1,38 @@
-"""The ops of a schedule as integers and as arrays, an order in which they can run, and when they end.
+"""The ops of a schedule as arrays: which op needs which, an order in which they can run, and when they end.
 
 A schedule may have half a million ops. So what concerns each op alone is computed on arrays (numpy, imported
-on first use). Only what one op passes on to another is a loop: `possible_order` and `ends`.
+on first use). Only what one op passes on to another is a loop: `run_all` and `ends`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, get_args
+from itertools import accumulate, chain, pairwise, repeat
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.schedule.ops import Kind, Op, Schedule
+from penstock.schedule.ops import KINDS, SLOT, SOURCE, Kind, Op, Schedule
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
     Integers = npt.NDArray[np.intp]
+    Booleans = npt.NDArray[np.bool_]
     Floats = npt.NDArray[np.float64]
 
 NOTHING = -1
-KINDS: tuple[Kind, ...] = get_args(Kind)
-_SLOT = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
-class OpNumbers:
-    """An integer for each op: three per stage and microbatch, in slots F, B or I, and W.
-
-    B and I share a slot because a backward is either whole or split.
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule, self._depth = schedule, schedule.placement.depth
-        self.row = 3 * schedule.microbatches  # numbers per stage
-        self.count = self.row * schedule.stages
-
-    def of(self, op: Op) -> int:
-        return op.stage * self.row + 3 * op.microbatch + _SLOT[op.kind]
-
-    def places(self, number: int) -> tuple[int, int, int]:
-        """Stage, microbatch and slot."""
-        stage, within = divmod(number, self.row)
-        return stage, *divmod(within, 3)
-
-    def op(self, number: int) -> Op:
-        stage, microbatch, slot = self.places(number)
-        if slot == 1:
-            return self._schedule.gradient(stage, microbatch)
-        return Op(stage, "W" if slot else "F", microbatch)
-
-    def needed(self, number: int) -> int:
-        """The op of the neighbouring stage whose result this op takes, or NOTHING.
-
-        What it needs from its own stage comes earlier in the same program; `verify` checks that separately.
-        """
-        slot, stage = number % 3, number // self.row
-        if slot == 0 and stage % self._depth:
-            return number - self.row
-        if slot == 1 and (stage + 1) % self._depth:
-            return number + self.row
-        return NOTHING
-
-    def needs(self, program: Iterable[int]) -> list[int]:
-        """`needed` for each op of a program."""
-        return list(map(self.needed, program))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpArrays:
     """All ops, those of rank 0 first: an op's index counts them in this order.
 
     bounds[r], bounds[r + 1]: where the ops of rank r begin and end
-    ops, stage, kind, microbatch, rank: by index; kind counts in `KINDS`
+    ops, stage, kind, microbatch, rank: by index; kind counts in `KINDS`. NOTHING for a stage, kind or
+        microbatch that the schedule does not have
     """
 
     schedule: Schedule
@@ -86,55 +44,59 @@ class OpArrays:
     rank: Integers
 
     @classmethod
-    def of(cls, schedule: Schedule) -> OpArrays | None:
-        """None without ops, or if an entry is no op or one that no schedule of this size has."""
+    def of(cls, schedule: Schedule) -> OpArrays:
+        """The arrays of any programs made of ops, whole or not."""
         import numpy as np
 
-        entries = [*chain.from_iterable(schedule.programs)]
-        if not entries or not all_are(Op, entries) or {*map(len, entries)} != {3}:
-            return None
-        flat: list[Any] = [*chain.from_iterable(entries)]
-        stages, kinds, microbatches = flat[::3], flat[1::3], flat[2::3]
-        if {*map(type, stages), *map(type, microbatches)} != {int}:
-            return None
-        if not all_are(str, kinds) or not {*kinds} <= {*KINDS}:
-            return None
-        try:
-            stage, microbatch = (np.fromiter(each, np.intp, len(each)) for each in (stages, microbatches))
-        except OverflowError:
-            return None
-        for numbers, count in ((stage, schedule.stages), (microbatch, schedule.microbatches)):
-            if not 0 <= numbers.min() <= numbers.max() < count:
-                return None
-        of_letter = np.zeros(128, np.intp)
-        of_letter[[*map(ord, KINDS)]] = range(len(KINDS))
+        ops = [*chain.from_iterable(schedule.programs)]
         lengths = [*map(len, schedule.programs)]
-        return cls(
-            schedule,
-            entries,
-            np.cumsum([0, *lengths]).tolist(),
-            stage,
-            of_letter[np.frombuffer("".join(kinds).encode(), np.uint8)],
-            microbatch,
-            np.repeat(np.arange(len(lengths)), lengths),
-        )
+        fields = [*chain.from_iterable(ops)]
+        known = (range(schedule.stages), KINDS, range(schedule.microbatches))
+        stage, kind, microbatch = (_column(fields[at::3], values) for at, values in enumerate(known))
+        rank = np.repeat(np.arange(len(lengths)), lengths)
+        return cls(schedule, ops, [*accumulate(lengths, initial=0)], stage, kind, microbatch, rank)
+
+    @cached_property
+    def exists(self) -> Booleans:
+        """Whether the schedule has the stage, the kind and the microbatch of an op."""
+        exists: Booleans = (self.stage != NOTHING) & (self.kind != NOTHING) & (self.microbatch != NOTHING)
+        return exists
+
+    @cached_property
+    def on_its_rank(self) -> Booleans:
+        """Whether the rank whose program has an op hosts the stage of that op."""
+        import numpy as np
+
+        hosts: Integers = np.array(self.schedule.placement.rank_of)[self.stage]
+        return np.equal(hosts, self.rank)
 
     @cached_property
     def slot(self) -> Integers:
-        """F, B or I, and W are 0, 1 and 2, as in `OpNumbers`."""
-        import numpy as np
-
-        return np.array([_SLOT[kind] for kind in KINDS])[self.kind]
+        """`SLOT` of the op's kind."""
+        return by_kind(SLOT)[self.kind]
 
     @cached_property
-    def index(self) -> npt.NDArray[np.intp]:
-        """The index of an op by stage, microbatch and slot; NOTHING if no program has it."""
+    def index(self) -> Integers:
+        """The index of an op by stage, microbatch and slot; NOTHING if no program has it.
+
+        Of several ops it is the first on the rank of the stage, or else the first on any rank.
+        """
         import numpy as np
 
         schedule = self.schedule
         indices = np.full((schedule.stages, schedule.microbatches, 3), NOTHING)
-        indices[self.stage, self.microbatch, self.slot] = np.arange(len(self.stage))
+        for chosen in (self.exists & ~self.on_its_rank, self.exists & self.on_its_rank):
+            at = np.flatnonzero(chosen)[::-1]  # the last one assigned stays
+            indices[self.stage[at], self.microbatch[at], self.slot[at]] = at
         return indices
+
+    @cached_property
+    def is_indexed(self) -> Booleans:
+        """Whether an op is the one that `index` has for its stage, microbatch and slot."""
+        import numpy as np
+
+        indexed = self.index[self.stage, self.microbatch, self.slot]
+        return self.exists & np.equal(indexed, np.arange(len(indexed)))
 
     @cached_property
     def edge(self) -> Integers:
@@ -142,17 +104,32 @@ class OpArrays:
         import numpy as np
 
         depth = self.schedule.placement.depth
-        of_forward = np.where(self.stage % depth > 0, self.stage - 1, NOTHING)
-        of_gradient = np.where((self.stage + 1) % depth > 0, self.stage, NOTHING)
-        return np.select([self.slot == 0, self.slot == 1], [of_forward, of_gradient], NOTHING)
+        step: Integers = by_kind(SOURCE)[self.kind]
+        in_one_copy = (self.stage + step) // depth == self.stage // depth
+        return np.where(self.exists & (step != 0) & in_one_copy, self.stage + np.minimum(step, 0), NOTHING)
 
     @cached_property
-    def needed(self) -> Integers:
+    def source(self) -> Integers:
         """The index of the op of the neighbouring stage whose result an op takes, or NOTHING."""
         import numpy as np
 
-        source = np.where(self.slot == 0, self.stage - 1, self.stage + 1) % self.schedule.stages
-        return np.where(self.edge == NOTHING, NOTHING, self.index[source, self.microbatch, self.slot])
+        stage = np.where(self.edge == NOTHING, 0, self.stage + by_kind(SOURCE)[self.kind])
+        return np.where(self.edge == NOTHING, NOTHING, self.index[stage, self.microbatch, self.slot])
+
+    @cached_property
+    def own(self) -> Integers:
+        """The index of the op of its own stage that an op needs, or NOTHING."""
+        import numpy as np
+
+        needs = self.exists & (self.slot > 0)
+        return np.where(needs, self.index[self.stage, self.microbatch, self.slot - 1], NOTHING)
+
+    @cached_property
+    def crosses(self) -> Booleans:
+        """Whether an op takes its input from another rank."""
+        import numpy as np
+
+        return np.greater(self.source, NOTHING) & np.not_equal(self.rank[self.source], self.rank)
 
     @cached_property
     def before(self) -> Integers:
@@ -174,41 +151,83 @@ class OpArrays:
             if two in self.schedule.overlaps
         ]
 
+    def position(self, at: int) -> tuple[int, int]:
+        """The rank of the op with this index, and its position in the rank's program."""
+        rank = int(self.rank[at])
+        return rank, at - self.bounds[rank]
 
-def all_are(wanted: type, entries: Iterable[object]) -> bool:
-    """Whether all are instances of the class."""
-    return all(issubclass(entry_type, wanted) for entry_type in {*map(type, entries)})
+    def walk(self, done: Collection[int] = ()) -> Walk:
+        """Run all programs. The ops of an overlapped pair wait together. done: ops that nobody waits for"""
+        sources = self.source.tolist()
+        also_needs = {one: sources[one + 1] for one in self.pairs if sources[one + 1] != NOTHING}
+        return run_all(self.bounds, sources, also_needs, done)
 
 
-def possible_order(arrays: OpArrays) -> list[int] | None:
-    """All ops, by index, in an order that the ranks can follow; None if some wait for one another in a cycle.
+def _column(values: Sequence[object], known: Iterable[object]) -> Integers:
+    """By entry, its position among the `known` values, or NOTHING."""
+    import numpy as np
 
-    The ops of an overlapped pair wait together, and stay next to each other.
+    position = {value: at for at, value in enumerate(known)}
+    return np.fromiter(map(position.get, values, repeat(NOTHING)), np.intp, len(values))
+
+
+def by_kind(values: Mapping[Kind, int]) -> Integers:
+    """The values in the order of `KINDS`, and 0 for NOTHING."""
+    import numpy as np
+
+    return np.array([*(values.get(kind, 0) for kind in KINDS), 0])
+
+
+class Walk(NamedTuple):
+    """How far the ranks come if each runs as far as the others let it.
+
+    order: the steps that ran, in an order in which they can
+    reached: by rank, the step that it has come to
+    blocked: by rank that has not come to its end, the step that it waits for
     """
-    needed, pairs = arrays.needed.tolist(), frozenset(arrays.pairs)
-    done, awaited = bytearray(len(needed) + 1), bytearray(len(needed))
-    done[NOTHING] = 1  # the last place
-    reached, stops = arrays.bounds[:-1], arrays.bounds[1:]
-    waiting: dict[int, int] = {}  # by the op that it waits for, the rank: a result has one taker
-    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
+
+    order: list[int]
+    reached: list[int]
+    blocked: dict[int, int]
+
+
+def run_all(
+    bounds: Sequence[int],
+    needs: Sequence[int],
+    also_needs: Mapping[int, int] | None = None,
+    done: Iterable[int] = (),
+) -> Walk:
+    """Run the steps of all ranks, which are counted on: those of rank r begin at bounds[r].
+
+    needs: the step that each one waits for, or NOTHING
+    also_needs: a second one that this step waits for, because its overlapped neighbour does
+    done: steps that count as done from the beginning
+    """
+    is_done = bytearray(len(needs) + 1)
+    is_done[NOTHING] = 1  # the last place, which -1 refers to
+    for step in done:
+        is_done[step] = 1
     order: list[int] = []
+    reached, stops = [*bounds[:-1]], bounds[1:]
+    waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
+    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
     while ready:
         rank = ready.popleft()
         start, stop = reached[rank], stops[rank]
         for at in range(start, stop):
-            source = needed[at]
-            if pairs and done[source] and at in pairs:
-                source = needed[at + 1]
-            if not done[source]:
-                waiting[source], awaited[source] = rank, 1
+            needed = needs[at]
+            if also_needs and is_done[needed]:
+                needed = also_needs.get(at, NOTHING)
+            if not is_done[needed]:
+                waiting.setdefault(needed, []).append(rank)
                 stop = at
                 break
-            done[at] = 1
-            if awaited[at]:
-                ready.append(waiting.pop(at))
+            is_done[at] = 1
+            if at in waiting:
+                ready += waiting.pop(at)
         order += range(start, stop)
         reached[rank] = stop
-    return None if waiting else order
+    return Walk(order, reached, {rank: needed for needed, ranks in waiting.items() for rank in ranks})
 
 
 def ends(
@@ -216,26 +235,26 @@ def ends(
 ) -> Floats:
     """The end of each op, if each starts when its rank has ended the one before and its input is there.
 
-    order: from `possible_order`
-    delays: from the end of the op that is needed until its result is there
+    order: from `OpArrays.walk`
+    delays: from the end of the source of an op until its result is there
     pairs: by its first op, how long an overlapped pair takes: it starts when both its inputs are there, and
         its ops end together
     """
     import numpy as np
 
-    needed, durations = arrays.needed.copy(), durations.copy()
+    source, durations = arrays.source.copy(), durations.copy()
     for one, length in pairs.items():  # the first op takes no time, and whoever needs it waits for the second
-        needed[arrays.needed == one] = one + 1
+        source[arrays.source == one] = one + 1
         durations[one], durations[one + 1] = 0.0, length
-    place = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
-    place[order] = np.arange(1, len(order) + 1)
-    columns = (place[needed[order]], place[arrays.before[order]], delays[order], durations[order])
+    turn = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
+    turn[order] = np.arange(1, len(order) + 1)
+    columns = (turn[source[order]], turn[arrays.before[order]], delays[order], durations[order])
     ended = [0.0]
     append = ended.append  # half a million calls
-    for source, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
-        there, free_at = ended[source] + delay, ended[before]
+    for needed, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
+        there, free_at = ended[needed] + delay, ended[before]
         append((there if there > free_at else free_at) + takes)
-    end_times = np.array(ended)[place[:-1]]
+    end_times = np.array(ended)[turn[:-1]]
     for one in pairs:
         end_times[one] = end_times[one + 1]
     return end_times

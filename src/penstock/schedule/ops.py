@@ -6,19 +6,23 @@ microbatch 0. Logs, pictures, errors and profiles all use this text.
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
-from itertools import repeat, zip_longest
-from typing import Literal, NamedTuple
+from functools import cached_property
+from itertools import zip_longest
+from typing import Literal, NamedTuple, get_args
 
 from penstock.errors import ConfigError
 
 # forward; whole backward; its two halves: input gradient and weight gradient
 Kind = Literal["F", "B", "I", "W"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Which op needs which. Of one microbatch on one stage, an op needs the one in the slot before. From another
+# stage, a forward takes the activations of the stage before, a backward the gradient of the stage behind.
+SLOT: dict[Kind, int] = {"F": 0, "B": 1, "I": 1, "W": 2}
+SOURCE: dict[Kind, int] = {"F": -1, "B": 1, "I": 1, "W": 0}  # 0: from no other stage
 
 _OP = re.compile(r"\s*(\d{1,9})([FBIW])(\d{1,9})\s*", re.ASCII)
 _PAIR = re.compile(r"\s*\(([^;()]*);([^;()]*)\)\s*OVERLAP_F_B\s*")
@@ -46,11 +50,6 @@ class Op(NamedTuple):
             )
         stage, kind, microbatch = match.groups()
         return cls(int(stage), kind, int(microbatch))  # type: ignore[arg-type]
-
-
-def row(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Op]:
-    """An op for each of the microbatches, in a third of the time that calls of Op take."""
-    return [*map(partial(tuple.__new__, Op), zip(repeat(stage), repeat(kind), microbatches, strict=False))]
 
 
 class Pair(NamedTuple):
@@ -85,7 +84,7 @@ class Schedule:
 
     def __getstate__(self) -> dict[str, object]:
         """What is computed on demand is not sent to other processes."""
-        return {each.name: getattr(self, each.name) for each in fields(self)}
+        return {stored.name: getattr(self, stored.name) for stored in fields(self)}
 
     @property
     def ranks(self) -> int:
@@ -110,17 +109,26 @@ class Schedule:
         """The op that computes the gradient of the stage's input: I if the backward is split, else B."""
         return Op(stage, "I" if (stage, microbatch) in self.split else "B", microbatch)
 
+    def source(self, op: Op) -> Op | None:
+        """The op of a neighbouring stage whose result `op` takes."""
+        return self._neighbour(op, SOURCE[op.kind])
+
+    def taker(self, op: Op) -> Op | None:
+        """The op of a neighbouring stage that takes the result of `op`."""
+        return self._neighbour(op, -SOURCE[op.kind])
+
+    def _neighbour(self, op: Op, step: int) -> Op | None:
+        stage, depth = op.stage + step, self.placement.depth
+        if not step or stage // depth != op.stage // depth:  # beyond either end of its copy of the model
+            return None
+        return Op(stage, "F", op.microbatch) if op.kind == "F" else self.gradient(stage, op.microbatch)
+
     def predecessors(self, op: Op) -> tuple[Op, ...]:
-        """The ops whose results `op` uses."""
+        """The ops whose results `op` uses: of its own stage first, then of a neighbouring stage."""
         stage, kind, microbatch = op
-        if kind == "F":
-            return () if self.placement.is_first(stage) else (Op(stage - 1, "F", microbatch),)
-        if kind == "W":
-            return (Op(stage, "I", microbatch),)
-        forward = Op(stage, "F", microbatch)
-        if self.placement.is_last(stage):
-            return (forward,)
-        return (forward, self.gradient(stage + 1, microbatch))
+        own = () if kind == "F" else (Op(stage, "I" if kind == "W" else "F", microbatch),)
+        source = self.source(op)
+        return own if source is None else (*own, source)
 
     def entries(self, rank: int) -> Iterator[Op | Pair]:
         """The program of `rank`, with each overlapped pair as one entry."""
@@ -238,9 +246,9 @@ _MAX_FORWARDS = 10_000_000  # some gigabytes; 64 ranks with 2 stages each and 10
 
 def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
     """Raise ConfigError for a size that no schedule has, or whose schedule would fill the memory."""
-    for name, number in (("ranks", ranks), ("microbatches", microbatches)):
-        if type(number) is not int or number < 1:
-            raise not_a_count(name, number)
+    for name, count in (("ranks", ranks), ("microbatches", microbatches)):
+        if type(count) is not int or count < 1:
+            raise not_a_count(name, count)
     if ranks * stages_per_rank > MAX_STAGES:
         raise ConfigError(
             f"{ranks} ranks with {stages_per_rank} stages each",
@@ -253,29 +261,6 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int = 1) -> None:
             f"a schedule of more than {_MAX_FORWARDS:,} forwards would fill the memory",
             "Give smaller numbers",
         )
-
-
-_MANY = 20_000  # objects; a collection walks them in a millisecond or two
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector while very many objects are made: ops, or a deep model's.
-
-    To walk all of them again and again takes as long as to make them. Afterwards they count as old, so that
-    the next collections leave them out.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            # what the caller froze would thaw; to count it takes milliseconds, so only where many were made
-            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 def not_a_count(name: str, value: object) -> ConfigError:

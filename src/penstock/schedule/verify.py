@@ -18,19 +18,18 @@ The executor relies on this proof: it checks no order again, and never holds mor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from typing import cast
 
 from penstock.errors import ScheduleError
-from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, OpNumbers, all_are, possible_order
-from penstock.schedule.ops import Op, Pair, Schedule, Violation, collector_paused
-from penstock.schedule.order import Walk, buffered_sends, cycles
+from penstock.schedule.collector import collector_paused
+from penstock.schedule.op_arrays import NOTHING, OpArrays, Walk, by_kind
+from penstock.schedule.ops import KINDS, SLOT, Kind, Op, Pair, Schedule, Violation
 
-_LIVE = {"F": 1, "B": -1, "W": -1}
-_DEFERRED = {"I": 1, "W": -1}
+_LIVE: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
+_DEFERRED: dict[Kind, int] = {"I": 1, "W": -1}
 _COMPARED = 1000  # if this many ops are missing and nine in ten, they are not listed one by one
 
 
@@ -40,20 +39,14 @@ class Proof:
 
     peak_live[r]: the most live activations that rank r holds at once, each from its F to the end of B or W
     peak_deferred[r]: the most of them whose I is done and whose W is not
+    arrays, order: all ops, and an order in which the ranks can run them
     """
 
     schedule: Schedule
     peak_live: tuple[int, ...]
     peak_deferred: tuple[int, ...]
-
-    @cached_property
-    def buffered_sends(self) -> int:
-        """How many unreceived results a channel must hold, if a send blocks its rank until it has room.
-
-        0: no deadlock even if each send blocks until its receive is posted, which happens when the receiver
-        begins the op before the one that needs it. The runtime's sends never block.
-        """
-        return buffered_sends(self.schedule)
+    arrays: OpArrays = field(repr=False, compare=False)
+    order: list[int] = field(repr=False, compare=False)
 
 
 def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
@@ -61,135 +54,27 @@ def verify(schedule: Schedule, memory_limit: int | None = None) -> Proof:
 
     memory_limit: the most live activations that a rank may hold; None for no limit
     """
-    return proven(schedule, memory_limit)[0]
-
-
-def proven(schedule: Schedule, memory_limit: int | None = None) -> tuple[Proof, OpArrays, list[int]]:
-    """The proof of `verify`, and what it was made with: the ops, and an order in which they can run."""
-    if valid := ordered(schedule):
-        arrays, order = valid
-        proof = Proof(schedule, *_peaks(arrays))
-        if memory_limit is None or max(proof.peak_live) <= memory_limit:
-            return proof, arrays, order
-    violations = all_violations(schedule)
-    if not all(isinstance(op, Op) for program in schedule.programs for op in program):
-        raise ScheduleError(schedule.name, violations)  # nothing can be counted
-    if memory_limit is not None:
-        for rank in range(len(schedule.programs)):
-            if (peak := _peak_live(schedule, rank)) > memory_limit:
-                rule = f"it holds {peak} live activations at its peak, and {memory_limit} are allowed"
-                violations.append(Violation(rule, rank))
-    assert violations, "a schedule is valid or breaks a rule"
-    raise ScheduleError(schedule.name, violations)
-
-
-def ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
-    """The ops of a valid schedule, and an order in which they can run; None if it breaks a rule.
-
-    This decides the same as `all_violations`, on arrays and without a word about what is wrong. The schedule
-    keeps the result, unless its programs are of a type that can change.
-    """
-    if type(schedule.programs) is not tuple or {*map(type, schedule.programs)} != {tuple}:
-        return _ordered(schedule)
-    known = vars(schedule)
-    if "ordered" not in known:
-        with collector_paused():
-            known["ordered"] = _ordered(schedule)
-    op_order: tuple[OpArrays, list[int]] | None = known["ordered"]
-    return op_order
-
-
-def _ordered(schedule: Schedule) -> tuple[OpArrays, list[int]] | None:
-    sized = type(schedule.microbatches) is int and schedule.microbatches > 0
-    if not sized or len(schedule.programs) != schedule.ranks:
-        return None
-    if not _are_pairs(schedule.overlaps):
-        return None
-    arrays = OpArrays.of(schedule)
-    if arrays is None or not _each_once(arrays) or not _can_overlap(arrays) or not _in_order(arrays):
-        return None
-    order = possible_order(arrays)
-    return None if order is None else (arrays, order)
-
-
-def _each_once(arrays: OpArrays) -> bool:
-    """Each microbatch goes through one copy of the model and back; each op is there once, on its rank."""
-    import numpy as np
-
-    schedule, count = arrays.schedule, len(arrays.stage)
-    placement = schedule.placement
-    forwards = schedule.microbatches * placement.depth
-    if not forwards <= count <= 3 * forwards:  # before `index` takes memory for all of them
-        return False
-    there = arrays.index != NOTHING
-    forward, backward, weight = (there[:, :, slot] for slot in range(3))
-    used = forward.reshape(placement.replicas, placement.depth, schedule.microbatches)
-    split = np.zeros_like(forward)
-    is_half = arrays.kind == KINDS.index("I")
-    split[arrays.stage[is_half], arrays.microbatch[is_half]] = True
-    return bool(
-        (np.array(placement.rank_of)[arrays.stage] == arrays.rank).all()
-        and there.sum() == count  # no op twice
-        and (used.any(axis=1).sum(axis=0) == 1).all()
-        and (used.all(axis=1) == used.any(axis=1)).all()
-        and (backward == (forward & schedule.trains)).all()
-        and (weight == split).all()
-    )
-
-
-def _in_order(arrays: OpArrays) -> bool:
-    """No op comes before one of its rank that it needs. All ops are there."""
-    import numpy as np
-
-    ops, needed = np.arange(len(arrays.stage)), arrays.needed
-    too_late = (needed > ops) & (arrays.rank[needed] == arrays.rank)
-    own = np.where(arrays.slot > 0, arrays.index[arrays.stage, arrays.microbatch, arrays.slot - 1], NOTHING)
-    return not (too_late.any() or (own > ops).any())
-
-
-def _are_pairs(overlaps: Collection[object]) -> bool:
-    """Whether `_is_no_pair` holds for none of them."""
-    return all_are(Pair, overlaps) and all_are(Op, chain.from_iterable(cast(Collection[Pair], overlaps)))
-
-
-def _can_overlap(arrays: OpArrays) -> bool:
-    """Whether `_pairs` finds nothing wrong. No op is there twice.
-
-    A forward before a backward is in one pair at most, so that no op needs to be looked for in two of them.
-    """
-    import numpy as np
-
-    one = np.array(arrays.pairs, np.intp)
-    two, stage, microbatch = one + 1, arrays.stage, arrays.microbatch
-    return len(one) == len(arrays.schedule.overlaps) and bool(
-        (arrays.slot[one] == 0).all()
-        and (arrays.slot[two] == 1).all()
-        and ((stage[one] != stage[two]) | (microbatch[one] != microbatch[two])).all()
-    )
-
-
-def _peaks(arrays: OpArrays) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By rank, the most live activations and the most that await their W; inference keeps none."""
-    import numpy as np
-
-    def highest(changes: dict[str, int]) -> tuple[int, ...]:
-        held = np.array([changes.get(kind, 0) for kind in KINDS])[arrays.kind].cumsum()
-        # every rank ends with nothing, so that one sum over all ranks is that of each
-        return tuple(int(held[start:stop].max(initial=0)) for start, stop in pairwise(arrays.bounds))
-
-    if not arrays.schedule.trains:
-        return (0,) * arrays.schedule.ranks, (0,) * arrays.schedule.ranks
-    return highest(_LIVE), highest(_DEFERRED)
-
-
-def all_violations(schedule: Schedule) -> list[Violation]:
-    """Every broken rule but the limit of memory."""
     if violations := [*_form(schedule)]:
-        return violations  # without form, positions have no meaning
-    index = OpIndex(schedule)
-    order = [*_order(index)]
-    late = {index.numbers.of(violation.missing) for violation in order if violation.missing}
-    return [*index.violations, *_missing(index), *order, *_pairs(schedule), *_deadlocks(index, late)]
+        raise ScheduleError(schedule.name, violations)  # without form, positions have no meaning
+    with collector_paused():
+        arrays = OpArrays.of(schedule)
+        too_late = _too_late(arrays)
+        walk = arrays.walk({needed for _, needed in too_late})
+        violations = [
+            *_index(arrays),
+            *_missing(arrays),
+            *_order(arrays, too_late),
+            *_pairs(arrays),
+            *_deadlocks(arrays, walk),
+        ]
+    peak_live = _peaks(arrays, _LIVE)
+    for rank, peak in enumerate(peak_live):
+        if memory_limit is not None and peak > memory_limit:
+            rule = f"it holds {peak} live activations at its peak, and {memory_limit} are allowed"
+            violations.append(Violation(rule, rank))
+    if violations:
+        raise ScheduleError(schedule.name, violations)
+    return Proof(schedule, peak_live, _peaks(arrays, _DEFERRED), arrays, walk.order)
 
 
 def _form(schedule: Schedule) -> Iterator[Violation]:
@@ -200,175 +85,143 @@ def _form(schedule: Schedule) -> Iterator[Violation]:
     if len(schedule.programs) != schedule.ranks:
         yield Violation(f"{len(schedule.programs)} programs for {schedule.ranks} ranks; each rank has one")
         return
-    op_count, sound = 0, True
-    for rank, program in enumerate(schedule.programs):
-        op_count += len(program)
-        for position, op in enumerate(program):
-            if not isinstance(op, Op) or type(op.stage) is not int or type(op.microbatch) is not int:
-                sound = False
-                yield Violation(f"{op!r} is no op", rank, position)
-    for pair in schedule.overlaps:
-        if _is_no_pair(pair):
-            sound = False
+    is_sound = True
+    programs: Sequence[Sequence[object]] = schedule.programs
+    for rank, program in enumerate(programs):
+        for position, entry in enumerate(() if _are_ops(program) else program):
+            if not _are_ops([entry]):
+                is_sound = False
+                yield Violation(f"{entry!r} is no op", rank, position)
+    pairs: Collection[object] = schedule.overlaps
+    for pair in pairs:
+        if not isinstance(pair, Pair) or not (isinstance(pair[0], Op) and isinstance(pair[1], Op)):
+            is_sound = False
             yield Violation(f"{pair!r} in overlaps is no Pair")
-    least = schedule.microbatches * schedule.placement.depth * (2 if sound and schedule.trains else 1)
-    if sound and least > 10 * op_count + _COMPARED:
+    count = sum(map(len, schedule.programs))
+    least = schedule.microbatches * schedule.placement.depth * (2 if is_sound and schedule.trains else 1)
+    if is_sound and least > 10 * count + _COMPARED:
         step = f"{schedule.microbatches} microbatches on {schedule.placement.depth} stages"
-        yield Violation(f"{op_count} ops; {step} are {least} at least")
+        yield Violation(f"{count} ops; {step} are {least} at least")
 
 
-def _is_no_pair(entry: object) -> bool:
-    return not isinstance(entry, Pair) or not all(isinstance(op, Op) for op in entry)
+def _are_ops(entries: Sequence[object]) -> bool:
+    """Whether all are ops, of whole numbers and text. A schedule may have half a million: types are few."""
+    if not all(isinstance(entry, Op) for entry in entries):
+        return False
+    return {*map(type, chain.from_iterable(cast(Sequence[Op], entries)))} <= {int, str}
 
 
-class OpIndex:
-    """The place of each op: `rank_at` and `position_at` by its number; rank NOTHING if no program has it.
+def _index(arrays: OpArrays) -> Iterator[Violation]:
+    """Each op exists, is on the rank of its stage, and is there once."""
+    import numpy as np
 
-    programs: the numbers of each rank's ops, NOTHING for an op that this schedule cannot have
-    violations: ops that do not exist, are on another rank than their stage, or occur twice
-    """
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.numbers = schedule, OpNumbers(schedule)
-        self.rank_at, self.position_at = [NOTHING] * self.numbers.count, [0] * self.numbers.count
-        self.violations: list[Violation] = []
-        self._misplaced: list[tuple[int, int, int]] = []
-        self.programs = [
-            [self._add(op, rank, position) for position, op in enumerate(program)]
-            for rank, program in enumerate(schedule.programs)
-        ]
-        for number, rank, position in self._misplaced:  # better than reporting it as missing, too
-            if self.rank_at[number] == NOTHING:
-                self.rank_at[number], self.position_at[number] = rank, position
-
-    def _add(self, op: Op, rank: int, position: int) -> int:
-        """Note the place of the op. Returns its number."""
-        schedule = self.schedule
-        if not 0 <= op.stage < schedule.stages:
-            wrong = f"there are only stages 0 to {schedule.stages - 1}"
-        elif op.kind not in KINDS:
-            wrong = f"there are only the kinds {', '.join(KINDS[:-1])} and {KINDS[-1]}"
-        elif not 0 <= op.microbatch < schedule.microbatches:
-            wrong = f"there are only microbatches 0 to {schedule.microbatches - 1}"
+    schedule = arrays.schedule
+    for at in np.flatnonzero(~arrays.on_its_rank | ~arrays.is_indexed).tolist():
+        op, rank, position = arrays.ops[at], *arrays.position(at)
+        if arrays.stage[at] == NOTHING:
+            rule = f"there are only stages 0 to {schedule.stages - 1}"
+        elif arrays.kind[at] == NOTHING:
+            rule = f"there are only the kinds {', '.join(KINDS[:-1])} and {KINDS[-1]}"
+        elif arrays.microbatch[at] == NOTHING:
+            rule = f"there are only microbatches 0 to {schedule.microbatches - 1}"
+        elif (host := schedule.placement.rank_of[op.stage]) != rank:
+            rule = f"stage {op.stage} is placed on rank {host}"
         else:
-            number = self.numbers.of(op)
-            host = schedule.placement.rank_of[op.stage]
-            if host != rank:
-                self.violations.append(
-                    Violation(f"stage {op.stage} is placed on rank {host}", rank, position, op)
-                )
-                self._misplaced.append((number, rank, position))
-            elif self.rank_at[number] != NOTHING:
-                self.violations.append(Violation(self._twice(op, number), rank, position, op))
-            else:
-                self.rank_at[number], self.position_at[number] = rank, position
-            return number
-        self.violations.append(Violation(wrong, rank, position, op))
-        return NOTHING
-
-    def _twice(self, op: Op, number: int) -> str:
-        other, position = self.at(number), self.position_at[number]
-        if other == op:
-            return f"it is already at position {position}"
-        return f"a backward is whole or split, and {other} is at position {position}"
-
-    def at(self, number: int) -> Op:
-        """The op in the place of this number: B or I, which share a number, as the program has it."""
-        return self.schedule.programs[self.rank_at[number]][self.position_at[number]]
-
-    def op(self, number: int) -> Op:
-        """The op of this number that the schedule has, or should have."""
-        stage, microbatch, slot = self.numbers.places(number)
-        if slot == 1 and self.is_split(stage, microbatch):
-            return Op(stage, "I", microbatch)
-        return self.numbers.op(number)
-
-    def is_split(self, stage: int, microbatch: int) -> bool:
-        """Whether this backward is split, or has a W and neither B nor I."""
-        if (stage, microbatch) in self.schedule.split:
-            return True
-        forward = stage * self.numbers.row + 3 * microbatch
-        return self.rank_at[forward + 2] != NOTHING and self.rank_at[forward + 1] == NOTHING
-
-    def copies_used(self, microbatch: int) -> list[int]:
-        """The copies of the model that have an op of this microbatch; the first copy if none has."""
-        depth, row = self.schedule.placement.depth, self.numbers.row
-        firsts = ((stage, stage * row + 3 * microbatch) for stage in range(self.schedule.stages))
-        used = {stage // depth for stage, first in firsts if {*self.rank_at[first : first + 3]} != {NOTHING}}
-        return sorted(used) or [0]
+            first = int(arrays.index[op.stage, op.microbatch, SLOT[op.kind]])
+            rule, (_, there) = "it is already at position", arrays.position(first)
+            if arrays.ops[first] != op:
+                rule = f"a backward is whole or split, and {arrays.ops[first]} is at position"
+            rule = f"{rule} {there}"
+        yield Violation(rule, rank, position, op)
 
 
-def _missing(index: OpIndex) -> Iterator[Violation]:
+def _missing(arrays: OpArrays) -> Iterator[Violation]:
     """Each microbatch goes through all stages of one copy of the model, and back in training."""
-    schedule, rank_at = index.schedule, index.rank_at
-    placement, trains, depth = schedule.placement, schedule.trains, schedule.placement.depth
-    for microbatch in range(schedule.microbatches):
-        used = index.copies_used(microbatch) if placement.replicas > 1 else [0]
-        if len(used) > 1:
-            yield Violation(f"microbatch {microbatch} runs on {len(used)} copies of the model; it takes one")
-        for stage in chain.from_iterable(range(depth * copy, depth * (copy + 1)) for copy in used):
-            forward = stage * index.numbers.row + 3 * microbatch
-            slots = 1 + (trains and 1 + index.is_split(stage, microbatch))
-            for number in range(forward, forward + slots):
-                if rank_at[number] == NOTHING:
-                    op = index.op(number)
-                    yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
+    import numpy as np
+
+    schedule, placement = arrays.schedule, arrays.schedule.placement
+    there = arrays.index != NOTHING  # by stage, microbatch and slot
+    split = np.zeros(there.shape[:2], bool)
+    halves = np.flatnonzero(arrays.exists & (arrays.kind == KINDS.index("I")))
+    split[arrays.stage[halves], arrays.microbatch[halves]] = True
+    split |= there[:, :, 2] & ~there[:, :, 1]  # or a W alone
+    used = there.any(axis=2).reshape(placement.replicas, placement.depth, -1).any(axis=1)
+    used[0] |= ~used.any(axis=0)  # the first copy, if none has an op of the microbatch
+    taken = np.repeat(used, placement.depth, axis=0)
+    needed = np.stack([taken, taken & schedule.trains, taken & split & schedule.trains], axis=2)
+    absent = (needed & ~there).swapaxes(0, 1)  # microbatch by microbatch
+    copies = used.sum(axis=0)
+    for microbatch in np.flatnonzero((copies > 1) | absent.any(axis=(1, 2))).tolist():
+        if copies[microbatch] > 1:
+            rule = f"microbatch {microbatch} runs on {copies[microbatch]} copies of the model; it takes one"
+            yield Violation(rule)
+        for stage, slot in np.argwhere(absent[microbatch]).tolist():
+            op = Op(stage, ("F", "I" if split[stage, microbatch] else "B", "W")[slot], microbatch)
+            yield Violation("it is in no program", placement.rank_of[stage], None, op, op)
 
 
-def _order(index: OpIndex) -> Iterator[Violation]:
-    """No op comes before one of its rank that it needs, and no W follows a whole backward."""
-    rank_at, position_at, needed_by = index.rank_at, index.position_at, index.numbers.needed
-    for number, rank in enumerate(rank_at):
-        if rank == NOTHING:
-            continue
-        position, slot = position_at[number], number % 3
-        for needed in (needed_by(number), number - 1 if slot else NOTHING):
-            if needed != NOTHING and rank_at[needed] == rank and position_at[needed] > position:
-                op = index.op(needed)
-                rule = f"it needs {op}, which comes later, at position {position_at[needed]}"
-                yield Violation(rule, rank, position, index.op(number), op)
-        if slot == 2 and rank_at[number - 1] != NOTHING and (before := index.at(number - 1)).kind == "B":
-            yield Violation(f"{before} has computed it already", rank, position, index.op(number))
+def _too_late(arrays: OpArrays) -> list[tuple[int, int]]:
+    """Each op that comes before one of its rank that it needs, and that one."""
+    import numpy as np
+
+    pairs: list[tuple[int, int]] = []
+    for needed in (arrays.source, arrays.own):
+        later = needed > np.arange(len(needed))
+        at = np.flatnonzero(later & (arrays.rank[needed] == arrays.rank) & arrays.is_indexed)
+        pairs += zip(at.tolist(), needed[at].tolist(), strict=True)
+    return pairs
 
 
-def _pairs(schedule: Schedule) -> Iterator[Violation]:
-    """Each overlapped pair is a forward and, next in the program, a backward of something else."""
-    neighbours = {Pair(*two) for program in schedule.programs for two in pairwise(program)
-                  if two in schedule.overlaps}  # fmt: skip
-    taken: set[Op] = set()
-    for pair in sorted(schedule.overlaps):
-        kinds = (pair.forward.kind, pair.backward.kind)
-        if pair not in neighbours:
-            yield Violation(f"{pair} overlaps two ops that do not follow each other")
-        elif kinds not in (("F", "B"), ("F", "I")):
-            yield Violation(f"{pair} overlaps other kinds than a forward and then a backward")
-        elif pair.forward == Op(pair.backward.stage, "F", pair.backward.microbatch):
-            yield Violation(f"{pair} overlaps a backward with the forward that it needs")
-        elif taken.intersection(pair):
-            yield Violation(f"{pair} overlaps an op that overlaps another one")
-        taken.update(pair)
+def _order(arrays: OpArrays, too_late: list[tuple[int, int]]) -> list[Violation]:
+    """No op comes before one of its rank that it needs, and no W follows a whole backward. Stage by stage."""
+    import numpy as np
+
+    violations = []
+    for at, needed in too_late:
+        op, (_, later) = arrays.ops[needed], arrays.position(needed)
+        rule = f"it needs {op}, which comes later, at position {later}"
+        violations.append(Violation(rule, *arrays.position(at), arrays.ops[at], op))
+    after_whole = (arrays.slot == SLOT["W"]) & (arrays.kind[arrays.own] == KINDS.index("B"))
+    for at in np.flatnonzero(after_whole & (arrays.own != NOTHING) & arrays.is_indexed).tolist():
+        rule = f"{arrays.ops[arrays.own[at]]} has computed it already"
+        violations.append(Violation(rule, *arrays.position(at), arrays.ops[at]))
+    return sorted(violations, key=_stage_by_stage)
 
 
-def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
-    """One violation for each cycle of ranks; the ops of a pair wait together.
+def _stage_by_stage(violation: Violation) -> tuple[int, int, int]:
+    assert violation.op is not None
+    stage, kind, microbatch = violation.op
+    return stage, microbatch, SLOT[kind]
 
-    late: ops that come after an op of their rank that needs them. These and missing ops are reported
-        already and count as done here, so that a deadlock is reported only if it has no other cause.
+
+def _pairs(arrays: OpArrays) -> list[Violation]:
+    """Each overlapped pair is a forward and, next in the program, a backward of something else.
+
+    So an op is in two pairs only if another rule is broken, too.
     """
-    numbers, rank_at, overlaps = index.numbers, index.rank_at, index.schedule.overlaps
-    needs = [numbers.needs(program) for program in index.programs]
-    absent = {n for n in chain.from_iterable(needs) if n != NOTHING and rank_at[n] == NOTHING}
-    also_needs = {
-        index.programs[rank][at]: needs[rank][at + 1]
-        for rank, program in enumerate(index.schedule.programs if overlaps else ())
-        for at, two in enumerate(pairwise(program))
-        if two in overlaps and needs[rank][at + 1] != NOTHING
-    }
-    walk = Walk(numbers.count, index.programs, needs, absent | late, also_needs)
-    walk.run()
-    for ring in cycles({rank: rank_at[needed] for rank, needed in walk.blocked.items()}):
-        reached = [index.schedule.programs[rank][walk.reached[rank]] for rank in ring]
-        awaited = [index.op(walk.blocked[rank]) for rank in ring]
+    import numpy as np
+
+    ops, one = arrays.ops, np.array(arrays.pairs, np.intp)
+    neighbours = zip(map(ops.__getitem__, one), map(ops.__getitem__, one + 1), strict=True)
+    apart = arrays.schedule.overlaps.difference(neighbours)
+    rules = dict.fromkeys(apart, "overlaps two ops that do not follow each other")
+    kinds = (arrays.slot[one] != SLOT["F"]) | (arrays.slot[one + 1] != SLOT["B"])
+    for at in one[kinds].tolist():
+        rules[Pair(*ops[at : at + 2])] = "overlaps other kinds than a forward and then a backward"
+    for at in one[~kinds & (arrays.own[one + 1] == one)].tolist():
+        rules[Pair(*ops[at : at + 2])] = "overlaps a backward with the forward that it needs"
+    return [Violation(f"{pair} {rules[pair]}") for pair in sorted(rules)]
+
+
+def _deadlocks(arrays: OpArrays, walk: Walk) -> Iterator[Violation]:
+    """One violation for each cycle of ranks.
+
+    To the walk, missing ops and those that come too late count as done: they are reported already, so that a
+    deadlock is reported only if it has no other cause.
+    """
+    for ring in cycles({rank: int(arrays.rank[needed]) for rank, needed in walk.blocked.items()}):
+        reached = [arrays.ops[walk.reached[rank]] for rank in ring]
+        awaited = [arrays.ops[walk.blocked[rank]] for rank in ring]
         steps = "; ".join(
             f"rank {rank} is at {op}, which waits for {needed}"
             for rank, op, needed in zip(ring, reached, awaited, strict=True)
@@ -376,11 +229,27 @@ def _deadlocks(index: OpIndex, late: set[int]) -> Iterator[Violation]:
         ops = [op for both in zip(reached, awaited, strict=True) for op in both]
         each_once = tuple(op for at, op in enumerate(ops) if op != ops[at - 1])  # one may be awaited and next
         rule = f"deadlock: {steps}; and {awaited[0]} comes only later on its rank"
-        yield Violation(rule, ring[0], walk.reached[ring[0]], reached[0], awaited[0], each_once)
+        yield Violation(rule, *arrays.position(walk.reached[ring[0]]), reached[0], awaited[0], each_once)
 
 
-def _peak_live(schedule: Schedule, rank: int) -> int:
-    """The most live activations of a rank, in a schedule that may break rules."""
-    if not schedule.trains:
-        return 0
-    return max(accumulate((_LIVE.get(op.kind, 0) for op in schedule.programs[rank]), initial=0))
+def cycles(waits_for: Mapping[int, int]) -> Iterator[list[int]]:
+    """Each cycle of ranks that wait for one another. waits_for: rank -> the rank that it waits for."""
+    seen: set[int] = set()
+    for start in sorted(waits_for):
+        path, rank = [], start
+        while rank in waits_for and rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = waits_for[rank]
+        if rank in path:
+            yield path[path.index(rank) :]
+
+
+def _peaks(arrays: OpArrays, changes: Mapping[Kind, int]) -> tuple[int, ...]:
+    """By rank, the most that it holds at once; inference keeps nothing."""
+    import numpy as np
+
+    if not arrays.schedule.trains:
+        return (0,) * arrays.schedule.ranks
+    total = np.append(0, by_kind(changes)[arrays.kind].cumsum())  # before each op
+    return tuple(int(total[start : stop + 1].max() - total[start]) for start, stop in pairwise(arrays.bounds))

@@ -17,12 +17,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from penstock import AutoPipeline
 from penstock.checkpoint import save_checkpoint
 from penstock.errors import BatchError, ModelError, PartitionError
-from penstock.models.huggingface.boundary import BoundaryLayer, BoundaryPlaceholder
+from penstock.models.huggingface.boundary import BoundaryPlaceholder, at_boundary
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
 from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.probe import register_chain
+from penstock.runtime.around import is_around
 from support import zoo
 from support.families import ragged_batch, tiny_config, tiny_model
 
@@ -324,13 +325,28 @@ def test_a_stage_holds_its_own_parameters_only() -> None:
     for stage, layers in enumerate((range(1), range(1, 3), range(3, 4))):
         part = cut(model, chain, layers, StageInfo(stage, 3))
         names.append({name for name, _ in part.named_parameters()})
-        kinds = [type(module) for module in part.transformer.h]
-        own = [issubclass(kind, BoundaryLayer) for kind in kinds if kind is not BoundaryPlaceholder]
+        layers_kept = [layer for layer in part.transformer.h if type(layer) is not BoundaryPlaceholder]
+        own = [is_around(at_boundary, layer) for layer in layers_kept]
         assert own == [[True], [False, True], [False]][stage]  # the last one ends the forward
     assert set.union(*names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert not names[0] & names[1]
     assert not names[1] & names[2]
     assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_only_a_forward_that_looks_at_values_has_no_estimate() -> None:
+    """0.5.0: any error meant that, a mistake in the estimate too."""
+    model = tiny_model("llama", layers=2)
+    chain, info = find_chain(model), StageInfo(0, 2)
+
+    def estimate(hook: Any) -> Any:
+        stage = cut(model, chain, range(1), info)
+        stage.get_submodule("model.layers.0").register_forward_pre_hook(hook)
+        return stage_sizes(stage, info, HFEdges(model, chain), (4, 32))
+
+    assert estimate(lambda module, args: bool(args[0].sum())) is None
+    with pytest.raises(ZeroDivisionError):
+        estimate(lambda module, args: 1 / 0)
 
 
 def test_estimated_activation_bytes_are_what_autograd_holds() -> None:

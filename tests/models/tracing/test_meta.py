@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.models.tracing.meta import deep_copy
+from penstock.models.tracing.meta import deep_copy, is_empty, without_values
 
 
 class Odd(nn.Module):
@@ -71,3 +71,14 @@ def test_what_the_memo_names_is_put_in_place() -> None:
     module = Odd()
     other = nn.Linear(2, 2)
     assert deep_copy(module, {id(module.first): other}).again is other
+
+
+def test_a_copy_without_values_keeps_no_memory_of_the_original() -> None:
+    """0.5.0: a model that keeps an output of an earlier forward ended in torch's RuntimeError, of copies."""
+    module = Odd()
+    module.output = module.first.weight * 2
+    copied = without_values(module)
+    assert is_empty(copied)
+    assert copied.output.is_meta
+    assert copied.first is copied.again
+    assert not is_empty(module)

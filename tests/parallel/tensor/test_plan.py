@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.tensor.plan import check
+from penstock.parallel.tensor.plan import assigned, check
 from support import zoo
 from support.families import tiny_model
 from support.planned_models import build
@@ -110,3 +110,16 @@ def test_what_would_see_a_part_of_a_matrix_is_refused() -> None:
     torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
     with pytest.raises(ModelError, match="whose weight is computed by a parametrization"):
         check(model, 2)
+
+
+def test_three_modules_of_one_weight_are_sharded_alike() -> None:
+    """0.5.0: one that the plan leaves whole kept the first whole, and the one in between was sharded."""
+    model: Any = build("llama", tie_word_embeddings=True)
+    model.add_module("extra", nn.Linear(32, model.config.vocab_size, bias=False))
+    model.extra.weight = model.lm_head.weight
+    tied = {"model.embed_tokens", "lm_head", "extra"}
+    styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    model.tp_plan = {**model.tp_plan, **styles}
+    assert tied.isdisjoint(assigned(model, 2))
+    model.tp_plan = {**model.tp_plan, "extra": "colwise_gather_output"}
+    assert tied <= assigned(model, 2).keys()

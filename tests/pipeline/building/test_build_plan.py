@@ -21,7 +21,7 @@ from penstock.models.tracing.provenance import Provenance
 from penstock.pipeline.building import memory
 from penstock.pipeline.building.build_plan import BuildPlan, balance
 from penstock.pipeline.building.memory import Account, estimated_memory
-from penstock.schedule import build, ops, simulate
+from penstock.schedule import build, simulate
 from support.families import ragged_batch, tiny_config, tiny_model
 
 
@@ -35,10 +35,7 @@ def counts(plan: BuildPlan) -> list[int]:
 
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("on", [True, False])
-def test_a_build_leaves_the_garbage_collector_as_it_was(
-    on: bool, frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ops, "_MANY", 0)  # as where a model is deep
+def test_a_build_leaves_the_garbage_collector_as_it_was(on: bool, frozen: bool) -> None:
     before = gc.isenabled()
     gc.unfreeze()
     try:

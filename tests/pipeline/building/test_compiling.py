@@ -13,6 +13,7 @@ from penstock import AutoPipeline, Axes, Pipeline
 from penstock.errors import ConfigError, InputError
 from penstock.pipeline import Compile, names_per_stage, provider_of
 from penstock.pipeline.options import Options
+from penstock.runtime.around import is_around
 from penstock.runtime.split_backward.modules import is_compiled
 from support.families import pipeline, ragged_batch, tiny_model
 from support.own_chain import made, squares, x_batch
@@ -43,7 +44,8 @@ def layers_of(pipe: Pipeline) -> list[nn.Module]:
 
 
 def in_pieces(pipe: Pipeline) -> bool:
-    return any(hasattr(part, "_leaves_to_torch") for layer in layers_of(pipe) for part in layer.modules())
+    parts = (part for layer in layers_of(pipe) for part in layer.modules())
+    return any(is_around(torch.compiler.disable, part) for part in parts)
 
 
 def assert_exact(model: Any, pipe: Pipeline, batch: Any, tolerance: float, steps: int = 2) -> None:

@@ -30,10 +30,10 @@ from penstock.runtime.health.notes import (
     machine,
 )
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
 from penstock.runtime.transport.stream_channels import hold_up_until
 from penstock.schedule import Op, build
+from penstock.schedule.order import Message
 
 TIMEOUT = 0.4  # a note every 0.05 s
 TIMED_OUT, CLOSED = RuntimeError("Timed out waiting 400ms"), RuntimeError("Connection closed by peer")

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.errors import PeerLostError, RunError
-from penstock.runtime.plan import Channel, Message
 from penstock.runtime.shared_memory import messages as shared
 from penstock.runtime.shared_memory.blocks import PAGE, Blocks, rounded
 from penstock.runtime.shared_memory.messages import SharedMessages
 from penstock.schedule import Op
+from penstock.schedule.order import Channel, Message
 from runtime.shared_memory.test_segment import segment
 from runtime.transport.test_channels import Watch
 

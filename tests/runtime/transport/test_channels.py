@@ -16,10 +16,10 @@ from torch import Tensor
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
 from penstock.errors import PeerLostError
-from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Staging
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Op
+from penstock.schedule.order import Channel, Message
 from runtime.transport.test_staging import Stream
 from support import jobs_channels as jobs
 from support.pool import Pool

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed.pipelining import schedules as torchs
 
-from penstock.schedule import Costs, Placement, Schedule, both_ways, loop, render, simulate, verify, wave
+from penstock.schedule import Costs, Placement, Schedule, both_ways, loop, render, simulate, wave
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.builders.conformance import check_builder
 from support.orders import torch_interleaves, torch_order
@@ -24,14 +24,12 @@ class Promise(NamedTuple):
 
     makespan: in unit times
     peak: the live activations of rank r
-    buffered: how many sends need a buffer if each blocks until it has room
     """
 
     name: str
     makespan: Callable[[int, int], int | None]
     peak: Callable[[int, int, int], int | None]
     placement: Callable[[int], Placement] = loop
-    buffered: Callable[[int, int], int | None] = lambda p, m: None
     options: dict[str, Any] = {}  # noqa: RUF012  (never changed)
     ranks: Sequence[int] = range(1, 6)
     microbatches: Sequence[int] = range(1, 10)
@@ -68,20 +66,6 @@ def on_a_loop(v: int) -> list[Promise]:
     def whole(p: int, m: int) -> int:
         return 3 * (v * m + p - 1) if m >= p else 3 * (v * p + m - 1)
 
-    def rounds(p: int, m: int) -> int | None:
-        """The results of a lap wait until the rank that takes them is through with the lap before."""
-        return max(0, m // p - 1) if v == 2 else None
-
-    def early(p: int, m: int) -> int | None:
-        """What comes round early waits: as many as a group holds above P, and one from two groups on."""
-        if v != 2 or m < p:
-            return None
-        return max(largest_group(p, m) - p, 1) if m >= 2 * p else 0
-
-    def half_early(p: int, m: int) -> int | None:
-        """The halved warm-up lets what comes round wait: about half of P, and what a group has above P."""
-        return {1: 0, 3: 0, 4: 1, 7: 3, 8: 2, 12: 2, 40: 2}.get(m) if (p, v) == (4, 2) else None
-
     def peak(p: int, m: int, r: int) -> int:
         return min(p - r, m) if v == 1 else min(2 * (p - r) - 1 + (v - 1) * largest_group(p, m), v * m)
 
@@ -92,16 +76,15 @@ def on_a_loop(v: int) -> list[Promise]:
             lambda p, m: v * m + p - 1 if v == 1 or m % p == 0 else None,
             lambda p, m, r: 0,
             placement,
-            options=options,
+            options,
         ),
-        Promise("looped_bfs", whole, lambda p, m, r: v * m, placement, rounds, options),
-        Promise("interleaved_1f1b", whole, peak, placement, early, options),
+        Promise("looped_bfs", whole, lambda p, m, r: v * m, placement, options),
+        Promise("interleaved_1f1b", whole, peak, placement, options),
         Promise(
             "interleaved_zero_bubble",
             lambda p, m: 3 * v * m + p - 1 if m >= p else None,
             lambda p, m, r: min(p + (v - 1) * largest_group(p, m), v * m),
             placement,
-            half_early,
             options,
         ),
     ]
@@ -133,18 +116,15 @@ def at_p(formula: Callable[[int, int], int]) -> Callable[[int, int], int | None]
 PROMISES = [
     Promise("gpipe", lambda p, m: 3 * (m + p - 1), lambda p, m, r: m),
     *on_a_loop(1), *on_a_loop(2), *on_a_loop(3),
-    Promise("1f1b", lambda p, m: 3 * (m + p - 1), lambda p, m, r: min(p - r, m), buffered=lambda p, m: 0),
-    Promise("1f1b", lambda p, m: 3 * m + 2 * (p - 1), lambda p, m, r: min(p - r, m), loop, lambda p, m: 0,
+    Promise("1f1b", lambda p, m: 3 * (m + p - 1), lambda p, m, r: min(p - r, m)),
+    Promise("1f1b", lambda p, m: 3 * m + 2 * (p - 1), lambda p, m, r: min(p - r, m), loop,
             {"zero_bubble": True}),
     Promise("1f1b", lambda p, m: 3 * (m + p - 1), lambda p, m, r: min(2 * (p - r), m),
             options={"paired": True}),
     Promise("1f1b", lambda p, m: None, lambda p, m, r: min(2 * (p - r), m),
             options={"zero_bubble": True, "paired": True}),
-    Promise("zb_h1", lambda p, m: 3 * m + p - 1 + max(0, p - m), lambda p, m, r: min(p, m),
-            buffered=lambda p, m: 0),
-    # from m = 2P on, rank 0 is a forward ahead of what the next rank asks for
-    Promise("zb_h2", lambda p, m: 3 * m + p - 1 + max(0, p - m), lambda p, m, r: min(2 * p - 1, m),
-            buffered=lambda p, m: int(m >= 2 * p)),
+    Promise("zb_h1", lambda p, m: 3 * m + p - 1 + max(0, p - m), lambda p, m, r: min(p, m)),
+    Promise("zb_h2", lambda p, m: 3 * m + p - 1 + max(0, p - m), lambda p, m, r: min(2 * p - 1, m)),
     in_waves(1), in_waves(2), in_waves(3),
     Promise("zb_v", at_p(lambda p, m: 6 * m + p - 1), lambda p, m, r: min(2 * p, 2 * m, m + 1 + r), wave),
     Promise("v_half", at_p(lambda p, m: 6 * m + p - 1 + max(0, 2 * p - (3 if p % 2 else 6))),
@@ -187,13 +167,6 @@ def test_it_takes_as_long_and_holds_as_much_as_promised(promise: Promise) -> Non
             timeline = simulate(promise.build(ranks, microbatches))
             assert makespan in (None, timeline.makespan)
             assert peaks[0] is None or timeline.peak_live == tuple(peaks)
-
-
-@each
-def test_as_many_sends_need_a_buffer_as_promised(promise: Promise) -> None:
-    for ranks, microbatches in promise.sizes():
-        if 1 < ranks < 8 and (expected := promise.buffered(ranks, microbatches)) is not None:
-            assert verify(promise.build(ranks, microbatches)).buffered_sends == expected
 
 
 # how long rank 0 idles, for each rank behind it

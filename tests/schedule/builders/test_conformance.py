@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, loop, simulate
-from penstock.schedule.builders import conformance
+from penstock.schedule import Op, Placement, Schedule, loop
 from penstock.schedule.builders.conformance import ConformanceError, check_builder
 from penstock.schedule.builders.gpipe import gpipe
 from penstock.schedule.builders.one_f_one_b import one_f_one_b
@@ -111,39 +110,3 @@ def test_sizes_may_be_given_by_iterators() -> None:
     assert {(failure.ranks, failure.microbatches) for failure in caught.value.failures} == {
         (1, 1), (1, 2), (2, 1), (2, 2),
     }  # fmt: skip
-
-
-def at_once(span: Span) -> Span:
-    return span._replace(start=0.0, end=span.end - span.start)
-
-
-def in_a_hurry(span: Span) -> Span:
-    return span._replace(start=span.start / 2, end=span.end / 2)
-
-
-def backwards_first(span: Span) -> Span:
-    return span._replace(start=100 - span.end, end=100 - span.start)
-
-
-@pytest.mark.parametrize(
-    ("change", "rule"),
-    [
-        (at_once, "on rank 0, 0F1 starts before 0F0 has ended"),
-        (at_once, "1F0 starts before the result of 0F0 can be there"),
-        (in_a_hurry, "its makespan 6.0 is below the least possible, 9"),
-        (backwards_first, "rank 0 does not run its ops in the order of its program"),
-    ],
-)
-def test_a_run_that_cannot_be_is_caught(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Span], Span], rule: str
-) -> None:
-    """What is at fault here is the simulation, so it is swapped for one that lies."""
-
-    def lying(schedule: Schedule, costs: Costs) -> Timeline:
-        honest = simulate(schedule, costs)
-        spans = sorted(map(change, honest.spans), key=lambda span: (span.rank, span.start))
-        return replace(honest, spans=tuple(spans))
-
-    monkeypatch.setattr(conformance, "simulate", lying)
-    with pytest.raises(ConformanceError, match=rule):
-        check_builder(gpipe, ranks=[2], microbatches=[3])

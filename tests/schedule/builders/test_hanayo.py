@@ -42,9 +42,3 @@ def test_list_scheduling_takes_the_lowest_number_that_is_ready() -> None:
     """The second microbatch, numbered first, goes first; a step that is ready later waits for none."""
     programs = list_schedule(Placement((0, 1)), [9, 0])
     assert [" ".join(map(str, program)) for program in programs] == ["0F1 0F0 0B1 0B0", "1F1 1B1 1F0 1B0"]
-
-
-def test_sends_that_need_a_buffer_are_few() -> None:
-    for ranks in range(2, 7):
-        for microbatches in (1, ranks, 2 * ranks, 2 * ranks + 1, 4 * ranks - 1):
-            assert verify(hanayo(ranks, microbatches)).buffered_sends <= 2

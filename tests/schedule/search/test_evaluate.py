@@ -9,10 +9,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, Placement, loop, simulate, wave
+from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.anneal import _first_difference, _moved, replaced
 from penstock.schedule.search.evaluate import Best, fits, key, levels, tails, times, times_after
 from penstock.schedule.search.listing import _drawn, follow, list_schedules, reserves
-from penstock.schedule.search.problem import NOTHING, Budget, Problem, Programs, problem
+from penstock.schedule.search.problem import Budget, Problem, Programs, problem
 from penstock.schedule.search.repeat import extend, fewer
 
 number = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7])

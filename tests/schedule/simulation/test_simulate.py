@@ -9,9 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
-from penstock.schedule import Costs, Op, Placement, Schedule, Span, Timeline, Wait, build, loop, simulate
-from penstock.schedule.order import posts, received
-from support.programs import valid, written
+from penstock.schedule import (
+    Costs,
+    Op,
+    Placement,
+    Schedule,
+    Span,
+    Timeline,
+    Wait,
+    build,
+    loop,
+    simulate,
+    verify,
+)
+from penstock.schedule.order import posts
+from support.programs import received, valid, written
 
 
 def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -208,7 +220,7 @@ def held(
     span = {span.op: span for span in timeline.spans}
     program = schedule.programs[rank]
     users = {needed: op for op in span if (needed := received(schedule, op)) is not None}
-    posted = {op: at for at, ops in enumerate(posts(schedule, rank)) for op in ops}
+    posted = {op: at for at, ops in enumerate(posts(verify(schedule), rank)) for op in ops}
     found: list[tuple[float, float, float, bool]] = []
     for op in program:
         last = {kind: span.get(op._replace(kind=kind)) for kind in ("B", "I", "W")}
@@ -236,7 +248,7 @@ def held(
 def awaited(schedule: Schedule, span: dict[Op, Span], op: Op, user: Op) -> float:
     """When the rank that runs `user` has posted the receive of what `op` made."""
     rank = schedule.placement.rank_of[user.stage]
-    (at,) = [at for at, ops in enumerate(posts(schedule, rank)) if op in ops]
+    (at,) = [at for at, ops in enumerate(posts(verify(schedule), rank)) if op in ops]
     return span[schedule.programs[rank][at - 1]].end if at else 0.0
 
 

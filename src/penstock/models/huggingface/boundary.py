@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -31,13 +30,14 @@ from penstock.models.tracing.meta import without_values
 from penstock.models.tracing.placeholder import (
     Placeholder,
     hidden_of,
+    leaves,
     mappings,
-    places,
     replaced,
     with_hidden,
 )
 from penstock.models.tracing.towers import features_from, with_zeros
 from penstock.private import active_collector, disable_current_modes, tree_leaves, tree_map_only
+from penstock.runtime.around import around
 from penstock.runtime.unseen import unseen
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Boundary:
         taken = self._chain.early_inputs[index]
         if taken and not self._info.is_first:
             early = self._received["early"]
-            return replaced(args, kwargs, {place: early[str(number)] for place, number in taken.items()})
+            return replaced(args, kwargs, {name: early[str(value)] for name, value in taken.items()})
         return args, kwargs
 
     def after_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -125,8 +125,8 @@ class Boundary:
             self._leave(hidden, None, args, kwargs)
         taken = self._chain.early_inputs[index]
         if self._output is not None and taken:  # a first stage: later ones cannot make these values
-            values = dict(places(args, kwargs))
-            self._output["early"] |= {str(number): values[place] for place, number in taken.items()}
+            values = dict(leaves(args, kwargs))
+            self._output["early"] |= {str(value): values[name] for name, value in taken.items()}
             self._stop_when_complete()
         return hidden, (None,)
 
@@ -189,87 +189,77 @@ class BoundaryPlaceholder(Placeholder):
         return self.give(*self._boundary.at_placeholder(self._index, args, kwargs))
 
 
-class BoundaryLayer(nn.Module):
-    """Mixed into the class of a real layer: its call asks the boundary for arguments and shows it the result.
+def at_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's call asks the boundary for its arguments, and shows it the result.
 
-    It wraps everything else that the layer does, hooks too. Activation checkpointing works inside of it: it
-    keeps the received arguments, and runs only the layer again.
+    Activation checkpointing works inside of it: it keeps the received arguments, and runs only the layer
+    again.
     """
 
-    boundary: Boundary
-    boundary_index: int
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        boundary, index = self.boundary, self.boundary_index
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        boundary, index = layer.boundary, layer.boundary_index
         args, kwargs = boundary.before_layer(index, args, kwargs)
-        return boundary.after_layer(index, args, kwargs, super().__call__(*args, **kwargs))
+        return boundary.after_layer(index, args, kwargs, plain(layer, *args, **kwargs))
+
+    return call
 
 
-class BoundaryAround(nn.Module):
-    """Mixed into the class of the module around the layers: it gets the features of images."""
+def _with_features(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain(module, *args, **module.boundary.around_layers(kwargs))
 
-    boundary: Boundary
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **self.boundary.around_layers(kwargs))
+    return call
 
 
-def make_boundary_around(module: nn.Module, boundary: Boundary) -> None:
-    """Make this module a BoundaryAround."""
-    module.__class__ = _boundary_class(type(module), BoundaryAround)  # type: ignore[arg-type]
-    module.boundary = boundary  # type: ignore[assignment]
-
-
-def keep_whole_slices(layers: nn.Module) -> None:
-    """Make this list of layers a WholeSlice, if it is no class of the model's own."""
-    if type(layers) is nn.ModuleList:
-        layers.__class__ = _boundary_class(nn.ModuleList, WholeSlice)  # type: ignore[assignment]
+def pass_features(module: nn.Module, boundary: Boundary) -> None:
+    """Have the boundary give the features of images to the module around the layers."""
+    around(module, __call__=_with_features)
+    vars(module)["boundary"] = boundary
 
 
 def make_boundary_layer(layer: nn.Module, index: int, boundary: Boundary) -> None:
-    """Make this layer, and no other of its class, a BoundaryLayer. Its attributes keep their names."""
-    layer.__class__ = _boundary_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
-    layer.boundary, layer.boundary_index = boundary, index  # type: ignore[assignment]
+    """Put the boundary around the calls of this layer."""
+    around(layer, __call__=at_boundary)
+    vars(layer).update(boundary=boundary, boundary_index=index)
 
 
-class WholeSlice(nn.ModuleList):
-    """Mixed into the class of the list of layers: all of its layers are the list itself, and no new one.
+def _whole_slices(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def getitem(layers: nn.ModuleList, index: Any) -> Any:
+        if isinstance(index, slice) and index.indices(len(layers)) == (0, len(layers), 1):
+            return layers
+        return plain(layers, index)
+
+    return getitem
+
+
+def keep_whole_slices(layers: nn.Module) -> None:
+    """Let a slice of all layers be the list itself, and no new one, if it is no class of the model's own.
 
     Models of transformers run through `layers[:config.num_hidden_layers]`.
     """
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice) and index.indices(len(self)) == (0, len(self), 1):
-            return self
-        return super().__getitem__(index)
+    if type(layers) is nn.ModuleList:
+        around(layers, __getitem__=_whole_slices)
 
 
-class WithoutWeights(nn.Module):
-    """Mixed into the class of a model within a stage that holds no weight of it, as that of a head alone.
+def _whole_dtype(plain: Any) -> property:
+    return property(lambda module: vars(module)["_whole_dtype"])
 
-    transformers reads a model's dtype and device from its first weight. Some forwards make masks of them.
-    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.__dict__["_whole_dtype"]  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.__dict__["_stage"].parameters()).device  # type: ignore[no-any-return]
+def _device_of_stage(plain: Any) -> property:
+    return property(lambda module: next(vars(module)["_stage"].parameters()).device)
 
 
 def mark_without_weights(stage: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Make models within `stage` that hold none of its weights WithoutWeights. dtype: of the whole model"""
+    """Tell models within `stage` that hold no weight of it, as that of a head alone, their dtype and device.
+
+    transformers reads them from a model's first weight. Some forwards make masks of them.
+
+    dtype: of the whole model
+    """
     for module in stage.modules():
         if isinstance(module, PreTrainedModel) and next(module.parameters(), None) is None:
-            module.__class__ = _boundary_class(type(module), WithoutWeights)  # type: ignore[arg-type]
-            module.__dict__.update(_stage=stage, _whole_dtype=dtype)  # not as a child of its own
-
-
-@cache  # one for all of a kind: torch.compile compiles a forward anew for each class, 8 times at most
-def _boundary_class(kind: type[nn.Module], mixed: type[nn.Module] = BoundaryLayer) -> type[nn.Module]:
-    return type(kind.__name__, (mixed, kind), {"__module__": kind.__module__})
+            around(module, dtype=_whole_dtype, device=_device_of_stage)
+            vars(module).update(_stage=stage, _whole_dtype=dtype)  # not as a child of its own
 
 
 # ---- Placeholders of the other modules: embeddings before the layers, norm and head after them

@@ -24,7 +24,7 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError
 from penstock.models.huggingface.masks import shape_questions
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.tracing.meta import is_empty, without_values
 from penstock.models.tracing.towers import encodes
 
 _OF_THE_LOSS = ("labels", "shift_labels", ROUTED)  # entries that a model's own forward does not get
@@ -132,7 +132,7 @@ class MicrobatchCompleter:
     ) -> None:
         """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
         # not the model itself: it may be the caller's, with all its weights
-        self._model = model if is_empty(model) else bare(model)
+        self._model = model if is_empty(model) else without_values(model)
         self._chain, self._routed, self._images = chain, routed, ImageCheck(model)
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 

@@ -1,13 +1,14 @@
 """The head of a Hugging Face model, which leaves its product to the loss where the logits are large.
 
-`defer_head` changes the class of the one head, so that its hooks and names stay. The model's own forward then
+`defer_head` wraps the forward of the one head, so that its hooks and names stay. The model's own forward then
 goes on with `HeadLogits`; arithmetic that it does on them (a scale, a soft cap) is recorded there. Liger's
 kernel takes none, and `check_for_liger` refuses it.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +20,32 @@ from penstock.batch.liger import Chunked
 from penstock.errors import ModelError
 from penstock.models.tracing.chain import Chain
 from penstock.models.tracing.probe import Identity, model_without_values
+from penstock.runtime.around import around
 from penstock.runtime.split_backward.recording import lowered
 
 
-class DeferredHead(nn.Linear):
-    """Returns HeadLogits where those in float32 would take more than HELD_BYTES, or for Liger's kernel."""
+def deferred(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The head returns HeadLogits where those in float32 would take more than HELD_BYTES, or for Liger."""
 
-    by_liger: ClassVar[bool] = False
-
-    def forward(self, input: Tensor) -> Tensor:
-        large = self.by_liger or are_large(input.shape[:-1].numel(), self.out_features)
-        if not large or isinstance(self.weight, DTensor) or torch.compiler.is_compiling():
-            return super().forward(input)
-        kind, bias = input.device.type, self.bias
+    def forward(head: Any, input: Tensor) -> Tensor:
+        by_liger, bias = head._by_liger, head.bias
+        large = by_liger or are_large(input.shape[:-1].numel(), head.out_features)
+        if not large or isinstance(head.weight, DTensor) or torch.compiler.is_compiling():
+            return plain(head, input)
+        kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         low = None if bias is None else lowered(bias, dtype)
-        return HeadLogits(lowered(input, dtype), lowered(self.weight, dtype), low, by_liger=self.by_liger)
+        return HeadLogits(lowered(input, dtype), lowered(head.weight, dtype), low, by_liger=by_liger)
+
+    return forward
 
 
 def defer_head(model: PreTrainedModel, chunked: Chunked) -> None:
-    """Let the model's head be a DeferredHead if it is a plain linear layer. Any other stays as it is."""
+    """Let the model's head be `deferred` if it is a plain linear layer. Any other stays as it is."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and "forward" not in vars(head):
-        named = {"__module__": nn.Linear.__module__, "by_liger": chunked == "liger"}
-        head.__class__ = type("Linear", (DeferredHead,), named)
+        around(head, forward=deferred)
+        vars(head)["_by_liger"] = chunked == "liger"
 
 
 def check_for_liger(model: PreTrainedModel, chain: Chain) -> None:

@@ -17,7 +17,7 @@ from inspect import signature
 from typing import Any, NoReturn, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -25,7 +25,7 @@ from penstock.batch.loss import IGNORED, NextToken, OwnLoss, ProblemType, RowLab
 from penstock.errors import ModelError
 from penstock.models.mtp import PredictionModel
 from penstock.models.tracing.chain import Chain, remembered
-from penstock.models.tracing.meta import deep_copy
+from penstock.models.tracing.meta import without_values
 from penstock.models.tracing.placeholder import hidden_of
 from penstock.models.tracing.probe import Identity
 from penstock.models.weights.reading import ran_out_of_memory
@@ -50,12 +50,10 @@ def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     reads = "labels" in takes or any(argument.kind is argument.VAR_KEYWORD for argument in takes.values())
     if not reads and model.get_output_embeddings() is not None:
         return NextToken()
-    return remembered(_remembered, model, chain.layers, lambda: _find(model, chain))
+    return _find(model, chain)
 
 
-_remembered: dict[object, OwnLoss] = {}
-
-
+@remembered
 def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
     with unseen(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         trial = _Trial(model, chain)
@@ -91,12 +89,7 @@ class _Trial:
     def __init__(self, model: PreTrainedModel, chain: Chain) -> None:
         layers = model.get_submodule(chain.layers).children()
         memo: dict[int, Any] = {id(layer): _Layer(layer, chain.output_form) for layer in layers}
-        memo |= {id(buffer): meta_like(buffer).to(_wide(buffer.dtype)) for buffer in model.buffers()}
-        for parameter in model.parameters():  # of any class
-            memo[id(parameter)] = nn.Parameter(
-                torch.empty(parameter.shape, dtype=_wide(parameter.dtype), device="meta"), requires_grad=False
-            )
-        self._model = deep_copy(model, memo)
+        self._model = without_values(model, memo, lambda tensor: meta_like(tensor).to(_wide(tensor.dtype)))
         for module in self._model.modules():
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
@@ -172,7 +165,7 @@ class _Trial:
         for problem in chosen if asked is None else (asked,):
             loss = RowLabels(classes, asked, [problem])
             try:
-                if all(self._computes(loss, each) for each in labels[problem]):
+                if all(self._computes(loss, given) for given in labels[problem]):
                     proven.append(problem)
             except Exception:  # of a model that knows other labels alone
                 continue

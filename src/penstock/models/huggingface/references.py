@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import types
 import weakref
 from collections.abc import Iterator, Mapping
@@ -27,47 +28,36 @@ from penstock.models.huggingface.boundary import BoundaryPlaceholder, ModulePlac
 
 _STAND_INS = (BoundaryPlaceholder, ModulePlaceholder)
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType)
-_INERT = (*_PLAIN, Tensor, nn.Module)
+_HOLDERS = (types.CellType, types.MethodType, functools.partial, Mapping, list, tuple, set, frozenset)
 _LIBRARIES = {"torch", "transformers", "penstock", "peft", "accelerate", "functools", "inspect", "typing"}
 _LIBRARIES |= {"numpy"}
 _TABLES = {"_parameters", "_buffers", "_modules"}
 
 
-def copy_gradient_hooks(stage: nn.Module, given: nn.Module, memo: dict[int, Any]) -> None:
-    """Put the gradient hooks of the caller's parameters on those of the stage; `copy.deepcopy` drops them.
+def copy_gradient_hooks(given: nn.Module, copies: dict[int, Any]) -> None:
+    """Put the gradient hooks of the caller's parameters on their copies; `copy.deepcopy` drops them.
 
     They then run on the gradient of each microbatch.
 
     Args:
-        stage: the copy
         given: the caller's whole model
-        memo: of the deep copy, so that methods become those of the copied modules
+        copies: the memo of the deep copy, so that methods become those of the copied modules
 
     Raises ModelError for a hook that runs after a gradient is accumulated.
     """
-    hooked = [
-        (name, parameter)
-        for name, parameter in given.named_parameters(remove_duplicate=False)
-        if getattr(parameter, "_backward_hooks", None)
-        or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    ]
-    held = dict(stage.named_parameters(remove_duplicate=False)) if hooked else {}
-    carried: set[int] = set()  # copies that have the hooks already
-    for name, parameter in hooked:
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+    for name, parameter in given.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
             raise ModelError(
                 f"{name}, with a hook that runs after its gradient is accumulated",
                 "it would run once a microbatch, on a gradient that is not whole yet",
                 "Do it after pipe.step(), over pipe.named_parameters()",
             )
-        hooks = getattr(parameter, "_backward_hooks", None)
-        if not hooks or name not in held or id(held[name]) in carried:
+        copied = copies.get(id(parameter))
+        if not parameter._backward_hooks or copied is None:
             continue
-        copied = held[name]
-        carried.add(id(copied))
         copied.requires_grad_()  # a frozen one takes no hook, and keeps those that it has
-        for hook in hooks.values():
-            copied.register_hook(copy.deepcopy(hook, memo))  # type: ignore[no-untyped-call]
+        for hook in parameter._backward_hooks.values():
+            copied.register_hook(copy.deepcopy(hook, copies))
         copied.requires_grad_(parameter.requires_grad)
 
 
@@ -84,10 +74,10 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
     outside = {id(module): name or "the model" for name, module in given.named_modules()}
     outside |= {id(p): name for name, p in given.named_parameters(remove_duplicate=False)}
     outside |= {id(b): name for name, b in given.named_buffers(remove_duplicate=False)}
-    held = {id(module) for module in stage.modules()}
-    held |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+    in_stage = {id(module) for module in stage.modules()}
+    in_stage |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
     for where, holder, part in reaching:
-        if words := _why_not(part, holder, held, outside):
+        if words := _why_not(part, holder, in_stage, outside):
             raise ModelError(
                 f"{where}, which uses {words}",
                 "a stage computes with a copy of its layers, and a function keeps what it was made with",
@@ -103,28 +93,24 @@ def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
     for where, holder, value in _hung_on(model):
         for part in reached(value):
             own = (holder.parameters if isinstance(part, Tensor) else holder.modules)()
-            if id(part) in names and all(part is not each for each in own):
+            if id(part) in names and all(part is not value for value in own):
                 yield where, names[id(part)]
 
 
-def _why_not(part: Any, holder: nn.Module, held: set[int], outside: Mapping[int, str]) -> str:
+def _why_not(part: Any, holder: nn.Module, in_stage: set[int], outside: Mapping[int, str]) -> str:
     """What is wrong with reaching `part` from a function of `holder`; empty where nothing is."""
     if id(part) in outside:
         return f"{outside[id(part)]} of the model that was given"
-    if isinstance(part, nn.Module) and id(part) in held and _inside(part, holder):
-        return ""
-    if isinstance(part, nn.Module) and any(isinstance(module, _STAND_INS) for module in part.modules()):
-        return "modules of another stage"
     if isinstance(part, nn.Module):
-        if id(part) not in held and any(parameter.requires_grad for parameter in part.parameters()):
+        if any(inner is part for inner in holder.modules()):
+            return ""
+        if any(isinstance(module, _STAND_INS) for module in part.modules()):
+            return "modules of another stage"
+        if id(part) not in in_stage and any(parameter.requires_grad for parameter in part.parameters()):
             return f"{type(part).__name__}, a module with weights that this stage does not train"
-    elif isinstance(part, nn.Parameter) and id(part) not in held and part.requires_grad:
+    elif isinstance(part, nn.Parameter) and id(part) not in in_stage and part.requires_grad:
         return "a weight that this stage does not train"
     return ""
-
-
-def _inside(module: nn.Module, holder: nn.Module) -> bool:
-    return any(inner is module for inner in holder.modules())
 
 
 def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
@@ -137,13 +123,13 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         for attribute, value in vars(module).items():
             if isinstance(value, (dict, set)) and not value:  # most of what each of all modules has
                 continue
-            if attribute in _TABLES or isinstance(value, _INERT):
+            if attribute in _TABLES or isinstance(value, (*_PLAIN, Tensor, nn.Module)):
                 continue
             hooks = isinstance(value, dict) and attribute.endswith("_hooks")
-            for each in value.values() if hooks else (value,):
+            for function in value.values() if hooks else (value,):
                 what = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
-                own = isinstance(each, types.MethodType) and each.__self__ is module
-                yield what, module, each.__func__ if own else each
+                own = isinstance(function, types.MethodType) and function.__self__ is module
+                yield what, module, function.__func__ if own else function
         if type(module) not in classes:
             classes.add(type(module))
             yield f"the forward of {type(module).__name__}", module, type(module).forward
@@ -172,36 +158,17 @@ def reached(start: Any) -> Iterator[Any]:
 
 def _next(value: Any) -> Iterator[Any]:
     """What a value that is neither a module nor a tensor holds."""
+    written_in = (value if isinstance(value, types.FunctionType) else type(value)).__module__ or ""
+    library = written_in.partition(".")[0] in _LIBRARIES
     if isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        yield from vars(value).values()
-        if (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
+        yield from (value.__closure__, value.__defaults__, value.__kwdefaults__, vars(value))
+        if not library:
             yield from (value.__globals__[n] for n in _names(value.__code__) if n in value.__globals__)
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-        yield value.__func__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, *value.args, *value.keywords.values(), *vars(value).values())
     elif isinstance(value, weakref.ref):
         yield value()
-    elif isinstance(value, Mapping):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from value
-    elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
-        yield from getattr(value, "__dict__", {}).values()
+    elif isinstance(value, _HOLDERS) or not library:
+        yield from gc.get_referents(value)
         yield vars(type(value)).get("__call__")
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:  # a name that is assigned later
-        return False
-    return True
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
@@ -30,9 +31,9 @@ from penstock.models.huggingface.boundary import (
     PlaceholderBefore,
     StageDone,
     keep_whole_slices,
-    make_boundary_around,
     make_boundary_layer,
     mark_without_weights,
+    pass_features,
 )
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.head import defer_head
@@ -42,8 +43,9 @@ from penstock.models.module_names import is_inside
 from penstock.models.mtp import PredictionModel
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import deep_copy, hollow
+from penstock.models.tracing.meta import deep_copy
 from penstock.models.tracing.towers import tower_inputs, without_pixels
+from penstock.runtime.sharded_weights import meta_like
 
 
 def cut(
@@ -55,7 +57,10 @@ def cut(
     values: False puts the stage's parameters on the meta device
     """
     boundary = Boundary(chain, layers, info)
-    memo: dict[int, Any] = {} if values else hollow(model)
+    memo: dict[int, Any] = {}
+    for parameter in () if values else model.parameters():
+        if type(parameter) is nn.Parameter and not isinstance(parameter.data, DTensor):
+            memo[id(parameter)] = nn.Parameter(meta_like(parameter), parameter.requires_grad)
     for index, layer in enumerate(model.get_submodule(chain.layers).children()):
         if index not in layers:
             memo[id(layer)] = BoundaryPlaceholder(layer, chain.output_form, index, boundary)
@@ -78,7 +83,7 @@ def cut(
     stage = deep_copy(model, memo)
     forget_tied_tokens(stage)
     mark_without_weights(stage, model.dtype)
-    copy_gradient_hooks(stage, model, memo)
+    copy_gradient_hooks(model, memo)
     refuse_references(stage, model)
     for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
         path, _, attribute = name.rpartition(".")
@@ -88,7 +93,7 @@ def cut(
     stage.boundary = boundary
     keep_whole_slices(stage.get_submodule(chain.layers))
     if chain.features:
-        make_boundary_around(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
+        pass_features(stage.get_submodule(chain.layers.rpartition(".")[0]), boundary)
     for index in layers:
         takes = bool(chain.early_inputs[index]) and not info.is_first
         enters = index == 0 and not info.is_first

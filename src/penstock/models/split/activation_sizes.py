@@ -137,7 +137,7 @@ def stage_sizes(
                     sent: tuple[torch.Tensor, ...] = ()
                 else:
                     sent = stage.forward(0, received, microbatch, edge, how).tensors
-        except Exception:  # a forward that looks at values
+        except RuntimeError:  # torch's, of a forward that looks at values
             return None
         held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         offloaded = 0
@@ -145,12 +145,22 @@ def stage_sizes(
             staying = stage.staying(0, microbatch)
             offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
-        for parameter in model.parameters():
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         del sent
-        measured.peak = before = measured.nbytes
-        with nullcontext() if lowered is None else lowered, measured:  # layers that run again
-            stage.input_backward(0, gradients)
+        with nullcontext() if lowered is None else lowered:  # layers that run again
+            grown = _growth_in_backward(stage, gradients, measured)
         for_weight = stage.deferred[0].nbytes
         sizes = MicrobatchBytes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
-        return sizes, held.activation + measured.peak - before
+        return sizes, held.activation + grown
+
+
+def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured) -> int:
+    """The most bytes that the I or B of microbatch 0 holds beyond those held before it.
+
+    Gradients of weights are there from the start, as after a first microbatch.
+    """
+    for parameter in stage.module.parameters():
+        parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    measured.peak = before = measured.nbytes
+    with measured:
+        stage.input_backward(0, gradients)
+    return measured.peak - before

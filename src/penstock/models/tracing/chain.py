@@ -11,10 +11,11 @@ of model names is consulted. Where a model cannot show its list of layers, `regi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -103,29 +104,27 @@ class Chain:
 _REMEMBERED = 64  # of a kind
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "penstock"})
 _PLAIN, _TENSORS = (bool, int, float, str), ("_parameters", "_buffers")
+P = ParamSpec("P")
 T = TypeVar("T")
-_found: dict[object, Chain] = {}
 
 
-def find_chain(model: PreTrainedModel) -> Chain:
-    """The chain of `model`, whose weights may be on the meta device. Raises ModelError where there is none.
+class remembered(Generic[P, T]):  # noqa: N801 - a decorator
+    """`find` runs once for all models that are built the same way."""
 
-    Cached for models that are built the same way, so that trying several settings probes the model once.
-    """
-    name, layers = layer_list(model)
-    return remembered(_found, model, name, lambda: _find(model, name, len(layers)))
+    def __init__(self, find: Callable[Concatenate[PreTrainedModel, P], T]) -> None:
+        functools.update_wrapper(self, find)
+        self._find = find
+        self.known: dict[object, T] = {}
 
-
-def remembered(known: dict[object, T], model: PreTrainedModel, layers: str, find: Callable[[], T]) -> T:
-    """What `find` returns for models that are built as `model` is, from `known` where one came before."""
-    kind = _built(model, layers)
-    if kind is None:
-        return find()
-    if kind not in known:
-        if len(known) >= _REMEMBERED:
-            known.pop(next(iter(known)))
-        known[kind] = find()
-    return known[kind]
+    def __call__(self, model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> T:
+        kind = _built(model)
+        if kind is None:
+            return self._find(model, *args, **kwargs)
+        if kind not in self.known:
+            if len(self.known) >= _REMEMBERED:
+                self.known.pop(next(iter(self.known)))
+            self.known[kind] = self._find(model, *args, **kwargs)
+        return self.known[kind]
 
 
 def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> Chain:
@@ -134,22 +133,22 @@ def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> 
         return replace(chain, dtype=run_layers(model, chain.layers, chain.output_form) or chain.dtype)
 
 
-def _built(model: PreTrainedModel, layers: str) -> object | None:
+def _built(model: PreTrainedModel) -> object | None:
     """A key, equal for models whose forwards run the same ops; None where hooks may change the forward.
 
     None also for modules of a user's class, whose forward may read what no key shows.
     """
-    facts: list[object] = [layers, model.config.to_json_string(use_diff=False)]
+    facts: list[object] = [layer_list(model)[0], model.config.to_json_string(use_diff=False)]
     attentions: dict[str | None, None] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        held, kind = vars(module), type(module)
-        if "forward" in held or held["_forward_hooks"] or held["_forward_pre_hooks"]:
+        attributes, kind = vars(module), type(module)
+        if "forward" in attributes or module._forward_hooks or module._forward_pre_hooks:
             return None
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             return None
         facts += [name, kind]
-        attentions[getattr(held.get("config"), "_attn_implementation", None)] = None
-        for key, value in held.items():
+        attentions[getattr(attributes.get("config"), "_attn_implementation", None)] = None
+        for key, value in attributes.items():
             if isinstance(value, _PLAIN) and key != "training":
                 facts += [key, value]
             elif key in _TENSORS and value:
@@ -159,12 +158,15 @@ def _built(model: PreTrainedModel, layers: str) -> object | None:
     return tuple(facts)
 
 
-def _find(model: PreTrainedModel, name: str, count: int) -> Chain:
+@remembered
+def find_chain(model: PreTrainedModel) -> Chain:
+    """The chain of `model`, on the meta device or not. Raises ModelError for a model without one."""
+    name, layers = layer_list(model)
     reason = ""
     for form in FORMS:
         try:
             chain, training = (
-                _chain(model, name, form, probe(model, name, count, form, training=mode))
+                _chain(model, name, form, probe(model, name, len(layers), form, training=mode))
                 for mode in (False, True)
             )
             if chain != training:
@@ -240,7 +242,7 @@ def _numbered(taken: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, int], ..
     """A number for each value; the same one where layers take the same tensor."""
     numbers: dict[int, int] = {}
     return tuple(
-        {place: numbers.setdefault(id(value), len(numbers)) for place, value in of_layer.items()}
+        {name: numbers.setdefault(id(value), len(numbers)) for name, value in of_layer.items()}
         for of_layer in taken
     )
 

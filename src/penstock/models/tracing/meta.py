@@ -1,12 +1,9 @@
-"""A model without values: its modules as they are, parameters and buffers on the meta device.
+"""Copies of a model, with and without its values.
 
-write_through(stage)   a twin on the meta device: a tensor assigned to it is copied into `stage`, or into this
-                       rank's shard
-bare(model)            a twin that outlives the weights of `model`: for its config, its signature, a dry run
 deep_copy(module)      copy.deepcopy, faster
-without_values(module) a deep copy on the meta device
-hollow(model)          the memo for a deep copy without values
-shadow(model)          a copy with fake tensors, whose forward takes neither memory nor time
+without_values(module) a deep copy on the meta device: it outlives the weights, and can be run
+shadow(model)          the same with fake tensors, within a context: a forward takes neither memory nor time
+write_through(stage)   no copy but a twin on the meta device: what it is assigned reaches `stage`
 """
 
 from __future__ import annotations
@@ -40,9 +37,9 @@ class WriteThrough(Table):
     """
 
     def __init__(
-        self, live: Mapping[str, Tensor | None], held: Mapping[str, Tensor | None], seen: set[int]
+        self, live: Mapping[str, Tensor | None], empty: Mapping[str, Tensor | None], seen: set[int]
     ) -> None:
-        super().__init__(held)
+        super().__init__(empty)
         self.live, self.seen = live, seen
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -70,10 +67,32 @@ def write_through(module: PreTrainedModel) -> PreTrainedModel:
     """A twin with parameters on the meta device. A value assigned to one is copied into that of `module`.
 
     The parameters of `module` may become DTensors after this call; each process then copies its own shard.
-    Buffers are shared.
+    Buffers are shared, and all else but hooks: FSDP2's modules cannot be copied.
     """
+    made: dict[int, Any] = {}
     seen = set[int]()
-    return _twin(module, lambda live, held: WriteThrough(live, held, seen), lambda buffer: buffer)
+
+    def empty(parameter: nn.Parameter | None) -> nn.Parameter | None:
+        return None if parameter is None else made.setdefault(id(parameter), _empty(parameter, meta_like))
+
+    def twin_of(part: nn.Module | None) -> nn.Module | None:
+        if part is None or id(part) in made:
+            return None if part is None else made[id(part)]
+        made[id(part)] = twin = object.__new__(type(part))
+        attributes = dict(vars(part))
+        hooks = {
+            name: type(attributes[name])() for name in _TABLES & attributes.keys() if name.endswith("_hooks")
+        }
+        parameters = {name: empty(parameter) for name, parameter in part._parameters.items()}
+        tables = {
+            "_parameters": WriteThrough(part._parameters, parameters, seen),
+            "_buffers": WriteThrough(part._buffers, part._buffers, seen),
+            "_modules": {name: twin_of(child) for name, child in part._modules.items()},
+        }
+        vars(twin).update(attributes | hooks | tables)
+        return twin
+
+    return cast(PreTrainedModel, twin_of(module))
 
 
 def destinations(twin: nn.Module) -> dict[str, Tensor]:
@@ -87,23 +106,25 @@ def destinations(twin: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def bare(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin with all tensors on the meta device."""
-    return _twin(model, lambda _, held: dict(held), meta_like)
+def without_values(
+    module: M, replaced: Mapping[int, Any] | None = None, like: Callable[[Tensor], Tensor] = meta_like
+) -> M:
+    """A deep copy without values, to be run under `unseen`.
 
-
-def without_values(module: M, replaced: Mapping[int, Any] | None = None) -> M:
-    """A deep copy with all tensors on the meta device, to be run under `unseen`.
-
-    replaced: copies to take in place of those made here, by the id of the original
+    Args:
+        replaced: copies to take in place of those made here, by the id of the original
+        like: makes a parameter or a buffer of the copy from the original's, on the meta device by default
     """
+    replaced = replaced or {}
     memo: dict[int, Any] = {}
-    for each in _without_replaced(module, replaced or {}):
-        for parameter in each.parameters(recurse=False):
+    for part in _without_replaced(module, replaced):
+        for parameter in part.parameters(recurse=False):
             if id(parameter) not in memo:
-                memo[id(parameter)] = _empty(parameter)
-        memo |= {id(buffer): meta_like(buffer) for buffer in each.buffers(recurse=False)}
-    copied = deep_copy(module, memo | {**(replaced or {})})
+                memo[id(parameter)] = _empty(parameter, like)
+        memo |= {id(buffer): like(buffer) for buffer in part.buffers(recurse=False)}
+        results = (value for value in vars(part).values() if isinstance(value, Tensor) and value.grad_fn)
+        memo |= {id(result): meta_like(result) for result in results}  # of an earlier forward
+    copied = deep_copy(module, {**memo, **replaced})
     detach_hooks(copied)
     return copied
 
@@ -130,12 +151,12 @@ def deep_copy(module: M, memo: dict[int, Any]) -> M:
     """`copy.deepcopy` in a third of its time: most of what a module holds is plain, or an empty table."""
     if id(module) in memo:
         return cast(M, memo[id(module)])
-    kind, held = type(module), vars(module)
-    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in held
+    kind, attributes = type(module), vars(module)
+    copies_itself = hasattr(kind, "__deepcopy__") or "__deepcopy__" in attributes
     if copies_itself or any(getattr(kind, n, None) is not getattr(nn.Module, n, None) for n in _PICKLED):
         return copy.deepcopy(module, memo)
     memo[id(module)] = fresh = kind.__new__(kind)
-    for name, value in held.items():
+    for name, value in attributes.items():
         copied: Any
         if type(value) in _UNCHANGING:
             copied = value
@@ -149,15 +170,6 @@ def deep_copy(module: M, memo: dict[int, Any]) -> M:
     return fresh
 
 
-def hollow(model: nn.Module) -> dict[int, Any]:
-    """Parameters on the meta device, by the identity of those of `model` that they replace.
-
-    Parameters of classes of their own are left out.
-    """
-    plain = [p for p in model.parameters() if type(p) is nn.Parameter and not isinstance(p.data, DTensor)]
-    return {id(parameter): _empty(parameter) for parameter in plain}
-
-
 def is_empty(module: nn.Module) -> bool:
     """Whether all tensors are on the meta device."""
     return all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
@@ -168,42 +180,8 @@ def placed(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
 
 
-def _twin(
-    model: PreTrainedModel,
-    table: Callable[[Table, Mapping[str, Tensor | None]], Table],
-    of_buffer: Callable[[Tensor], Tensor],
-) -> PreTrainedModel:
-    """The same modules with other tensors. Hooks are left out, all else is shared.
-
-    Not a deep copy: what users hang on a module (locks, open files, kept outputs) cannot always be copied.
-    """
-    made: dict[int, Any] = {}
-    own = nn.Module().__dict__
-
-    def once(value: Any, make: Callable[[Any], Any]) -> Any:
-        if value is not None and id(value) not in made:
-            made[id(value)] = make(value)
-        return made.get(id(value))
-
-    def of(module: nn.Module) -> nn.Module:
-        fresh: nn.Module = object.__new__(type(module))
-        made[id(module)] = fresh
-        held = dict(module.__dict__)
-        hooks = {name: type(held[name])() for name in own if name.endswith("_hooks") and name in held}
-        parameters, buffers = module._parameters, module._buffers
-        tables = {
-            "_parameters": table(parameters, {name: once(p, _empty) for name, p in parameters.items()}),
-            "_buffers": table(buffers, {name: once(b, of_buffer) for name, b in buffers.items()}),
-            "_modules": {name: once(child, of) for name, child in module._modules.items()},
-        }
-        fresh.__dict__.update(held | hooks | tables)
-        return fresh
-
-    return cast(PreTrainedModel, of(model))
-
-
-def _empty(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(meta_like(parameter), parameter.requires_grad)
+def _empty(parameter: nn.Parameter, like: Callable[[Tensor], Tensor]) -> nn.Parameter:
+    return nn.Parameter(like(parameter), parameter.requires_grad)
 
 
 @contextmanager
@@ -215,29 +193,18 @@ def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     """
     # eager: torch.compile would give up for good on code that it first meets under a mode
     with unseen(), FakeTensorMode(), _without_log(), torch.compiler.set_stance("force_eager"):
-        memo: dict[int, Any] = {}
-        for module in _without_replaced(model, replaced or {}):
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) not in memo:
-                    memo[id(parameter)] = nn.Parameter(_like(parameter), parameter.requires_grad)
-            for buffer in module.buffers(recurse=False):
-                memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype)
-            for value in vars(module).values():  # of an earlier forward, such as Qwen's rope_deltas
-                if isinstance(value, Tensor):
-                    memo[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-        memo |= replaced or {}
-        copied = deep_copy(model, memo)
-        detach_hooks(copied)
-        yield copied
+        kept = (value for module in model.modules() for value in vars(module).values())
+        # of an earlier forward, such as Qwen's rope_deltas
+        attributes = {id(value): _cpu_like(value) for value in kept if isinstance(value, Tensor)}
+        yield without_values(model, attributes | {**(replaced or {})}, _cpu_like)
 
 
-def _like(parameter: nn.Parameter) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return torch.empty(parameter.shape, dtype=parameter.dtype)
-    local = torch.empty(parameter._local_tensor.shape, dtype=parameter.dtype)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape, stride = parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+def _cpu_like(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    local = torch.empty(tensor._local_tensor.shape, dtype=tensor.dtype)
+    mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=tensor.stride())
 
 
 @contextmanager

@@ -30,16 +30,16 @@ def with_hidden(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
-def places(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Every leaf of a call's arguments, with a name for its place."""
+def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every leaf of a call's arguments, with a name for where it is."""
     for path, value in tree_flatten_with_path((args, kwargs))[0]:
         yield keystr(path), value
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
-    """The arguments with the `values` in the places of these names."""
-    leaves, tree = tree_flatten_with_path((args, kwargs))
-    args, kwargs = tree_unflatten([values.get(keystr(path), leaf) for path, leaf in leaves], tree)
+    """The arguments with the `values` where leaves of these names were."""
+    named, tree = tree_flatten_with_path((args, kwargs))
+    args, kwargs = tree_unflatten([values.get(keystr(path), leaf) for path, leaf in named], tree)
     return args, kwargs
 
 

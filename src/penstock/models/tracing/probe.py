@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
 from penstock.models.tracing.meta import shadow
-from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, places
+from penstock.models.tracing.placeholder import Placeholder, hidden_of, is_shared, leaves
 from penstock.models.tracing.provenance import Provenance
 from penstock.private import tree_leaves, tree_map_only
 
@@ -73,7 +73,7 @@ def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             name = _RULES[kind](model)
             if name in lists:
                 return name, lists[name]
-            paths = [path for path, held in lists.items() if len(held)]
+            paths = [path for path, layers in lists.items() if len(layers)]
             raise ModelError(
                 f"{type(model).__name__}, whose rule returns {name!r}",
                 "a rule of register_chain names the nn.ModuleList of the model's layers",
@@ -192,7 +192,7 @@ class _Probe(Placeholder):
 
     def _early_inputs(self, hidden: Tensor, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         seen = self._seen
-        for place, value in places(args, kwargs):
+        for name, value in leaves(args, kwargs):
             if is_shared(value):
                 seen.mappings_shared = True
             elif seen.passed_on and value is seen.passed_on[-1]:
@@ -203,7 +203,7 @@ class _Probe(Placeholder):
                     layer = f"layer {self._index} takes more of layer {max(later)} than its hidden states"
                     raise NoChainError(f"{layer} and what it passes to the next")
                 seen.used_before |= names
-                yield place, value
+                yield name, value
 
 
 def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
@@ -331,8 +331,8 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
     kinds = [tuple((name, type(part)) for name, part in layer.named_modules()) for layer in real.children()]
     replaced = after_first(real, kinds, form, _RUN_OF_A_KIND)
     with model_without_values(model, False, replaced) as whole:
-        held = [*whole.get_submodule(layers).children()]
-        for index, (layer, following) in enumerate(zip_longest(held, held[1:])):
+        run = [*whole.get_submodule(layers).children()]
+        for index, (layer, following) in enumerate(zip_longest(run, run[1:])):
             if not (isinstance(layer, Identity) and isinstance(following, Identity)):
                 _watch_layer(layer, index, provenance, dtypes)  # of a run of identities the last marks
         try:

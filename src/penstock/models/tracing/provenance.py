@@ -68,7 +68,7 @@ class Provenance(TorchDispatchMode):
         if func.overloadpacket.__name__ in _SHAPE_ONLY:
             return result
         if marks := self.marks(args, kwargs):
-            written = [args[place] for place in _written(func) if place < len(args)]
+            written = [args[index] for index in _written(func) if index < len(args)]
             for tensor in _tensors((result, written)):
                 self.mark(tensor, self.marks(tensor) | marks)
         return result
@@ -89,6 +89,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 @cache
 def _written(func: Any) -> tuple[int, ...]:
-    """The places of the arguments that an op writes into."""
-    of_arguments = (argument.alias_info for argument in func._schema.arguments)
-    return tuple(place for place, of in enumerate(of_arguments) if of is not None and of.is_write)
+    """The indices of the arguments that an op writes into."""
+    aliases = (argument.alias_info for argument in func._schema.arguments)
+    return tuple(index for index, alias in enumerate(aliases) if alias is not None and alias.is_write)

@@ -59,17 +59,17 @@ def feature_names(around: nn.Module) -> tuple[str, ...]:
 def features_from(features: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """The features that the forward from the entry of `layer` on adds; nothing where all have been added.
 
-    Of a list, number i is added after layer i; of a dict, number i before it.
+    Of a list, entry i is added after layer i; of a dict, entry i before it.
     """
     kept: dict[str, Any] = {}
     left = False
     for name, value in features.items():
         if isinstance(value, Mapping):
-            value = {number: each for number, each in value.items() if int(number) >= layer}
+            value = {index: added for index, added in value.items() if int(index) >= layer}
             left |= bool(value)
         elif isinstance(value, list | tuple):
-            value = [each if number >= layer - 1 else None for number, each in enumerate(value)]
-            left |= any(each is not None for each in value)
+            value = [added if index >= layer - 1 else None for index, added in enumerate(value)]
+            left |= any(added is not None for added in value)
         kept[name] = value
     return kept if left else {}
 
@@ -78,6 +78,6 @@ def with_zeros(features: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
     """`features` with a zero for each that was added before: the forward adds it to a dummy."""
     zero = like.new_zeros(())
     return {
-        name: [zero if each is None else each for each in value] if isinstance(value, list) else value
+        name: [zero if added is None else added for added in value] if isinstance(value, list) else value
         for name, value in features.items()
     }

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ModelError
+from penstock.runtime.around import derive
 
 _NAME = "load_balancing_loss_func"  # in each file of transformers that has one
 _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
@@ -111,9 +112,7 @@ def replace_balance_loss(model: nn.Module, function: BalanceLoss) -> None:
     The model gets a class of the same name with a copy of the forward, decorators too; its file and its
     former class do not change. Raises ModelError for an unknown kind of decorator.
     """
-    kind = type(model)
-    forward = _rebound(kind.forward, function)
-    model.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
+    model.__class__ = derive(type(model), forward=functools.partial(_rebound, function=function))
 
 
 def _rebound(plain: Any, function: BalanceLoss) -> Any:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.dispatch import combine, dispatch, plan_route, without_values
+from penstock.runtime.around import around
 from penstock.runtime.sharded_weights import local_shard as local
 
 # the attributes that transformers' registry sets on every module of experts (integrations/moe.py)
@@ -253,14 +254,12 @@ def _distribute(experts: nn.Module, mesh: DeviceMesh) -> None:
         )
         setattr(experts, name, nn.Parameter(sharded, requires_grad=whole.requires_grad))
     experts._expert_share = share  # type: ignore[assignment]
-    experts.__class__ = _parallel_class(share.plain)  # type: ignore[arg-type]  # classes are hashable
+    around(experts, forward=_parallel)
 
 
-@functools.cache  # one for all of a kind, as compilers like it
-def _parallel_class(plain: type[nn.Module]) -> type[nn.Module]:
-    """The class of a module of experts whose tokens travel."""
+def _parallel(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The forward of a module of experts whose tokens travel; `share` runs the plain one."""
 
-    @functools.wraps(plain.forward)
     def forward(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if without_values(hidden):
             return hidden.clone()
@@ -273,4 +272,4 @@ def _parallel_class(plain: type[nn.Module]) -> type[nn.Module]:
             rows = rows + sum(local(parameter)[:0].sum() for parameter in self.parameters())
         return combine(route, rows, *chosen.shape)
 
-    return type(plain.__name__, (plain,), {"__module__": plain.__module__, "forward": forward})
+    return forward

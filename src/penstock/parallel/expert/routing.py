@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.expert.dispatch import without_values
+from penstock.runtime.around import around
 
 _TOPK = (torch.topk, Tensor.topk)
 
@@ -142,7 +143,7 @@ class Router:
         self._thread = threading.local()  # a forward and a recomputation may run side by side
 
     def attach(self, module: nn.Module) -> None:
-        """Change the class of the mixture's block in `module`, so that its forward goes by `run`.
+        """Let the forward of the mixture's block in `module` go by `run`.
 
         Raises ModelError where the block has a router already.
         """
@@ -151,7 +152,7 @@ class Router:
             kind = type(block).__name__
             raise one_too_many(self._name, f"a second mixture in a {kind}, or replayed already")
         block._router = self  # type: ignore[assignment]
-        block.__class__ = _routed_class(type(block))  # type: ignore[arg-type]  # classes are hashable
+        around(block, forward=_routed)
         experts = module.get_submodule(self._name)
         experts.register_forward_pre_hook(lambda *_: self._experts_called())
 
@@ -187,20 +188,17 @@ class Router:
             kept[self._name] = chosen.detach().reshape(-1, chosen.shape[-1]).clone()
 
 
-@functools.cache  # one for all blocks of a kind, as compilers like it
-def _routed_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of a block that has a `_router`."""
-    plain: Callable[..., Any] = kind.forward
+def _routed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a block that has a `_router`."""
 
-    @functools.wraps(plain)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, Tensor) and without_values(value) for value in (*args, *kwargs.values())):
-            return plain(self, *args, **kwargs)
-        router: Any = self._router
-        trains = self.training and torch.is_grad_enabled()
-        return router.run(functools.partial(plain, self, *args, **kwargs), trains)
+            return plain(block, *args, **kwargs)
+        router: Router = block._router
+        trains = block.training and torch.is_grad_enabled()
+        return router.run(functools.partial(plain, block, *args, **kwargs), trains)
 
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward})
+    return forward
 
 
 def not_top_k(name: str) -> ModelError:

@@ -141,13 +141,16 @@ def _tied_to_others(model: nn.Module, plan: TPPlan, whole: set[str]) -> set[str]
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         pairs.append((name, first.setdefault(id(parameter), name)))
-    tied: set[str] = set()
+    groups: dict[str, set[str]] = {}  # of one weight, by each of its modules
     for pair in pairs:
-        one, other = (name.removesuffix(".weight") for name in pair)
-        dimensions = {_style(_entry(plan, name) or "").dimension for name in (one, other)}
-        if one != other and (len(dimensions) > 1 or one in whole or other in whole):
-            tied |= {one, other}
-    return tied
+        names = {name.removesuffix(".weight") for name in pair}
+        group = names.union(*(groups.get(name, ()) for name in names))
+        groups |= dict.fromkeys(group, group)
+    return {
+        name
+        for name, group in groups.items()
+        if len({_style(_entry(plan, one) or "").dimension for one in group}) > 1 or group & whole
+    }
 
 
 def _config(model: nn.Module) -> object:

@@ -47,6 +47,7 @@ from penstock.parallel.tensor.styles import (
     vocabulary,
     whole_sequence,
 )
+from penstock.runtime.around import around
 from penstock.runtime.split_backward.casts import marked_as_weight
 
 
@@ -137,48 +138,49 @@ class _Running:
     count = in_layers = 0
 
 
-class _TensorParallel(nn.Module):
-    """Mixed into the class of a module: its forward runs inside of wrappers and reads plain tensors.
+def _inside_wrappers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a module, which runs inside of its `tp_wrappers`, the first one innermost."""
 
-    While its own forward runs it reads this rank's shards. Whole parameters it also gives to other modules,
-    which read them in their forward. A shard would be wrong there. Such a read of an embedding, outside of
-    the layers, gets the whole weight, gathered; any other gets the DTensor, which torch refuses to mix with
-    plain tensors.
-    """
-
-    tp_wrappers: tuple[Wrapper, ...]  # the first one innermost
-    tp_partial: frozenset[str]  # parameters that work on this rank's own heads or tokens
-    tp_running: _Running
-    tp_in_layer: bool  # whether it is a layer or in one
-    tp_embeds: bool  # whether it is an embedding that is sharded
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = super().forward
-        for wrapper in self.tp_wrappers:
-            call = partial(wrapper, self, call)
-        attributes, running = vars(self), self.tp_running
-        attributes["tp_depth"] = attributes.get("tp_depth", 0) + 1
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = partial(plain, module)
+        for wrapper in module.tp_wrappers:
+            call = partial(wrapper, module, call)
+        attributes, running = vars(module), module.tp_running
+        attributes["tp_depth"] += 1
         running.count += 1
-        running.in_layers += self.tp_in_layer
+        running.in_layers += module.tp_in_layer
         try:
             return call(*args, **kwargs)
         finally:  # however it ends: a pipeline's stage leaves its forward by an exception
             attributes["tp_depth"] -= 1
             running.count -= 1
-            running.in_layers -= self.tp_in_layer
+            running.in_layers -= module.tp_in_layer
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+    return forward
+
+
+def _plain_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """The parameters of a module, which reads this rank's shards of them while its own forward runs.
+
+    Whole parameters it also gives to other modules, which read them in their forward. A shard would be wrong
+    there. Such a read of an embedding, outside of the layers, gets the whole weight, gathered; any other gets
+    the DTensor, which torch refuses to mix with plain tensors.
+    """
+
+    def getattr_(module: Any, name: str) -> Any:
+        value = plain(module, name)
         if not isinstance(value, DTensor):
             return value
         is_whole = all(placement.is_replicate() for placement in value.placements)
-        running = self.tp_running
-        if not (vars(self).get("tp_depth") or (is_whole and running.count)):
+        running = module.tp_running
+        if not (module.tp_depth or (is_whole and running.count)):
             # in another module's forward, and none of a layer, where activations may be parts
             elsewhere = running.count > running.in_layers == 0
-            return value.full_tensor() if elsewhere and self.tp_embeds else value
-        is_partial = is_whole and name in self.tp_partial
+            return value.full_tensor() if elsewhere and module.tp_embeds else value
+        is_partial = is_whole and name in module.tp_partial
         return marked_as_weight(value.to_local(grad_placements=(PARTIAL_SUMS,) if is_partial else None))
+
+    return getattr_
 
 
 class _Wrappers:
@@ -225,22 +227,20 @@ class _Wrappers:
                 else:
                     whole = partial(whole_sequence, self._mesh, self._inputs.get(name))
                     self._wrappers.setdefault(name, []).append(whole)
-            around = partial(ends, self._mesh, index == 0, index == len(layers) - 1)
-            self._wrappers.setdefault(path, []).append(around)
+            at_ends = partial(ends, self._mesh, index == 0, index == len(layers) - 1)
+            self._wrappers.setdefault(path, []).append(at_ends)
 
     def apply(self) -> None:
-        classes: dict[type[nn.Module], type[nn.Module]] = {}  # one for all of a kind, as compilers like it
         running = _Running()
         for name, wrappers in self._wrappers.items():
             module = self._module.get_submodule(name)
-            kind = type(module)
-            if kind not in classes:
-                classes[kind] = type(kind.__name__, (_TensorParallel, kind), {"__module__": kind.__module__})
-            module.__class__ = classes[kind]
+            around(module, forward=_inside_wrappers, __getattr__=_plain_tensors)
             vars(module).update(
                 tp_wrappers=tuple(wrappers),
-                tp_partial=frozenset(self._partial.get(name, ())),
+                tp_depth=0,  # forwards of the module that run now
                 tp_running=running,
+                # parameters that work on this rank's own heads or tokens
+                tp_partial=frozenset(self._partial.get(name, ())),
                 tp_in_layer=any(part.isdecimal() for part in name.split(".")),
                 tp_embeds=self._plan.get(name) == VOCABULARY,
             )

@@ -26,7 +26,7 @@ from penstock.models.split.multiply_adds import multiply_adds
 from penstock.models.split.partition import to_layout
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
-from penstock.models.tracing.meta import bare, is_empty
+from penstock.models.tracing.meta import is_empty, without_values
 from penstock.models.weights.files import Ties, tied_names
 from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
@@ -77,7 +77,9 @@ class BuildPlan:
     def without_values(self) -> BuildPlan:
         """The same, of a model without values: what lives on with a pipeline must not keep the caller's."""
         model = self.source.model
-        return self if is_empty(model) else replace(self, source=replace(self.source, model=bare(model)))
+        if is_empty(model):
+            return self
+        return replace(self, source=replace(self.source, model=without_values(model)))
 
     @property
     def facts(self) -> dict[str, str]:

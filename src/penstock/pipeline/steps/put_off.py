@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from penstock.models.huggingface.head import DeferredHead
+from penstock.models.huggingface.head import deferred
 from penstock.pipeline.steps.step import Step, StepPart
+from penstock.runtime.around import is_around
 from penstock.runtime.split_backward.deferred import PLAIN, PutOff, is_hooked
 from penstock.runtime.split_backward.modules import is_compiled
 from penstock.runtime.stage import Stage
@@ -117,6 +118,6 @@ def _cause(module: nn.Module, parameter: nn.Parameter, compiled: bool) -> str:
         return _COMPILED
     if is_hooked(parameter):
         return _HOOKED
-    if isinstance(module, DeferredHead):
+    if is_around(deferred, module):
         return _CHUNKED
     return type(module).__name__ if type(parameter) in PLAIN else type(parameter).__name__

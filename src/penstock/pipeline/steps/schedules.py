@@ -82,7 +82,7 @@ class Schedules:
         built, schedule = self._built, proof.schedule
         world = built.world
         world.check(schedule)
-        together = exchanges(schedule) if world.batched else None
+        together = exchanges(proof) if world.batched else None
         reduced = frozenset(stage.index for stage in built.stages if stage.reduces)
         executors = []
         for rank, stages in self._stages.items():

@@ -24,9 +24,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
 from penstock.runtime.health.limits import ANSWERS, is_late
 from penstock.runtime.health.notes import FailureNotes, FirstFailure, LimitedStore, PeerWait, Pulse, lives
-from penstock.runtime.plan import Message
 from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op
+from penstock.schedule.order import Message
 
 _PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
 _START = 20.0  # seconds in which the store answers at first, and later at most, as long as nothing has failed

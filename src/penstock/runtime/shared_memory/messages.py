@@ -24,10 +24,11 @@ from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, unpack_specs
 from penstock.errors import RunError
 from penstock.private import storage_use_count
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Action, Channel, Exchange, Free, Message
+from penstock.runtime.plan import Action, Exchange, Free
 from penstock.runtime.shared_memory.blocks import Blocks, free_block
 from penstock.runtime.shared_memory.segment import CHANNELS, RINGS, Segment
 from penstock.runtime.transport.interface import Messages, on_wire, restored
+from penstock.schedule.order import Channel, Message
 
 ENTRIES = 1 << 16  # of a channel, in one step
 _ENTRY = 8  # words, of which a RingEntry fills five

@@ -7,7 +7,6 @@ fuses, lie between products in either case; the products are the same kernels.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.runtime.around import around
 
 
 def compile_around_products(layer: nn.Module, **options: Any) -> None:
@@ -31,7 +31,7 @@ def compile_around_products(layer: nn.Module, **options: Any) -> None:
     _check(layer, options)
     for module in layer.modules():
         if _has_products(module):
-            module.__class__ = _left_out(type(module))  # type: ignore[arg-type]
+            around(module, forward=torch.compiler.disable)
     layer.compile(**options)
 
 
@@ -51,13 +51,4 @@ def _check(layer: nn.Module, options: Mapping[str, Any]) -> None:
 def _has_products(module: nn.Module) -> bool:
     weights = (parameter for parameter in module._parameters.values() if parameter is not None)
     alone = next(module.children(), None) is None and not isinstance(module, nn.Embedding)
-    return alone and not hasattr(module, "_leaves_to_torch") and any(weight.dim() >= 2 for weight in weights)
-
-
-@functools.cache  # one for all of a kind, as compilers like it
-def _left_out(kind: type[Any]) -> type[nn.Module]:
-    """A subclass whose forward the compiler leaves to torch."""
-    forward = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
-    return type(
-        kind.__name__, (kind,), {"__module__": kind.__module__, "forward": forward, "_leaves_to_torch": True}
-    )
+    return alone and any(weight.dim() >= 2 for weight in weights)

@@ -22,7 +22,6 @@ from torch import Tensor
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, unpack_specs
 from penstock.runtime.device.copies import CudaCopies
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.buffers import Pool, Staging
 from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import Messages, narrowed, on_wire, restored
@@ -33,6 +32,7 @@ from penstock.runtime.transport.point_to_point import (
     SendThread,
     Work,
 )
+from penstock.schedule.order import Channel, Message
 
 # ahead of a message whose receiver does not know its specs: their length, and the specs if they fit
 _HEADER_BYTES = 1024

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec
-from penstock.runtime.plan import Action, Exchange, Free, Message, Post
+from penstock.runtime.plan import Action, Exchange, Free, Post
 from penstock.runtime.recorder import Progress
 from penstock.schedule import Op
+from penstock.schedule.order import Message
 
 
 class Messages:

@@ -23,10 +23,10 @@ from torch import Tensor
 from penstock.batch.payload import Payload, TensorSpec
 from penstock.runtime.device import stream
 from penstock.runtime.health.watch import Watch
-from penstock.runtime.plan import Channel, Message
 from penstock.runtime.transport.channels import Channels
 from penstock.runtime.transport.groups import GroupProcesses, Groups
 from penstock.runtime.transport.point_to_point import Batches, Work
+from penstock.schedule.order import Channel, Message
 
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
 # messages that the plan has proven to have arrived, and that have not left yet.

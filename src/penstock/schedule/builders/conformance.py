@@ -13,21 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise, product
-from typing import Any, get_args
+from itertools import product
+from typing import Any
 
 from penstock.errors import InputError, ScheduleError
 from penstock.schedule.builders import Builder
-from penstock.schedule.ops import Kind, Op, Placement, Schedule
-from penstock.schedule.simulation.costs import Costs, Row
-from penstock.schedule.simulation.simulate import simulate
-from penstock.schedule.simulation.timeline import Timeline
+from penstock.schedule.ops import Op, Placement, Schedule
 from penstock.schedule.verify import verify
 
 PeakLive = Callable[[int, int, int], int]  # ranks, microbatches, rank
 
 _SHOWN = 20
-_ROUNDING = 1e-9  # sums of durations in another order differ by less than this share
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def _broken(
             yield f"rank {rank} has an empty program"
     changeable = list(_changeable(schedule, again))
     yield from changeable
-    if changeable:  # verify and simulate need a well-formed schedule
+    if changeable:  # verify needs a well-formed schedule
         return
     try:
         peaks = verify(schedule).peak_live
@@ -122,9 +118,6 @@ def _broken(
     for rank, peak in enumerate(peaks):
         if peak_live and peak != (most := peak_live(ranks, microbatches, rank)):
             yield f"rank {rank} holds {peak} live activations at its peak instead of {most}"
-    yield from _runs(schedule, Costs())
-    stages = range(1, schedule.stages + 1)
-    yield from _runs(schedule, Costs([1 / s for s in stages], [s + 0.5 for s in stages], 0.25, 0.125))
 
 
 def _changeable(schedule: Schedule, again: object) -> Iterator[str]:
@@ -145,40 +138,3 @@ def _reads_back(op: object) -> bool:
         return isinstance(op, Op) and Op.parse(str(op)) == op
     except InputError:
         return False
-
-
-def _runs(schedule: Schedule, costs: Costs) -> Iterator[str]:
-    """Rules for a run of any schedule at any costs."""
-    timeline = simulate(schedule, costs)
-    for rank, program in enumerate(schedule.programs):
-        spans = timeline.of_rank(rank)
-        if tuple(span.op for span in spans) != tuple(program):
-            yield f"rank {rank} does not run its ops in the order of its program"
-        for before, after in pairwise(spans):
-            if after.start < before.end:
-                yield f"on rank {rank}, {after.op} starts before {before.op} has ended"
-    yield from _waits(schedule, costs, timeline)
-    durations = {k: costs.durations(k, schedule.placement, schedule.microbatches) for k in get_args(Kind)}
-    busy = (sum(durations[kind][s][m] for s, kind, m in program) for program in schedule.programs)
-    least = max(*busy, _alone(schedule, costs, durations))
-    if timeline.makespan < least * (1 - _ROUNDING):
-        yield f"its makespan {timeline.makespan} is below the least possible, {least}"
-
-
-def _waits(schedule: Schedule, costs: Costs, timeline: Timeline) -> Iterator[str]:
-    """No op starts before its inputs have been computed and have arrived."""
-    hosts = schedule.placement.rank_of
-    ends = {span.op: span.end for span in timeline.spans}
-    for span in timeline.spans:
-        for needed in schedule.predecessors(span.op):
-            latency = 0.0 if hosts[needed.stage] == span.rank else costs.communication
-            if span.start < ends[needed] + latency:
-                yield f"{span.op} starts before the result of {needed} can be there"
-
-
-def _alone(schedule: Schedule, costs: Costs, durations: dict[Any, list[Row]]) -> float:
-    """The time of microbatch 0 alone, through all stages and back."""
-    ops = [op for program in schedule.programs for op in program if op.microbatch == 0 and op.kind != "W"]
-    hosts = [schedule.placement.rank_of[stage] for stage in sorted({op.stage for op in ops})]
-    hops = sum(here != there for here, there in pairwise(hosts)) * (2 if schedule.trains else 1)
-    return sum(durations[op.kind][op.stage][0] for op in ops) + hops * costs.communication

@@ -56,8 +56,8 @@ def list_schedule(placement: Placement, offsets: list[int]) -> tuple[tuple[Op, .
         for rank in woken:
             if busy[rank] or not ready[rank]:
                 continue
-            number, microbatch = divmod(heappop(ready[rank]), count)
-            step = number - offsets[microbatch]
+            priority, microbatch = divmod(heappop(ready[rank]), count)
+            step = priority - offsets[microbatch]
             forward, busy[rank] = step < stages, True
             programs[rank].append(
                 Op(step, "F", microbatch) if forward else Op(2 * stages - 1 - step, "B", microbatch)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from penstock.errors import ConfigError
-from penstock.schedule.builders.one_f_one_b import turns
-from penstock.schedule.ops import Kind, Op, Schedule, loop, row
+from penstock.schedule.builders.one_f_one_b import row, turns
+from penstock.schedule.ops import Kind, Op, Schedule, loop
 
 
 def interleaved_1f1b(

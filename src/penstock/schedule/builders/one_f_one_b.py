@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise, repeat
 
 from penstock.schedule.ops import Kind, Op, Pair, Schedule, loop
 
@@ -43,12 +43,13 @@ def one_f_one_b(ranks: int, microbatches: int, zero_bubble: bool = False, paired
     Plain 1F1B has GPipe's bubble, (P-1) / (m+P-1), and rank r holds min(P - r, m). Rank 0 idles for
     (P-1)(F + I + W); with zero_bubble for (P-1)(F + I), in unit times a bubble of 2(P-1) / (3m + 2(P-1)).
     """
+    indices = range(microbatches)
     warm_ups = [2 * after + 1 if paired else after for after in reversed(range(ranks))]
 
     def program(rank: int) -> tuple[Op, ...]:
         if zero_bubble:
             return split_turns(rank, microbatches, warm_ups[rank], defer_by=0)
-        return turns(_row(rank, "F", microbatches), _row(rank, "B", microbatches), warm_ups[rank])
+        return turns(row(rank, "F", indices), row(rank, "B", indices), warm_ups[rank])
 
     programs = tuple(program(rank) for rank in range(ranks))
     pairs = chain.from_iterable(map(_steady, programs, warm_ups))
@@ -64,8 +65,8 @@ def _steady(program: tuple[Op, ...], warm_up: int) -> Iterator[Pair]:
 
 def split_turns(stage: int, microbatches: int, warm_up: int, defer_by: int) -> tuple[Op, ...]:
     """The program of a rank with one stage and split backwards, microbatches in order."""
-    forwards, weights = _row(stage, "F", microbatches), _row(stage, "W", microbatches)
-    return turns(forwards, _row(stage, "I", microbatches), warm_up, weights, defer_by)
+    forwards, weights = row(stage, "F", range(microbatches)), row(stage, "W", range(microbatches))
+    return turns(forwards, row(stage, "I", range(microbatches)), warm_up, weights, defer_by)
 
 
 def turns(
@@ -89,5 +90,6 @@ def turns(
     return tuple(ops)
 
 
-def _row(stage: int, kind: Kind, microbatches: int) -> list[Op]:
-    return [Op(stage, kind, microbatch) for microbatch in range(microbatches)]
+def row(stage: int, kind: Kind, microbatches: Iterable[int]) -> list[Op]:
+    """An op for each of the microbatches. Large schedules are built of these, so that calls of Op count."""
+    return [*map(Op._make, zip(repeat(stage), repeat(kind), microbatches, strict=False))]

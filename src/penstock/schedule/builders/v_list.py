@@ -25,7 +25,8 @@ from math import inf
 from statistics import fmean
 from typing import NamedTuple
 
-from penstock.schedule.ops import Kind, Op, Schedule, row, wave
+from penstock.schedule.builders.one_f_one_b import row
+from penstock.schedule.ops import Kind, Op, Schedule, wave
 from penstock.schedule.simulation.costs import Costs, Row
 
 Slots = list[tuple[int, int]]  # a program: (slot, microbatch)
@@ -84,7 +85,7 @@ class RankState:
     deferred: the slot and microbatch of each W that can run
     """
 
-    number: int
+    index: int
     limit: int
     reached: list[int] = field(default_factory=lambda: [0] * 4)
     arrivals: list[list[float]] = field(default_factory=lambda: [[] for _ in range(4)])
@@ -125,7 +126,7 @@ def in_order(orders: Sequence[Sequence[int]]) -> DispatchRule:
     reached = [0] * len(orders)
 
     def next_slot(rank: RankState, time: float) -> tuple[int, float]:
-        order, at = orders[rank.number], reached[rank.number]
+        order, at = orders[rank.index], reached[rank.index]
         if at == len(order):
             return WAIT, inf
         slot = order[at]
@@ -136,7 +137,7 @@ def in_order(orders: Sequence[Sequence[int]]) -> DispatchRule:
                 return WAIT, expected
             if slot < 2 and rank.live >= rank.limit:
                 return WAIT, inf
-        reached[rank.number] += 1
+        reached[rank.index] += 1
         return slot, time
 
     return next_slot
@@ -154,14 +155,14 @@ def by_block(work: VDurations, spread: float, gap: float, lead: float) -> Dispat
     interval, starts, start = work.interval, [[0.0] * 4 for _ in range(work.ranks)], 0.0
     for leg in range(4):
         start += gap * interval if leg == 2 else 0.0
-        for number in range(work.ranks) if leg % 2 == 0 else reversed(range(work.ranks)):
-            starts[number][leg] = start
-            takes = fmean(work.takes[number][leg])
-            start += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[number][leg])
+        for index in range(work.ranks) if leg % 2 == 0 else reversed(range(work.ranks)):
+            starts[index][leg] = start
+            takes = fmean(work.takes[index][leg])
+            start += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[index][leg])
 
     def next_slot(rank: RankState, time: float) -> tuple[int, float]:
         due = [first + i * interval if i < work.microbatches else inf
-               for first, i in zip(starts[rank.number], rank.reached, strict=True)]  # fmt: skip
+               for first, i in zip(starts[rank.index], rank.reached, strict=True)]  # fmt: skip
         chosen, expected, best = WAIT, inf, min(due) + lead + 1e-9 * interval
         for leg, first in enumerate(due):
             arrivals, i = rank.arrivals[leg], rank.reached[leg]
@@ -197,13 +198,13 @@ def run(
     patience: one number counts for all ranks, and throughout; None: the rule places every W itself
     """
     by_rank = [(patience, patience)] * work.ranks if isinstance(patience, int | float) else patience
-    ranks = [RankState(number, limit) for number, limit in enumerate(limits)]
+    ranks = [RankState(index, limit) for index, limit in enumerate(limits)]
     ranks[0].arrivals[0] = [0.0] * work.microbatches
-    events = [(0.0, number) for number in range(work.ranks)]
+    events = [(0.0, index) for index in range(work.ranks)]
     left = 6 * work.ranks * work.microbatches
     while events:
-        time, number = heappop(events)
-        rank = ranks[number]
+        time, index = heappop(events)
+        rank = ranks[index]
         if time < rank.free_at:
             continue
         slot, expected = rule(rank, time)
@@ -211,18 +212,18 @@ def run(
             if by_rank is None or not rank.deferred:
                 continue
             slot, microbatch = rank.deferred[0]
-            shortest = by_rank[number][rank.reached[0] == work.microbatches]
-            if expected - time < shortest * work.takes[number][slot][microbatch]:
+            shortest = by_rank[index][rank.reached[0] == work.microbatches]
+            if expected - time < shortest * work.takes[index][slot][microbatch]:
                 continue
         microbatch = rank.begin(slot)
         left -= 1
-        rank.free_at = end = time + work.takes[number][slot][microbatch]
-        heappush(events, (end, number))
+        rank.free_at = end = time + work.takes[index][slot][microbatch]
+        heappush(events, (end, index))
         if slot > 3:
             continue
-        taker = number + (-1 if slot % 2 else 1)
+        taker = index + (-1 if slot % 2 else 1)
         if 0 <= taker < work.ranks:
-            arrival = end + work.delays[number][slot][microbatch]
+            arrival = end + work.delays[index][slot][microbatch]
             other = ranks[taker]
             other.arrivals[slot].append(arrival)
             if arrival > other.free_at or other.free_at <= time:  # else it looks when it is free

@@ -31,14 +31,14 @@ _ALTERNATING = (0.80, 0.62)  # shades of even and odd microbatches
 
 
 class Shade(NamedTuple):
-    """The hue of a kind at `place`, from 0 (light) to 1 (dark)."""
+    """The hue of a kind, with a `darkness` from 0 to 1."""
 
     kind: Kind
-    place: float
+    darkness: float
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{round(1000 * self.place)}"
+        return f"{self.kind}{round(1000 * self.darkness)}"
 
     @property
     def fill(self) -> str:
@@ -53,7 +53,7 @@ class Shade(NamedTuple):
     @property
     def _channels(self) -> tuple[int, int, int]:
         light, dark = ([int(colour[at : at + 2], 16) for at in (1, 3, 5)] for colour in _RANGES[self.kind])
-        red, green, blue = (round(a + self.place * (b - a)) for a, b in zip(light, dark, strict=True))
+        red, green, blue = (round(a + self.darkness * (b - a)) for a, b in zip(light, dark, strict=True))
         return red, green, blue
 
 
@@ -71,7 +71,7 @@ def shades(panel: Panel) -> tuple[Shade, ...]:
 def used_shades(panels: tuple[Panel, ...]) -> list[Shade]:
     """Those of all panels: forward first, light to dark."""
     used = {shade for panel in panels for shade in shades(panel)}
-    return sorted(used, key=lambda shade: (list(KINDS).index(shade.kind), shade.place))
+    return sorted(used, key=lambda shade: (list(KINDS).index(shade.kind), shade.darkness))
 
 
 def meaning(panels: tuple[Panel, ...]) -> str:

@@ -238,7 +238,7 @@ def _data(drawing: Drawing, used: list[Shade]) -> dict[str, Any]:
 def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, Any]:
     """The ops column by column, in order of rank, then start."""
     timeline, spans = panel.timeline, panel.timeline.spans
-    place = {shade: at for at, shade in enumerate(used)}
+    index_of = {shade: at for at, shade in enumerate(used)}
     curves, peaks = drawing.curves(panel)
     return {
         "label": panel.label,
@@ -250,7 +250,7 @@ def _panel_data(drawing: Drawing, panel: Panel, used: list[Shade]) -> dict[str, 
         "microbatch": [span.op.microbatch for span in spans],
         "start": [_short(span.start) for span in spans],
         "end": [_short(span.end) for span in spans],
-        "shade": [place[shade] for shade in shades(panel)],
+        "shade": [index_of[shade] for shade in shades(panel)],
         "critical": [panel.place_of[op] for op in timeline.critical_path if op in panel.place_of],
         "sideBySide": [at for at, span in enumerate(spans) if span.op in timeline.side_by_side],
         "pairs": [[panel.place_of[one.op], panel.place_of[other.op]] for one, other in timeline.pairs],

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.schedule.ops import Op
+from penstock.schedule.ops import SOURCE, Op
 from penstock.schedule.render.drawing import KINDS, Drawing, Panel
 from penstock.schedule.simulation.timeline import Span
 
@@ -28,8 +28,8 @@ _NANOSECOND = 1e-3  # Perfetto's resolution
 
 def perfetto(drawing: Drawing) -> str:
     events: list[Event] = []
-    for place, panel in enumerate(drawing.panels):
-        events += _Process(drawing, panel, place).events()
+    for position, panel in enumerate(drawing.panels):
+        events += _Process(drawing, panel, position).events()
     lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
     about = json.dumps({"title": drawing.title, "unit": drawing.unit}, ensure_ascii=False)
     return f'{{"displayTimeUnit": "ms",\n"otherData": {about},\n"traceEvents": [\n{lines}\n]}}\n'
@@ -38,12 +38,12 @@ def perfetto(drawing: Drawing) -> str:
 class _Process:
     """One panel's events."""
 
-    def __init__(self, drawing: Drawing, panel: Panel, place: int) -> None:
+    def __init__(self, drawing: Drawing, panel: Panel, position: int) -> None:
         self.drawing, self.panel, self.timeline = drawing, panel, panel.timeline
         self.name = panel.label or drawing.title
-        self.place = place
+        self.position = position
         # no number of a rank: Perfetto shows a thread numbered as its process first, as the main one
-        self.process = max(each.timeline.ranks for each in drawing.panels) + 1 + place
+        self.process = max(shown.timeline.ranks for shown in drawing.panels) + 1 + position
         self.microseconds = _MICROSECONDS.get(drawing.unit, _OTHERWISE)
 
     def events(self) -> Iterator[Event]:
@@ -65,7 +65,7 @@ class _Process:
 
     def _names(self) -> Iterator[Event]:
         yield self._event("M", name="process_name", args={"name": self.name})
-        yield self._event("M", name="process_sort_index", args={"sort_index": self.place})
+        yield self._event("M", name="process_sort_index", args={"sort_index": self.position})
         rows = {rank: f"rank {rank}" for rank in range(self.timeline.ranks)}
         second = (span.rank for span in self.timeline.spans if self._is_second(span))
         rows |= {_SECOND + rank: f"rank {rank}, overlapped" for rank in second}
@@ -86,19 +86,21 @@ class _Process:
     def _arrows(self) -> Iterator[Event]:
         """The two ends of a flow share an id. It leaves at the end of a slice and binds to the next."""
         spans, place_of = self.timeline.spans, self.panel.place_of
-        for number, span in enumerate(spans):
+        for index, span in enumerate(spans):
             at = next((place_of[op] for op in _users(span.op) if op in place_of), None)
             if at is None or spans[at].rank == span.rank:
                 continue
             leaves = max(self._time(span.start), round(self._time(span.end) - _NANOSECOND, 3))
-            flow = {"name": "result", "cat": "result", "id": f"{self.process}.{number}"}
+            flow = {"name": "result", "cat": "result", "id": f"{self.process}.{index}"}
             yield self._event("s", self._row(span), ts=leaves, **flow)
             yield self._event("f", self._row(spans[at]), ts=self._time(spans[at].start), bp="e", **flow)
 
     def _counter(self, rank: int) -> Iterator[Event]:
         noun, (curves, _) = self.drawing.held, self.drawing.curves(self.panel)
-        for time, held in curves[rank]:
-            yield self._event("C", rank, name=f"rank {rank}: {noun}", ts=self._time(time), args={noun: held})
+        for time, amount in curves[rank]:
+            yield self._event(
+                "C", rank, name=f"rank {rank}: {noun}", ts=self._time(time), args={noun: amount}
+            )
 
     def _event(self, phase: str, rank: int | None = None, **fields: Any) -> Event:
         thread = {} if rank is None else {"tid": rank + 1}  # thread 0 is the kernel's idle one to Perfetto
@@ -111,9 +113,7 @@ class _Process:
 
 def _users(op: Op) -> Iterator[Op]:
     """The ops that may take the result of `op` on another rank."""
-    stage, kind, microbatch = op
-    if kind == "F":
-        yield Op(stage + 1, "F", microbatch)
-    elif kind in ("B", "I"):
-        yield Op(stage - 1, "B", microbatch)
-        yield Op(stage - 1, "I", microbatch)
+    if step := SOURCE[op.kind]:
+        for kind in KINDS:
+            if SOURCE[kind] == step:
+                yield Op(op.stage - step, kind, op.microbatch)

@@ -7,8 +7,9 @@ from heapq import heappop, heappush
 from math import exp
 from random import Random
 
+from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, Key, key, levels, times, times_after
-from penstock.schedule.search.problem import NOTHING, OP_TIMED, F, Problem, Programs, W
+from penstock.schedule.search.problem import OP_TIMED, F, Problem, Programs, W
 
 
 def replaced(problem: Problem, programs: Programs) -> Programs | None:
@@ -17,38 +18,38 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
     F and I keep their order. A W does not start if the next op is ready before half of that W is done.
     """
     need, delay, duration = problem.need, problem.delay, problem.duration
-    main = [[number for number in program if number % 3 != W] for program in programs]
+    main = [[op for op in program if op % 3 != W] for program in programs]
     placed: Programs = [[] for _ in programs]
     put_off: list[deque[int]] = [deque() for _ in programs]
     ends = [NOTHING] * problem.count
-    at, held = [0] * len(programs), [0] * len(programs)
+    at, memory = [0] * len(programs), [0] * len(programs)
     waiting: dict[int, int] = {}
     queue = [(0, rank) for rank in range(len(programs))]
     while queue:
         now, rank = heappop(queue)
         weights, soon = put_off[rank], NOTHING
-        number = main[rank][at[rank]] if at[rank] < len(main[rank]) else NOTHING
-        if number != NOTHING and held[rank] + problem.take[number] <= problem.limit[rank]:
-            needed = need[number]
+        op = main[rank][at[rank]] if at[rank] < len(main[rank]) else NOTHING
+        if op != NOTHING and memory[rank] + problem.take[op] <= problem.limit[rank]:
+            needed = need[op]
             if needed == NOTHING or ends[needed] != NOTHING:
-                soon = now if needed == NOTHING else max(now, ends[needed] + delay[number])
+                soon = now if needed == NOTHING else max(now, ends[needed] + delay[op])
         if weights and (soon == NOTHING or soon - now > duration[weights[0]] / 2):
-            number = weights.popleft()
+            op = weights.popleft()
             soon = now
         elif soon == NOTHING:
-            if number != NOTHING:
-                waiting[need[number]] = rank
+            if op != NOTHING:
+                waiting[need[op]] = rank
             continue
         else:
             at[rank] += 1
-        ends[number] = end = soon + duration[number]
-        placed[rank].append(number)
-        held[rank] += problem.take[number] - problem.give[number]
-        if number % 3 == 1:
-            weights.append(number + 1)
+        ends[op] = end = soon + duration[op]
+        placed[rank].append(op)
+        memory[rank] += problem.take[op] - problem.give[op]
+        if op % 3 == 1:
+            weights.append(op + 1)
         heappush(queue, (end, rank))
-        if number in waiting:
-            heappush(queue, (now, waiting.pop(number)))
+        if op in waiting:
+            heappush(queue, (now, waiting.pop(op)))
     return placed if all(len(new) == len(old) for new, old in zip(placed, programs, strict=True)) else None
 
 
@@ -107,9 +108,9 @@ def _critical(problem: Problem, programs: Programs, ends: list[int]) -> list[Pro
     path: list[ProgramPosition] = []
     while True:
         path.append((rank, at))
-        number = programs[rank][at]
-        start = ends[number] - problem.duration[number]
-        needed = problem.need[number]
+        op = programs[rank][at]
+        start = ends[op] - problem.duration[op]
+        needed = problem.need[op]
         if at and ends[programs[rank][at - 1]] == start:
             at -= 1
         elif needed == NOTHING or not start:
@@ -140,21 +141,21 @@ def _moved(problem: Problem, program: list[int], at: int, to: int) -> list[int] 
     """
     if not program:
         return None
-    number, line_of = program[at], problem.line_of
+    op, line_of = program[at], problem.line_of
     back = to < at
     # it must not pass the op of its own stage that it needs or feeds, nor that of the neighbouring stage
-    kind = number % 3
-    own = (number - 1 if kind != F else NOTHING) if back else (number + 1 if kind != W else NOTHING)
-    kin = (own, problem.need[number] if back else problem.feeds[number])
+    kind = op % 3
+    own = (op - 1 if kind != F else NOTHING) if back else (op + 1 if kind != W else NOTHING)
+    kin = (own, problem.need[op] if back else problem.feeds[op])
     step, stop = (-1, at) if back else (1, at)
     while stop != to:
         other = program[stop + step]
-        if line_of[other] == line_of[number] or other in kin:
+        if line_of[other] == line_of[op] or other in kin:
             break
         stop += step
     if stop == at:
         return None
     moved = program.copy()
     del moved[at]
-    moved.insert(stop, number)
-    return moved if max(levels(problem, moved)) <= problem.limit[problem.rank_of[number]] else None
+    moved.insert(stop, op)
+    return moved if max(levels(problem, moved)) <= problem.limit[problem.rank_of[op]] else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from math import gcd, inf
 
-from penstock.schedule.search.problem import F, I, Problem, W, arrivals
+from penstock.schedule.search.problem import F, I, Problem, W
 
 
 def lower_bound(problem: Problem) -> int:
@@ -36,7 +36,7 @@ def _of_copies(problem: Problem) -> int:
 
     If they are alike, the rank also waits for the first of them.
     """
-    arrival, depth = arrivals(problem), problem.placement.depth
+    arrival, depth = problem.arrival, problem.placement.depth
     used = set(problem.copies) == set(range(problem.placement.replicas))
     bounds = []
     for rank, (lines, offset) in enumerate(zip(problem.lines_of, problem.offset, strict=True)):
@@ -63,15 +63,14 @@ class _Bounds:
         # by stage: the least that is held until I, and until W
         self.activation = problem.by_line(min, problem.take)[F::3]
         self.kept = problem.by_line(min, problem.give)[W::3]
-        self.arrival = arrivals(problem)
         pairs = zip(problem.lines_of, problem.offset, strict=True)
-        self.start = [min(self.arrival[line] for line in lines) - offset for lines, offset in pairs]
+        self.start = [min(self.problem.arrival[line] for line in lines) - offset for lines, offset in pairs]
         # sizes add up to multiples of their greatest common divisor only
         grain = gcd(*problem.take, *problem.give) or 1
         self.limit = [limit - limit % grain for limit in problem.limit]
 
     def chain(self) -> int:
-        return self.arrival[W] + self.least[W] - max(self.problem.offset)
+        return self.problem.arrival[W] + self.least[W] - max(self.problem.offset)
 
     def busy(self, rank: int) -> int:
         before, after = self._before(rank), self._after(rank)
@@ -85,7 +84,7 @@ class _Bounds:
         items = [(self.most[3 * s + W], self.kept[s], self.total[3 * s + W]) for s in self._stages(rank)]
         put_off = max(self._fill(items, self.limit[rank]), self.most[3 * first + W])
         home = sum(self.least[3 * s + I] + self.delay[3 * s + I] for s in range(first)) + self.least[W]
-        start = self.arrival[3 * first + F] + self._before(rank)
+        start = self.problem.arrival[3 * first + F] + self._before(rank)
         offset = self.problem.offset[self.problem.placement.rank_of[0]]
         return start + self.problem.work[rank] - put_off + home - offset
 
@@ -93,21 +92,21 @@ class _Bounds:
         """An activation is held at least until its gradient can come back, and then until W."""
         if not self.limit[rank]:
             return 0
-        held, problem = 0, self.problem
+        total, problem = 0, self.problem
         for stage in self._stages(rank):
             until_i = self._return(stage, stage)
-            for number in problem.lines[3 * stage + F]:
-                whole, released = problem.take[number], problem.give[number + I]
+            for op in problem.lines[3 * stage + F]:
+                whole, released = problem.take[op], problem.give[op + I]
                 kept = whole - released
-                held += released * until_i + kept * (until_i + problem.duration[number + W])
-        return self.start[rank] - (-held // self.limit[rank])
+                total += released * until_i + kept * (until_i + problem.duration[op + W])
+        return self.start[rank] - (-total // self.limit[rank])
 
     def _stages(self, rank: int) -> tuple[int, ...]:
         return self.problem.placement.stages_of(rank)
 
     def _before(self, rank: int) -> int:
         last = self._stages(rank)[-1]
-        first_input_grad = self.arrival[3 * last + I] - self.problem.offset[rank]
+        first_input_grad = self.problem.arrival[3 * last + I] - self.problem.offset[rank]
         return max(0, first_input_grad - self.start[rank] - self._forwards(rank))
 
     def _forwards(self, rank: int) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
-from penstock.schedule.search.problem import NOTHING, Budget, Problem, Programs
+from penstock.schedule.op_arrays import NOTHING
+from penstock.schedule.search.problem import Budget, Problem, Programs
 
 
 class Key(NamedTuple):
@@ -45,8 +46,8 @@ def times_after(
         here = at if of == rank else bisect_left(program, since, key=lambda n: before[n] - duration[n])
         reached.append(here)
         free.append(before[program[here - 1]] if here else 0)
-        for number in program[here:]:
-            ends[number] = NOTHING
+        for op in program[here:]:
+            ends[op] = NOTHING
     return _run(problem, programs, ends, reached, free)
 
 
@@ -59,18 +60,18 @@ def _run(
     while ready:
         rank = ready.pop()
         program, at, now = programs[rank], reached[rank], free[rank]
-        for number in program[at:] if at else program:
-            needed = need[number]
+        for op in program[at:] if at else program:
+            needed = need[op]
             there = ends[needed]
             if there < 0:
                 waiting[needed] = rank
                 break
-            there += delay[number]
-            now = (there if there > now else now) + duration[number]
-            ends[number] = now
+            there += delay[op]
+            now = (there if there > now else now) + duration[op]
+            ends[op] = now
             at += 1
-            if number in waiting:
-                ready.append(waiting.pop(number))
+            if op in waiting:
+                ready.append(waiting.pop(op))
         reached[rank], free[rank] = at, now
     return None if waiting else ends
 
@@ -91,8 +92,8 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
         rank = ready.pop()
         program, tail = programs[rank], after[rank]
         for at in range(places[rank], -1, -1):
-            number = program[at]
-            fed = feeds[number]
+            op = program[at]
+            fed = feeds[op]
             there = remaining[fed]
             if there < 0:
                 waiting[fed] = rank
@@ -101,11 +102,11 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
                 there += duration[fed] + delay[fed]
                 if there > tail:
                     tail = there
-            remaining[number] = tail
-            tail += duration[number]
+            remaining[op] = tail
+            tail += duration[op]
             places[rank] = at - 1
-            if number in waiting:
-                ready.append(waiting.pop(number))
+            if op in waiting:
+                ready.append(waiting.pop(op))
         after[rank] = tail
     return [tail - shift for tail in remaining]
 
@@ -118,12 +119,11 @@ def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
 
 def levels(problem: Problem, program: list[int]) -> list[int]:
     """The memory that the rank holds while each op of its program runs."""
-    take, give, held = problem.take, problem.give, 0
     memory: list[int] = []
-    for number in program:
-        held += take[number]
-        memory.append(held)
-        held -= give[number]
+    kept = 0  # after the op before
+    for op in program:
+        memory.append(kept + problem.take[op])
+        kept = memory[-1] - problem.give[op]
     return memory
 
 

@@ -16,8 +16,9 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Literal, NamedTuple
 
+from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, checked_key, key, tails, times
-from penstock.schedule.search.problem import CP_SAT_SECOND, NOTHING, OP_MODELLED, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import CP_SAT_SECOND, OP_MODELLED, F, I, Problem, Programs, W
 
 # minimize the value; the sum of the ranks' ends without a larger value; or both at once
 Aim = Literal["value", "ends", "both"]
@@ -68,8 +69,8 @@ def solve(best: Best, programs: Programs, part: Part, aim: Aim, seconds: float) 
         if rank in part.in_order:
             continue
         # of ops at the same time, those that take no time come first
-        start = {number: solver.value(model.start[number]) for number in piece}
-        ordered = sorted(piece, key=lambda number: (start[number], problem.duration[number] > 0))
+        start = {op: solver.value(model.start[op]) for op in piece}
+        ordered = sorted(piece, key=lambda op: (start[op], problem.duration[op] > 0))
         reordered[rank][part.starts[rank] : part.stops[rank]] = ordered
     return Solved(reordered, bound, status == cp_model.OPTIMAL)
 
@@ -100,9 +101,9 @@ class _Model:
         self.value = key(problem, programs, ends).value
         self.horizon = self.value + max(problem.offset)
         self.pieces = [program[a:b] for program, a, b in zip(programs, part.starts, part.stops, strict=True)]
-        self.free = {number for piece in self.pieces for number in piece}
+        self.free = {op for piece in self.pieces for op in piece}
         self.behind = {
-            number for program, stop in zip(programs, part.stops, strict=True) for number in program[stop:]
+            op for program, stop in zip(programs, part.stops, strict=True) for op in program[stop:]
         }
         self.start: dict[int, Any] = {}
         for rank in range(problem.ranks):
@@ -118,12 +119,12 @@ class _Model:
         problem, intervals = self.problem, []
         before = self.part.starts[rank]
         free_at = self.ends[self.programs[rank][before - 1]] if before else 0
-        for number in self.pieces[rank]:
-            earliest, needed, takes = free_at, problem.need[number], problem.duration[number]
+        for op in self.pieces[rank]:
+            earliest, needed, takes = free_at, problem.need[op], problem.duration[op]
             if needed != NOTHING and needed not in self.free:
-                earliest = max(earliest, self.ends[needed] + problem.delay[number])
-            self.start[number] = start = self.model.new_int_var(earliest, self.horizon - takes, "")
-            self.model.add_hint(start, self.ends[number] - takes)
+                earliest = max(earliest, self.ends[needed] + problem.delay[op])
+            self.start[op] = start = self.model.new_int_var(earliest, self.horizon - takes, "")
+            self.model.add_hint(start, self.ends[op] - takes)
             intervals.append(self.model.new_fixed_size_interval_var(start, takes, ""))
         if rank in self.part.in_order:
             for one, other in pairwise(self.pieces[rank]):
@@ -131,24 +132,24 @@ class _Model:
         else:
             self.model.add_no_overlap(intervals)
 
-    def _end(self, number: int) -> Any:
-        return self.start[number] + self.problem.duration[number]
+    def _end(self, op: int) -> Any:
+        return self.start[op] + self.problem.duration[op]
 
     def _order(self) -> None:
         start, need, delay = self.start, self.problem.need, self.problem.delay
-        for number in start:
-            if number % 3 != F and number - 1 in start:
-                self.model.add(start[number] >= self._end(number - 1))
-            if need[number] in start:
-                self.model.add(start[number] >= self._end(need[number]) + delay[number])
+        for op in start:
+            if op % 3 != F and op - 1 in start:
+                self.model.add(start[op] >= self._end(op - 1))
+            if need[op] in start:
+                self.model.add(start[op] >= self._end(need[op]) + delay[op])
         if self.problem.alike:  # then an optimal schedule has every line in the order of the microbatches
             for line in self.problem.lines:
-                for one, other in pairwise([number for number in line if number in start]):
+                for one, other in pairwise([op for op in line if op in start]):
                     self.model.add(start[other] >= self._end(one))
 
     def _memory(self, rank: int) -> None:
         problem, stages = self.problem, self.problem.placement.stages_of(rank)
-        if sum(problem.take[number] for number in problem.ops_of[rank]) <= problem.limit[rank]:
+        if sum(problem.take[op] for op in problem.ops_of[rank]) <= problem.limit[rank]:
             return
         if problem.alike:
             exact = [self._room_by_order(stage, len(stages) == 1) for stage in stages]
@@ -213,12 +214,12 @@ class _Model:
             end = model.new_int_var(0, self.horizon, "")
             model.add(value >= end + tail)
             sum_of_ends.append(end)
-            for number in piece:
-                model.add(end >= self._end(number))
-                fed = problem.feeds[number]
+            for op in piece:
+                model.add(end >= self._end(op))
+                fed = problem.feeds[op]
                 if fed != NOTHING and fed not in self.free:
                     way = problem.delay[fed] + problem.duration[fed] + self.tails[fed]
-                    model.add(value >= self._end(number) + way)
+                    model.add(value >= self._end(op) + way)
         if aim == "value":
             model.minimize(value)
         elif aim == "ends":
@@ -266,11 +267,11 @@ def _window(problem: Problem, programs: Programs, size: float, random: Random) -
     length = makespan * size / problem.size * ranks / wide
     begin = random.uniform(-0.5 * length, makespan - 0.5 * length)
 
-    def place(program: list[int], time: float) -> int:
-        return bisect_left(program, time, key=lambda number: ends[number] - duration[number])
+    def position(program: list[int], time: float) -> int:
+        return bisect_left(program, time, key=lambda op: ends[op] - duration[op])
 
     return Part(
-        [place(program, begin) for program in programs],
-        [place(program, begin + length) for program in programs],
+        [position(program, begin) for program in programs],
+        [position(program, begin + length) for program in programs],
         frozenset(range(ranks)).difference(range(lowest, lowest + wide)),
     )

@@ -16,8 +16,9 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from random import Random
 
+from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, Key, key, times
-from penstock.schedule.search.problem import NOTHING, OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
 
 _KEPT = 6  # policies that are varied
 
@@ -149,9 +150,9 @@ def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None
     duration, delay, take, give = problem.duration, problem.delay, problem.take, problem.give
     rank_of, line_of, feeds, lines = problem.rank_of, problem.line_of, problem.feeds, problem.lines
     base, slope, wait, patience = policy.base, policy.slope, policy.wait, policy.patience
-    lines_of, held, free = problem.lines_of, [0] * problem.ranks, [0] * problem.ranks
+    lines_of, memory, free = problem.lines_of, [0] * problem.ranks, [0] * problem.ranks
     done = [0] * len(lines)
-    missing = [(needed != NOTHING) + (number % 3 > 0) for number, needed in enumerate(problem.need)]
+    missing = [(needed != NOTHING) + (op % 3 > 0) for op, needed in enumerate(problem.need)]
     may = [0] * problem.count  # from when on an op with nothing missing may run
     programs: Programs = [[] for _ in range(problem.ranks)]
     queue = [(0, rank) for rank in range(problem.ranks)]  # when a rank looks for something to do
@@ -161,24 +162,24 @@ def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None
         if now < free[rank]:
             continue  # it has begun another op meanwhile
         best, highest, soonest = NOTHING, 0.0, NOTHING
-        limit = problem.limit[rank] - held[rank]
+        limit = problem.limit[rank] - memory[rank]
         for line in lines_of[rank]:
             ops, at = lines[line], done[line]
             if at == len(ops):
                 continue
-            number = ops[at]
-            if missing[number] or take[number] + room[line] > limit:
+            op = ops[at]
+            if missing[op] or take[op] + room[line] > limit:
                 continue
             score = base[line] - slope[line] * at
-            idle = may[number] - now
+            idle = may[op] - now
             if idle > 0:
-                if soonest == NOTHING or may[number] < soonest:
-                    soonest = may[number]
+                if soonest == NOTHING or may[op] < soonest:
+                    soonest = may[op]
                 if idle > patience:
                     continue
                 score -= wait * idle
             if best == NOTHING or score > highest:
-                best, highest = number, score
+                best, highest = op, score
         if best == NOTHING:
             if soonest != NOTHING:
                 heappush(queue, (soonest, rank))
@@ -187,7 +188,7 @@ def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None
         programs[rank].append(best)
         done[line_of[best]] += 1
         left -= 1
-        held[rank] += take[best] - give[best]
+        memory[rank] += take[best] - give[best]
         free[rank] = end
         heappush(queue, (end, rank))
         if best % 3 != W:

@@ -1,6 +1,6 @@
 """The problem that is searched, in whole numbers; and the budget of a search.
 
-Ops are numbered as in `penstock.schedule.order`: three per stage and microbatch, F, I and W. There is no
+Ops are whole numbers: three per stage and microbatch, for F, I and W. There is no
 whole backward: I and W next to each other take as long, and the gradient leaves earlier.
 """
 
@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import product
 from math import ceil, floor, lcm
 
-from penstock.schedule.ops import Kind, Op, Placement, Schedule
+from penstock.schedule.op_arrays import NOTHING
+from penstock.schedule.ops import SOURCE, Kind, Op, Placement, Schedule
 from penstock.schedule.simulation.costs import Costs
 
 F, I, W = 0, 1, 2  # noqa: E741
-KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")
-NOTHING = -1
+_KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")
 Programs = list[list[int]]
 
 _MAX_QUANTA = 10**9  # in the sum of all times: CP-SAT multiplies times with sizes, in 64 bits
@@ -30,8 +31,9 @@ class Problem:
     """Times are whole quanta, by op; sizes are whole grains.
 
     copies[i]: the copy of the model that microbatch i goes through
-    need[n]: the op of the neighbouring stage that feeds op n, or NOTHING; delay[n]: how long its result
-    travels take[n]: how much more the rank holds from the start of n; give[n]: how much less from its end
+    need[n]: the op of the neighbouring stage that feeds op n, or NOTHING
+    delay[n]: how long its result travels
+    take[n]: how much more the rank holds from the start of n; give[n]: how much less from its end
     limit[r]: the most that rank r may hold
     offset[r]: when the time of rank r begins to count
     exact_sizes: no size was rounded; otherwise all were rounded up. Times are rounded down if at all
@@ -58,7 +60,7 @@ class Problem:
 
     def by_line(self, pick: Callable[[list[int]], int], values: Sequence[int]) -> list[int]:
         """By line: the min, max or sum (`pick`) of its ops' `values`; 0 for a line without ops."""
-        return [pick([values[number] for number in line] or [0]) for line in self.lines]
+        return [pick([values[op] for op in line] or [0]) for line in self.lines]
 
     @property
     def row(self) -> int:
@@ -90,7 +92,7 @@ class Problem:
 
     @cached_property
     def line_of(self) -> list[int]:
-        return [3 * (number // self.row) + number % 3 for number in range(self.count)]
+        return [3 * (op // self.row) + op % 3 for op in range(self.count)]
 
     @cached_property
     def lines_of(self) -> list[list[int]]:
@@ -101,7 +103,7 @@ class Problem:
     @cached_property
     def ops_of(self) -> list[list[int]]:
         """By rank."""
-        return [[number for line in lines for number in self.lines[line]] for lines in self.lines_of]
+        return [[op for line in lines for op in self.lines[line]] for lines in self.lines_of]
 
     @cached_property
     def size(self) -> int:
@@ -111,7 +113,7 @@ class Problem:
     @cached_property
     def work(self) -> list[int]:
         """By rank: the sum of its durations."""
-        return [sum(self.duration[number] for number in ops) for ops in self.ops_of]
+        return [sum(self.duration[op] for op in ops) for ops in self.ops_of]
 
     @cached_property
     def feeds(self) -> list[int]:
@@ -123,6 +125,22 @@ class Problem:
         return fed_ops
 
     @cached_property
+    def arrival(self) -> list[int]:
+        """By line: no op of it can start earlier, whatever the ranks do."""
+        least, delays = self.by_line(min, self.duration), self.by_line(min, self.delay)
+        earliest, depth = [0] * len(self.lines), self.placement.depth
+        for first in range(0, self.placement.stages, depth):
+            now = 0
+            for stage in range(first, first + depth):
+                earliest[3 * stage + F] = now + delays[3 * stage + F]
+                now = earliest[3 * stage + F] + least[3 * stage + F]
+            for stage in reversed(range(first, first + depth)):
+                earliest[3 * stage + I] = now + delays[3 * stage + I]
+                now = earliest[3 * stage + I] + least[3 * stage + I]
+                earliest[3 * stage + W] = now
+        return earliest
+
+    @cached_property
     def cycle(self) -> float:
         """The mean time of the busiest rank per microbatch."""
         return max(self.work) / self.microbatches
@@ -130,11 +148,11 @@ class Problem:
     def schedule(self, programs: Programs) -> Schedule:
         """With every backward split."""
 
-        def op(number: int) -> Op:
-            stage, within = divmod(number, self.row)
-            return Op(stage, KINDS[within % 3], within // 3)
+        def as_op(op: int) -> Op:
+            stage, within = divmod(op, self.row)
+            return Op(stage, _KINDS[within % 3], within // 3)
 
-        ops_by_rank = tuple(tuple(map(op, program)) for program in programs)
+        ops_by_rank = tuple(tuple(map(as_op, program)) for program in programs)
         return Schedule("searched", self.placement, self.microbatches, ops_by_rank)
 
     def programs(self, schedule: Schedule) -> Programs:
@@ -144,7 +162,7 @@ class Problem:
             numbers: list[int] = []
             for stage, kind, microbatch in program:
                 first = stage * self.row + 3 * microbatch
-                numbers += (first + I, first + W) if kind == "B" else (first + KINDS.index(kind),)
+                numbers += (first + I, first + W) if kind == "B" else (first + _KINDS.index(kind),)
             programs.append(numbers)
         return programs
 
@@ -163,12 +181,12 @@ def problem(
     copies: as in Problem; None: the copies take the microbatches in turn
     from_first_op: the time of each rank counts from when its first op can start at best
     """
-    times = [costs.durations(kind, placement, microbatches) for kind in KINDS]
+    times = [costs.durations(kind, placement, microbatches) for kind in _KINDS]
     delays = costs.delays(placement, microbatches)
-    held = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
+    sizes = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
     per_unit, exact = _quanta([x for rows in (*times, delays) for row in rows for x in row])
-    sizes = [x for rows in held for row in rows for x in row]
-    per_size, exact_sizes = _quanta([*sizes, *(x for x in limits if x is not None)])
+    finite = [x for x in limits if x is not None]
+    per_size, exact_sizes = _quanta([*finite, *(x for rows in sizes for row in rows for x in row)])
 
     def quanta(time: float) -> int:
         return round(time * per_unit) if exact else floor(time * per_unit)
@@ -177,21 +195,21 @@ def problem(
         return round(size * per_size) if exact_sizes else ceil(size * per_size)
 
     duration, need, delay, take, give = (list[int]() for _ in range(5))
-    row, hosts = 3 * microbatches, placement.rank_of
-    for stage, host in enumerate(hosts):
-        first, last = placement.is_first(stage), placement.is_last(stage)
-        crosses_before = not first and hosts[stage - 1] != host
-        crosses_behind = not last and hosts[stage + 1] != host
-        for i in range(microbatches):
-            number = stage * row + 3 * i
-            duration += (quanta(rows[stage][i]) for rows in times)
-            need += (NOTHING if first else number - row, NOTHING if last else number + I + row, NOTHING)
-            delay += (quanta(delays[stage - 1][i]) if crosses_before else 0,
-                      quanta(delays[stage][i]) if crosses_behind else 0, 0)  # fmt: skip
-            # if W keeps more than was held before I, I takes the difference
-            activation, kept = (grains(rows[stage][i]) for rows in held)
-            take += (activation, max(0, kept - activation), 0)
-            give += (0, max(0, activation - kept), kept)
+    for stage, i in product(range(placement.stages), range(microbatches)):
+        duration += (quanta(rows[stage][i]) for rows in times)
+        for slot, kind in enumerate(_KINDS):
+            source = stage + SOURCE[kind]
+            if source == stage or source // placement.depth != stage // placement.depth:
+                need.append(NOTHING)
+                delay.append(0)
+                continue
+            need.append(3 * (source * microbatches + i) + slot)
+            crosses = placement.rank_of[source] != placement.rank_of[stage]
+            delay.append(quanta(delays[min(source, stage)][i]) if crosses else 0)
+        # if W keeps more than was held before I, I takes the difference
+        activation, kept = (grains(rows[stage][i]) for rows in sizes)
+        take += (activation, max(0, kept - activation), 0)
+        give += (0, max(0, activation - kept), kept)
     total = sum(take) + 1
     scaled = Problem(
         placement=placement,
@@ -207,28 +225,11 @@ def problem(
         limit=[total if x is None else min(total, floor(x * per_size * (1 + 1e-12) + 1e-9)) for x in limits],
         offset=[0] * placement.ranks,
         exact_sizes=exact_sizes,
-        alike=all(row == row[:1] * len(row) for rows in (*times, delays, *held) for row in rows),
+        alike=all(row == row[:1] * len(row) for rows in (*times, delays, *sizes) for row in rows),
     )
     if from_first_op:
-        scaled.offset[:] = [min(arrivals(scaled)[line] for line in lines) for lines in scaled.lines_of]
+        scaled.offset[:] = [min(scaled.arrival[line] for line in lines) for lines in scaled.lines_of]
     return scaled
-
-
-def arrivals(problem: Problem) -> list[int]:
-    """By line: no op of it can start earlier, whatever the ranks do."""
-    least, delays = problem.by_line(min, problem.duration), problem.by_line(min, problem.delay)
-    earliest = [0] * len(problem.lines)
-    depth = problem.placement.depth
-    for first in range(0, problem.placement.stages, depth):
-        now = 0
-        for stage in range(first, first + depth):
-            earliest[3 * stage + F] = now + delays[3 * stage + F]
-            now = earliest[3 * stage + F] + least[3 * stage + F]
-        for stage in reversed(range(first, first + depth)):
-            earliest[3 * stage + I] = now + delays[3 * stage + I]
-            now = earliest[3 * stage + I] + least[3 * stage + I]
-            earliest[3 * stage + W] = now
-    return earliest
 
 
 def _quanta(values: Sequence[float]) -> tuple[float, bool]:

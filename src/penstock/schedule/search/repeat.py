@@ -21,15 +21,15 @@ def fewer(problem: Problem, microbatches: int) -> Problem:
 
     gone = 3 * (problem.microbatches - microbatches)  # between an op and the same one of the next stage
 
-    def renumbered(number: int) -> int:
-        return number if number < 0 else number - gone * (number // problem.row)
+    def renumbered(op: int) -> int:
+        return op if op < 0 else op - gone * (op // problem.row)
 
     return replace(
         problem,
         microbatches=microbatches,
         copies=problem.copies[:microbatches],
         duration=of_each_stage(problem.duration),
-        need=[renumbered(number) for number in of_each_stage(problem.need)],
+        need=[renumbered(op) for op in of_each_stage(problem.need)],
         delay=of_each_stage(problem.delay),
         take=of_each_stage(problem.take),
         give=of_each_stage(problem.give),

@@ -194,15 +194,18 @@ def search(
     if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
         copies = _copies(builders[0][1])
         task = problem(where, microbatches, costs, limits, copies, objective == "extent")
-    seeds = [
-        (name, task.programs(schedule)) for name, schedule, _ in builders if _copies(schedule) == task.copies
-    ]
-    seeds.append(("one microbatch after the other", _serial(task)))
-    best = find(task, seeds, Random(seed), Budget(seconds))
+    best = find(task, _seeds(task, builders), Random(seed), Budget(seconds))
     least = best.least * task.quantum
     if costs.overlaps:
         least = min(least, _least_of_pairs(task, costs, limits))
     return _found(best, least, costs, builders)
+
+
+def _seeds(task: Problem, builders: list[tuple[str, Schedule, float]]) -> list[tuple[str, Programs]]:
+    """Names and programs to start from."""
+    fitting = [(name, schedule) for name, schedule, _ in builders if _copies(schedule) == task.copies]
+    seeds = [(name, task.programs(schedule)) for name, schedule in fitting]
+    return [*seeds, ("one microbatch after the other", _serial(task))]
 
 
 def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None) -> Placement:
@@ -254,9 +257,9 @@ def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Seq
     timeline = simulate(task.schedule(_serial(task)), costs)
     alone, short = timeline.peak_memory, _beyond(limits, timeline)
     if short:
-        each = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
+        by_rank = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
         one_for_all = isinstance(memory_limit, int | float)
-        least = f"{max(alone[rank] for rank in short):g}" if one_for_all else each
+        least = f"{max(alone[rank] for rank in short):g}" if one_for_all else by_rank
         raise ConfigError(
             f"memory_limit={memory_limit!r}",
             "in any order a rank holds one microbatch's activations of all its stages at once",

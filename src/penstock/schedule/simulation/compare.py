@@ -7,10 +7,9 @@ each stage takes 1/v of the time and memory. The cost of an edge stays the same.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice, product
+from itertools import product
 from math import ceil, floor, inf, log10
 from typing import Any
 
@@ -25,7 +24,6 @@ _DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weig
             "exchange", "exchange_in_backward", "offloaded")  # fmt: skip
 _CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
-_REACH = 4  # numbers that work are looked for within so many times the number of ranks
 _ROUNDING = 1e-9
 
 
@@ -37,7 +35,7 @@ class Entry:
     schedule, timeline: None if the schedule does not exist for these numbers
     also: other names and options that make the same schedule
     fits: whether it exists and no rank holds more than the limit
-    refusal: why it does not fit; advice: what to change to make it fit; empty if nothing close by does
+    refusal: why it does not fit; advice: what to change to make it fit
     """
 
     name: str
@@ -129,10 +127,9 @@ def _check(ranks: int, microbatches: int, costs: Costs, memory_limit: float | No
 
 
 def _tried(name: str, builder: Builder, ranks: int, microbatches: int, costs: Costs) -> list[Entry]:
-    """An entry for each choice of options; if none works for any size, only the first."""
+    """An entry for each choice of options that the builder takes; if it takes none, only the first."""
     entries = [_built(name, builder, options, ranks, microbatches, costs) for options in _choices(builder)]
-    of_use = [entry for entry in entries if entry.schedule is not None or entry.advice]
-    return of_use or entries[:1]
+    return [entry for entry in entries if entry.schedule is not None] or entries[:1]
 
 
 def _choices(builder: Builder) -> Iterator[dict[str, Any]]:
@@ -153,22 +150,13 @@ def _choices(builder: Builder) -> Iterator[dict[str, Any]]:
 def _built(
     name: str, builder: Builder, options: dict[str, Any], ranks: int, microbatches: int, costs: Costs
 ) -> Entry:
-    def build(ranks: int, microbatches: int, **more: Any) -> Schedule:
-        return builder(ranks=ranks, microbatches=microbatches, **options, **more)
-
-    def works(ranks: int, microbatches: int) -> bool:
-        with suppress(InputError):
-            build(ranks, microbatches)
-            return True
-        return False
-
     try:
-        schedule = build(ranks, microbatches)
+        schedule = builder(ranks=ranks, microbatches=microbatches, **options)
         if costs != Costs() and "costs" in inspect.signature(builder).parameters:
-            schedule = build(ranks, microbatches, costs=share(costs, schedule.placement))
+            shared = share(costs, schedule.placement)
+            schedule = builder(ranks=ranks, microbatches=microbatches, costs=shared, **options)
     except InputError as error:
-        advice = advise(works, ranks, microbatches)
-        return Entry(name, options, fits=False, refusal=_in_short(error), advice=advice)
+        return Entry(name, options, fits=False, refusal=_in_short(error), advice=error.remedy)
     return _simulated(Entry(name, options, schedule), costs)
 
 
@@ -201,7 +189,7 @@ def _limited(entry: Entry, memory_limit: float | None) -> Entry:
         return entry
     needed = round_up(entry.peak_memory)
     refusal = f"a rank holds {needed} at its peak, and {memory_limit:g} is the limit"
-    return replace(entry, fits=False, refusal=refusal, advice=f"a memory limit of {needed} or more")
+    return replace(entry, fits=False, refusal=refusal, advice=f"Give a memory limit of {needed} or more")
 
 
 def _order(entry: Entry) -> tuple[bool, float, float]:
@@ -218,44 +206,3 @@ def round_up(value: float) -> str:
         return f"{value:.0f}"
     digits = max(0, 3 - floor(log10(value)))
     return f"{ceil(value * 10**digits * (1 - _ROUNDING)) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")
-
-
-def advise(works: Callable[[int, int], bool], ranks: int, microbatches: int) -> str:
-    """The closest numbers of microbatches or ranks that `works` accepts, in words; empty if none is."""
-    reach = _REACH * ranks
-    suggestions = [
-        _near(lambda m: works(ranks, m), microbatches, reach, "microbatches"),
-        _near(lambda p: works(p, microbatches), ranks, reach, "ranks"),
-    ]
-    if not any(suggestions):
-        nearest = sorted(range(max(1, microbatches - reach), microbatches + reach + 1),
-                         key=lambda m: abs(m - microbatches))  # fmt: skip
-        others = (p for p in (ranks - 1, ranks + 1) if p > 0)
-        pairs = ((p, m) for p in others for m in nearest if works(p, m))
-        suggestions = [f"{p} ranks and {m} microbatches" for p, m in islice(pairs, 1)]
-    return "; or ".join(filter(None, suggestions))
-
-
-def _near(works: Callable[[int], bool], here: int, reach: int, noun: str) -> str:
-    """The closest numbers that work on both sides, as a rule if further numbers follow it."""
-    above = next((n for n in range(here + 1, here + reach + 1) if works(n)), None)
-    below = next((n for n in range(here - 1, max(0, here - reach - 1), -1) if works(n)), None)
-    if above is None:
-        if below is None:
-            return ""
-        if below == 1:
-            return f"only 1 {'rank' if noun == 'ranks' else 'microbatch'}"
-        return f"at most {below} {noun}" if works(below - 1) else f"{below} {noun}"
-    if below is None:
-        if works(above + 1) and works(above + 2):
-            return f"at least {above} {noun}"
-        following = next((n for n in range(above + 1, above + reach + 1) if works(n)), above)
-        step, shown = following - above, f"such as {above}"
-    else:
-        step, shown = above - below, f"such as {below} or {above}"
-    if step > 1 and works(above + step):
-        if step == 2:
-            return f"an {'odd' if above % 2 else 'even'} number of {noun}, {shown}"
-        if above % step == 0:
-            return f"a multiple of {step} {noun}, {shown}"
-    return f"{below} or {above} {noun}" if below is not None else f"{above} {noun}"

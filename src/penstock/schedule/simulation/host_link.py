@@ -43,7 +43,7 @@ class HostLinks:
         self._links = [_Link(rank, self) for rank in range(schedule.ranks)]
         steps = host_copies(schedule, costs.offload_ahead)
         in_front = [at for rank in steps for at in rank]
-        columns = (arrays.rank, arrays.needed, arrays.before, delays, durations)
+        columns = (arrays.rank, arrays.source, arrays.before, delays, durations)
         ops = list(zip(*(column.tolist() for column in columns), strict=True))
         end, gate = [0.0] * (len(order) + 1), [0.0] * len(order)  # the last end is that of NOTHING
         for at in order:
@@ -57,13 +57,13 @@ class HostLinks:
         """By position, what releases and reloads in front of the op change."""
         return self._changes[slice(*arrays.bounds[rank : rank + 2])]
 
-    def takes(self, place: tuple[int, int]) -> float:
-        """How long a copy of these activations takes."""
-        size = self._sizes[place[0]][place[1]]
+    def takes(self, key: tuple[int, int]) -> float:
+        """How long a copy of these activations takes. key: stage and microbatch"""
+        size = self._sizes[key[0]][key[1]]
         return 0.0 if self._bandwidth is None else size / self._bandwidth
 
-    def size(self, place: tuple[int, int]) -> float:
-        return self._sizes[place[0]][place[1]]
+    def size(self, key: tuple[int, int]) -> float:
+        return self._sizes[key[0]][key[1]]
 
 
 class _Link:
@@ -81,26 +81,26 @@ class _Link:
         """
         now = reached
         for step, stage, microbatch in steps:
-            place = stage, microbatch
+            key = stage, microbatch
             if step == "offload":
-                self._begin("down", place, now)
+                self._begin("down", key, now)
             elif step == "release":
-                now = self._wait(place, now, up=False)
-                changes.append((now, -self._run.size(place)))
+                now = self._wait(key, now, up=False)
+                changes.append((now, -self._run.size(key)))
             elif step == "reload":
-                self._begin("up", place, now)
-                changes.append((now, self._run.size(place)))
+                self._begin("up", key, now)
+                changes.append((now, self._run.size(key)))
             else:
-                now = self._wait(place, max(now, there), up=True)
+                now = self._wait(key, max(now, there), up=True)
         return now
 
-    def _begin(self, way: str, place: tuple[int, int], now: float) -> None:
+    def _begin(self, way: str, key: tuple[int, int], now: float) -> None:
         start = max(now, self._free[way])
-        self._free[way] = start + self._run.takes(place)
-        self._under_way[place] = start, self._free[way]
+        self._free[way] = start + self._run.takes(key)
+        self._under_way[key] = start, self._free[way]
 
-    def _wait(self, place: tuple[int, int], now: float, *, up: bool) -> float:
+    def _wait(self, key: tuple[int, int], now: float, *, up: bool) -> float:
         """Until a copy is over. Returns when that is, or `now` if it is over by then."""
-        start, end = self._under_way.pop(place)
-        self._run.copies.append(Copy(self._rank, *place, up, start, end, max(0.0, end - now)))
+        start, end = self._under_way.pop(key)
+        self._run.copies.append(Copy(self._rank, *key, up, start, end, max(0.0, end - now)))
         return max(now, end)

@@ -95,25 +95,26 @@ def counts_within(
     the least. Raises ConfigError with the ranks that hold more even if all is recomputed.
     """
     limits = _limits(limit, schedule.ranks)
-    most = verify(schedule).peak_live
+    proof = verify(schedule)
+    most = proof.peak_live
 
     def peaks(counts: Counts) -> tuple[float, ...]:
         costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, counts))
-        return simulate(schedule, costs).peak_memory
+        return simulate(proof, costs).peak_memory
 
     def over(counts: Counts) -> list[bool]:
         return [peak > bound * (1 + _ROUNDING) for peak, bound in zip(peaks(counts), limits, strict=True)]
 
     low, high = [0] * schedule.ranks, list(most)
     if any(over(high)):
-        held = [
+        over_limit = [
             f"rank {rank} would hold {round_up(peak)} of {limits[rank]:g}"
             for rank, (peak, too_much) in enumerate(zip(peaks(None), over(None), strict=True))
             if too_much
         ]
         raise ConfigError(
             f"a memory limit of {', '.join(f'{bound:g}' for bound in sorted(set(limits)))}",
-            f"with every forward run again {', '.join(held)}",
+            f"with every forward run again {', '.join(over_limit)}",
             "Take smaller microbatches, more ranks, or a schedule with fewer live activations",
         )
     while low != high:  # bisect all ranks at once: to recompute more never holds more
@@ -134,25 +135,25 @@ def counts_within(
 def _per_rank(counts: Counts, ranks: int) -> Sequence[float]:
     if counts is None:
         return [inf] * ranks
-    each = _one_each(counts, ranks, f"{counts!r} as counts of activations to recompute")
-    if any(type(count) is not int or count < 0 for count in each):
+    by_rank = _one_each(counts, ranks, f"{counts!r} as counts of activations to recompute")
+    if any(type(count) is not int or count < 0 for count in by_rank):
         rule = "it is how many activations in flight are recomputed, a whole number from 0 on"
         raise ConfigError(f"counts={counts!r}", rule, "Give 0 or more, or None for all")
-    return each
+    return by_rank
 
 
 def _limits(limit: float | Sequence[float], ranks: int) -> Sequence[float]:
-    each = _one_each(limit, ranks, f"limit={limit!r}")
-    if not all(bound >= 0 for bound in each):
+    by_rank = _one_each(limit, ranks, f"limit={limit!r}")
+    if not all(bound >= 0 for bound in by_rank):
         raise ConfigError(f"limit={limit!r}", "it is the most that a rank may hold", "Give 0 or more")
-    return each
+    return by_rank
 
 
 def _one_each(values: float | Sequence[float], ranks: int, shown: str) -> Sequence[float]:
     """One number per rank, from one for all or one per rank."""
-    each = [values] * ranks if isinstance(values, int | float) else values
-    if len(each) != ranks:
+    by_rank = [values] * ranks if isinstance(values, int | float) else values
+    if len(by_rank) != ranks:
         raise ConfigError(
             shown, f"there are {ranks} ranks, and each takes one", f"Give one number, or {ranks}"
         )
-    return each
+    return by_rank

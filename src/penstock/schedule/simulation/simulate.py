@@ -23,13 +23,14 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from penstock.schedule.op_arrays import KINDS, NOTHING, OpArrays, ends
-from penstock.schedule.ops import Op, Pair, Schedule, collector_paused
-from penstock.schedule.order import posts, received, taker
+from penstock.schedule.collector import collector_paused
+from penstock.schedule.op_arrays import NOTHING, OpArrays, ends
+from penstock.schedule.ops import KINDS, Op, Pair, Schedule
+from penstock.schedule.order import posts
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.host_link import Change, HostLinks
 from penstock.schedule.simulation.timeline import Curve, Span, Timeline, Wait, curve
-from penstock.schedule.verify import proven
+from penstock.schedule.verify import Proof, verify
 
 if TYPE_CHECKING:
     from penstock.schedule.op_arrays import Floats
@@ -37,25 +38,27 @@ if TYPE_CHECKING:
 Times = list[tuple[float, float]]  # start and end of each op of a program
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Predict one step of `schedule`. Times begin at 0, in the unit of `costs` (None: unit times).
+def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline:
+    """Predict one step of `schedule`, or of its proof, which saves another one. Times begin at 0.
+
+    costs: of each op, in one unit of time; None: unit times
 
     An input from another rank arrives when the delay of its edge has passed since its op ended. The ops of an
     overlapped pair run one after the other; with `Costs.exchange` they run side by side: they start when both
     inputs are there, and end together. Raises ScheduleError for a schedule that `verify` refuses.
     """
     costs = costs or Costs()
+    proof = schedule if isinstance(schedule, Proof) else verify(schedule)
     with collector_paused():
-        proof, arrays, order = proven(schedule)
-        run = _Run(arrays, order, costs)
+        run = _Run(proof, costs)
         return Timeline(
-            schedule.name,
-            schedule.ranks,
+            proof.schedule.name,
+            proof.schedule.ranks,
             run.spans(),
             proof.peak_live,
-            _memory(arrays, costs, run),
+            _memory(proof, costs, run),
             run.critical_path(),
-            schedule.overlaps,
+            proof.schedule.overlaps,
             run.waits(),
             copies=() if run.links is None else tuple(run.links.copies),
         )
@@ -70,10 +73,10 @@ class _Run:
     links: to host memory; None where nothing is offloaded
     """
 
-    def __init__(self, arrays: OpArrays, order: list[int], costs: Costs) -> None:
+    def __init__(self, proof: Proof, costs: Costs) -> None:
         import numpy as np
 
-        self._arrays = arrays
+        self._arrays, arrays, order = proof.arrays, proof.arrays, proof.order
         delays, pairs = _delays(arrays, costs), _pairs(arrays, costs)
         durations = _durations(arrays, costs)
         self.links = None
@@ -82,11 +85,11 @@ class _Run:
             self.end = self.links.end
         else:
             self.end = ends(arrays, order, durations, delays, pairs)
-        self.sent = np.where(arrays.needed == NOTHING, 0.0, self.end[arrays.needed])
+        self.sent = np.where(arrays.source == NOTHING, 0.0, self.end[arrays.source])
         self.there = self.sent + delays
         self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before])
         # the op whose end was waited for, on this rank or on another, or NOTHING
-        self._held_up_by = np.where(self.there > self.free_at, arrays.needed, arrays.before)
+        self._held_up_by = np.where(self.there > self.free_at, arrays.source, arrays.before)
         for one in pairs:
             self._side_by_side(one)
         self.start = np.maximum(self.there, self.free_at)
@@ -99,7 +102,7 @@ class _Run:
         """The second op of a pair begins to wait when the input of the first is there."""
         self.free_at[one + 1] = max(self.there[one], self.free_at[one])
         if self.there[one + 1] > self.free_at[one + 1]:
-            self._held_up_by[one] = self._arrays.needed[one + 1]
+            self._held_up_by[one] = self._arrays.source[one + 1]
         self._held_up_by[one + 1] = self._held_up_by[one]
 
     def spans(self) -> tuple[Span, ...]:
@@ -161,13 +164,13 @@ def _delays(arrays: OpArrays, costs: Costs) -> Floats:
 # ---- What each rank holds
 
 
-def _memory(arrays: OpArrays, costs: Costs, run: _Run) -> tuple[Curve, ...]:
+def _memory(proof: Proof, costs: Costs, run: _Run) -> tuple[Curve, ...]:
     """By rank, what it holds over time."""
-    held, schedule = _Held(arrays, costs), arrays.schedule
+    arrays, schedule, held = proof.arrays, proof.schedule, _Held(proof.arrays, costs)
     if not costs.counts_buffers and run.links is None:
         return held.activations(run)
     times = [run.of_rank(rank) for rank in range(schedule.ranks)]
-    all_posts = [posts(schedule, rank) for rank in range(schedule.ranks)]
+    all_posts = [posts(proof, rank) for rank in range(schedule.ranks)]
     posted_at = {op: reached for posted, row in zip(all_posts, times, strict=True)
                  for ops, reached in zip(posted, _reached(row), strict=True) for op in ops}  # fmt: skip
     in_time = itemgetter(0)  # changes at one time keep their order
@@ -248,11 +251,11 @@ class _Held:
             for source in posts_here:
                 yield reached, self._message(source)
             yield from copied
-            needed = received(self._schedule, op)
-            taken = 0.0 if needed is None else self._message(needed)
+            source = self._schedule.source(op)
+            taken = 0.0 if source is None or source not in posted_at else self._message(source)
             yield start, at_start - (taken if op.kind == "F" else 0.0)
             yield end, at_end - (0.0 if op.kind == "F" else taken)
-            if taker(self._schedule, op) is not None:
+            if op in posted_at:
                 edge = _edge(op)
                 size = self._sent[edge][op.microbatch] if op.kind == "F" else self._message(op)
                 yield end, size

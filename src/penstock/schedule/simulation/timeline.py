@@ -257,7 +257,7 @@ class Timeline:
 
         def plain(records: Iterable[tuple[Any, ...]]) -> list[list[Any]]:
             return [
-                [str(each) if isinstance(each, Op) else round(each, 7) for each in record]
+                [str(entry) if isinstance(entry, Op) else round(entry, 7) for entry in record]
                 for record in records
             ]
 
@@ -270,7 +270,7 @@ class Timeline:
             "reductions": plain(step.reductions),
             "overlaps": plain(sorted(self.overlaps)),
             "critical_path": [*map(str, self.critical_path)],
-            "device": [list(each) for each in self.device],
+            "device": [list(time) for time in self.device],
             "host_bound": list(self.host_bound),
         }
 
@@ -284,9 +284,9 @@ class Timeline:
             tuple(data["peak_live"]),
             critical_path=tuple(map(Op.parse, data["critical_path"])),
             waits=tuple(Wait(rank, Op.parse(op), *times) for rank, op, *times in data["waits"]),
-            reductions=tuple(Reduction(*each) for each in data["reductions"]),
-            overlaps=frozenset(Pair(*map(Op.parse, each)) for each in data["overlaps"]),
-            device=tuple(DeviceTime(*each) for each in data.get("device", ())),  # written from 0.6.0 on
+            reductions=tuple(Reduction(*fields) for fields in data["reductions"]),
+            overlaps=frozenset(Pair(*map(Op.parse, ops)) for ops in data["overlaps"]),
+            device=tuple(DeviceTime(*fields) for fields in data.get("device", ())),  # written from 0.6.0 on
             host_bound=tuple(data.get("host_bound", ())),
         )
 
