@@ -29,6 +29,7 @@ from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, Row, measured
 from benchmarks.rounds import interval
 from benchmarks.sleeping import SECONDS
+from benchmarks.slow_network import slowed_down
 from penstock import AutoPipeline, Axes, Pipeline
 
 KIB = 1024
@@ -178,16 +179,16 @@ class Sleeper(nn.Module):
 
 def time_emulated(_: Rank, axes: Axes | None, repeats: int) -> list[float]:
     """Seconds of a step of sleeping ops over a network as slow as half an op."""
-    pipe = Pipeline.from_provider(
-        lambda info: Sleeper(),
-        schedule="1f1b",
-        ranks=RANKS,
-        microbatches=MICROBATCHES,
-        timeout=60,
-        loss_fn=lambda output, part: output.mean(),
-        network=SLOW,
-        axes=axes,
-    )
+    with slowed_down(SLOW):
+        pipe = Pipeline.from_provider(
+            lambda info: Sleeper(),
+            schedule="1f1b",
+            ranks=RANKS,
+            microbatches=MICROBATCHES,
+            timeout=60,
+            loss_fn=lambda output, part: output.mean(),
+            axes=axes,
+        )
     batch = {"x": torch.ones(MICROBATCHES, WIDTH)}
     times = []
     for number in range(repeats + 1):

@@ -1,8 +1,7 @@
 """How long a step takes over a slower network, over what `simulate` predicts for it.
 
 The work is that of the steptime benchmark: an F, an I and a W of 20 ms each, P = 4 over gloo, m = 16.
-Messages take half an op (10 ms), or have a bandwidth at which they take 5 ms
-(`penstock.runtime.transport.emulated`).
+Messages take half an op (10 ms), or have a bandwidth at which they take 5 ms (benchmarks.slow_network).
 Where the time goes in which a rank does not compute is told as well, measured and predicted: what it waits
 for another rank's compute, what for the wire, and what is left.
 """
@@ -30,8 +29,8 @@ from benchmarks.sleeping import (
     step,
     wake_at_once,
 )
+from benchmarks.slow_network import Network, slowed_down
 from benchmarks.steptime import FORMS
-from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.schedule.choose import chosen_schedule
 
@@ -42,17 +41,12 @@ NARROW = Network(bandwidth=NBYTES / 0.005)
 
 
 class Case(NamedTuple):
-    """bar: whether there is one; batched exchanges hold ops up that `simulate` lets go on"""
-
     form: str
     network: Network
-    exchange: str = "channels"
-    bar: bool = True
 
 
 CASES = {
     **{f"{form}, 10 ms": Case(form, SLOW) for form in FORMS},
-    "1f1b, 10 ms, batched": Case("1f1b", SLOW, "batched", bar=False),
     "1f1b, 5 ms by bandwidth": Case("1f1b", NARROW),
     "zb_v, 5 ms by bandwidth": Case("zb_v", NARROW),
 }
@@ -60,9 +54,8 @@ CASES = {
 
 def prepare(rank: Rank, name: str, case: Case, program: Schedule) -> None:
     """Make one pipeline, the only one of its process, and run it once."""
-    pipe, step = ours(
-        emulated(), program, rank.count, network=case.network, exchange=case.exchange, transport="gloo"
-    )
+    with slowed_down(case.network):
+        pipe, step = ours(emulated(), program, rank.count, transport="gloo")
     rank.kept["pipe", name], rank.kept[name] = pipe, step
     step()
 
@@ -90,7 +83,6 @@ def measure(repeats: int) -> Found:
         f"is given up to so much too much for each message; {summary(counted)}",
         "peer, wire, runtime: shares of the ranks' time from the step's first op to its last: waiting for "
         "another rank's compute, for the way from there, and gaps of no wait; in brackets as predicted",
-        "batched: exchanges hold up ops that `simulate` lets go on, so no bar",
     ]
     title = f"Step time over emulated networks, P={RANKS}, m={MICROBATCHES}, ops of {SECONDS * 1e3:.0f} ms"
     return Found("networks", title, rows, notes, raw)
@@ -114,7 +106,7 @@ def _rows(
     return [
         measured(name, "step", rounds["step"].scaled(1e3), "ms"),
         measured(name, "step / simulate", rounds["step"].scaled(1 / expected.makespan),
-                 at_most=BAR if case.bar else None, quiet=rounds.quiet),
+                 at_most=BAR, quiet=rounds.quiet),
         measured(name, "step / simulate, sleeps as long as they were", over),
         *(measured(name, f"{what} (simulate: {abs(of):.1f} %)", share, "%")
           for what, of, share in zip(("peer", "wire", "runtime"), idle(expected), found, strict=True)),

@@ -193,7 +193,7 @@ MUTANTS = [
         OF_STREAMED,
     ),
     Mutant(
-        STREAMED,
+        "runtime/transport/point_to_point.py",
         'it has not begun"\n        for work in self._works:\n            work.wait()',
         'it has not begun"\n        for work in self._works:\n            work.wait(timeout)',
         OF_STREAMED,
@@ -252,7 +252,7 @@ MUTANTS = [
         EXECUTOR,
         "        recorder.add(op, takes, start, recorder.now())",
         "        recorder.add(op, takes, start, start)",
-        "runtime/test_executor.py runtime/transport/test_emulated.py",
+        "runtime/test_executor.py runtime/transport/test_slow_network.py",
     ),
     Mutant(EXECUTOR, "        self._end_step(step)\n", "", EVERY),
     Mutant(EXECUTOR, "        self.inbox.clear()\n", "", "runtime/test_executor.py"),
@@ -268,8 +268,8 @@ MUTANTS = [
     Mutant(OFFLOAD, "backward - ahead, backward", "backward, backward", OF_OFFLOAD),
     Mutant(
         OFFLOADED,
-        "        self._link.wait(copied)\n        for place in places:\n            place.device = None",
-        "        for place in places:\n            place.device = None",
+        "        self._link.wait(copied)\n        for storage in storages:\n            storage.dev",
+        "        for storage in storages:\n            storage.dev",
         OF_OFFLOADING,
     ),
     Mutant(OFFLOADED, "if cdata not in staying", "", OF_OFFLOADING),
@@ -438,30 +438,6 @@ MUTANTS = [
         "runtime/device/test_memory.py",
     ),
     Mutant(
-        "runtime/device/footprints.py",
-        "at(lengths[3]) == values[3] and",
-        "True and",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):",
-        "if False:",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "if not provisional and (split",
-        "if (split",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
-        "runtime/device/footprints.py",
-        "not near[0] < length < near[-1]",
-        "False",
-        "runtime/device/test_memory.py",
-    ),
-    Mutant(
         "runtime/sharded_weights.py",
         "    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):\n"
         "        return None\n",
@@ -476,7 +452,7 @@ MUTANTS = [
     ),
     Mutant(
         "models/weights/reading.py",
-        "if not is_held_elsewhere(each.memory)]",
+        "if not is_held_elsewhere(scratch.memory)]",
         "]",
         "models/weights/test_reading.py",
     ),

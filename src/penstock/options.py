@@ -153,7 +153,7 @@ class RunOptions:
         microbatches: number of microbatches of a step, or of each part of its batch
         transport: gloo, nccl, or local in one process. Left out, or auto: NCCL between GPUs, shared memory
             between CPUs of one host (Linux on x86-64), else gloo
-        exchange: channels: each message by itself. batched: those of a moment together, by torch's
+        exchange: channels: each message by itself. batched: over NCCL those of a moment together, by torch's
             batch_isend_irecv. auto: batched on NCCL where the schedule and its messages can, else channels
         wire_dtype: dtype in which floating-point tensors travel; left out, their own. A dtype narrower than
             the model's changes the gradients

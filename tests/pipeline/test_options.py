@@ -118,6 +118,12 @@ def test_options_of_a_provider_are_checked() -> None:
     assert all(isinstance(p.grad, torch.Tensor) for p in pipe.parameters())
 
 
+def test_network_is_taken_with_a_warning() -> None:
+    """0.5.0 emulated a slower network."""
+    with pytest.warns(DeprecationWarning, match=r"network=.*simulate\(\)"):
+        AutoPipeline(ranks=2, microbatches=4, network=1.0).chosen_schedule()
+
+
 def test_overlap_is_taken_with_a_warning() -> None:
     """0.5.0 ran pairs in two threads, on CPUs."""
     for given in (True, False, "auto"):

@@ -721,7 +721,7 @@ def _open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, s
     transport = DistributedTransport(groups, device, options.timeout)
     batched = goes_in_batches(options, "nccl", schedule)
     with close_on_error(transport):
-        transport.open(schedule, options.wire, batched=batched, network=None)
+        transport.open(schedule, options.wire, batched=batched)
     mesh: Any = SimpleNamespace(size=lambda: groups.size)
     return World((gpu.rank,), device, transport, transport.ranks, 0.0, batched, mesh, Reductions())
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.slow_network import Network, slowed_down
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -72,17 +73,19 @@ def pipeline(
     dtype: torch.dtype = torch.float64,
     last: str = "tanh",
     seconds: float = 0.0,
+    network: Network | None = None,
     **options: Any,
 ) -> Pipeline:
-    return Pipeline.from_provider(
-        lambda info: Part(info.stage, dtype, last, seconds),
-        schedule=schedule,
-        ranks=ranks,
-        microbatches=microbatches,
-        loss_fn=mean_square,
-        timeout=30,
-        **options,
-    )
+    with slowed_down(network):
+        return Pipeline.from_provider(
+            lambda info: Part(info.stage, dtype, last, seconds),
+            schedule=schedule,
+            ranks=ranks,
+            microbatches=microbatches,
+            loss_fn=mean_square,
+            timeout=30,
+            **options,
+        )
 
 
 def step(
@@ -229,36 +232,3 @@ def slow_sends(last: str, microbatches: int, seconds: float) -> Slow:
     assert_exact(found, 2, microbatches, last)
     died = sum(slow.died for slow in sends)
     return Slow(len(sends), died, sum(early), only_sent, found.buffers)
-
-
-def ring_exchange(
-    *,
-    tensor_send_prev: Tensor | None,
-    tensor_recv_prev: Tensor | None,
-    tensor_send_next: Tensor | None,
-    tensor_recv_next: Tensor | None,
-    group: dist.ProcessGroup,
-) -> None:
-    """torch.distributed.ring_exchange as private builds have it, over gloo: it returns when it is over."""
-    rank, size = group.rank(), group.size()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    works = []
-    for tensor, peer in ((tensor_recv_prev, before), (tensor_recv_next, after)):
-        works += [] if tensor is None else [group.recv([tensor], peer, peer)]
-    for tensor, peer in ((tensor_send_prev, before), (tensor_send_next, after)):
-        works += [] if tensor is None else [group.send([tensor], peer, rank)]
-    for work in works:
-        work.wait()
-    RINGS.append(len(works))
-
-
-RINGS: list[int] = []  # how many transfers each exchange had
-
-
-def in_rings(ranks: int, cases: Sequence[Case]) -> int:
-    """`compare` with torch.distributed.ring_exchange; the transfers that went through it."""
-    RINGS.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "ring_exchange", ring_exchange, raising=False)
-        compare(ranks, cases, {"exchange": "batched"})
-    return sum(RINGS)

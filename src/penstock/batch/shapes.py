@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Form
@@ -15,7 +14,6 @@ from penstock.schedule import Op
 
 Microbatch = Mapping[str, Any]
 MicrobatchKey = tuple[tuple[str, Any], ...]  # of each entry its name, and what tells its shapes apart
-_LENGTH = "length"
 
 
 def model_input(microbatch: Microbatch) -> Tensor:
@@ -74,31 +72,6 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
 def microbatch_key(microbatch: Microbatch) -> MicrobatchKey:
     """Equal for microbatches whose tensors agree in name, shape and dtype, and which agree in all else."""
     return tuple((name, _key(microbatch[name])) for name in sorted(microbatch))
-
-
-def without_length(key: MicrobatchKey) -> tuple[MicrobatchKey, int] | None:
-    """A key that is equal for microbatches that differ in the length of their rows alone, and that length.
-
-    None where `model_input` finds no rows.
-    """
-    entries = dict(key)
-    tensor_key = entries.get("input_ids", entries.get("inputs_embeds"))
-    if not _is_of_tensor(tensor_key) or len(tensor_key[0]) < 2:
-        return None
-    length = tensor_key[0][1]
-    return tuple((name, _without(value, length)) for name, value in key), length
-
-
-def _without(value: Any, length: int) -> Any:
-    """The key of one entry, its sizes of `length` replaced; the first dimension has the rows."""
-    if not _is_of_tensor(value):
-        return value
-    shape, dtype = value
-    return (*shape[:1], *(_LENGTH if size == length else size for size in shape[1:])), dtype
-
-
-def _is_of_tensor(value: Any) -> TypeGuard[tuple[torch.Size, torch.dtype]]:
-    return isinstance(value, tuple) and isinstance(value[0], torch.Size)
 
 
 def _key(value: Any) -> Any:

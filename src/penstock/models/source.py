@@ -41,10 +41,10 @@ from penstock.models.quantized import Quantize, check_quantized, quantize_base
 from penstock.models.tracing.meta import Uninitialised, is_empty, without_values
 from penstock.models.weights import files as weights
 from penstock.models.weights import initial
-from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
 from penstock.models.weights.folder import MANIFEST, check_lengths
 from penstock.models.weights.reading import ran_out_of_memory
 from penstock.models.weights.saved import FileLayout
+from penstock.models.weights.tensor_file import fingerprint_of_files, fingerprint_of_tensors
 
 ModelLike: TypeAlias = PreTrainedModel | PretrainedConfig | str | Path
 

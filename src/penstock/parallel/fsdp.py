@@ -118,7 +118,7 @@ def shard_stage(
 
 def is_cast(parameter: Tensor, owners: Sequence[nn.Module]) -> bool:
     """Whether autocast casts a parameter in each of its uses. owners: the modules that hold it"""
-    return parameter.dtype == torch.float32 and all(isinstance(each, nn.Linear | Conv1D) for each in owners)
+    return parameter.dtype == torch.float32 and all(isinstance(owner, nn.Linear | Conv1D) for owner in owners)
 
 
 def _gather_the_rest_as_it_is(module: nn.Module, sharded: Sharded) -> None:

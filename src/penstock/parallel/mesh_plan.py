@@ -90,12 +90,12 @@ def _refuse_gradient_hooks(model: PreTrainedModel, axes: Axes) -> None:
 class Local(NamedTuple):
     """Entries of a parameter on one rank of a mesh; where shards are uneven, on the rank with most.
 
-    held: of the rank's shard
+    own: of the rank's shard
     whole: of the tensor that FSDP2 gathers from shards; 0 where FSDP2 does not hold the parameter
     padded: of that tensor with the padding of uneven shards
     """
 
-    held: int
+    own: int
     whole: int
     padded: int
 
@@ -122,8 +122,8 @@ def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
         whole = math.prod(shape)
         if shards:
             shape[dimension] = -(-shape[dimension] // shards)
-        held = math.prod(shape)
-        sizes[name] = Local(held, whole if shards else 0, held * shards)
+        own = math.prod(shape)
+        sizes[name] = Local(own, whole if shards else 0, own * shards)
     return sizes
 
 
@@ -142,7 +142,7 @@ class MeshPlan:
         self._experts = expert_meshes(mesh, axes.ep) if axes.ep > 1 else None
         self._split: list[tuple[Microbatch, dict[str, Any]]] = []  # whole microbatches, this rank's parts
         meshes = filter(None, (mesh, self._data, *(self._experts or ())))
-        groups = {group for each in meshes for group in each.get_all_groups()}
+        groups = {group for axes_mesh in meshes for group in axes_mesh.get_all_groups()}
         limit_waits(groups, timeout)
 
     @property

@@ -9,7 +9,7 @@ sharded as the weights are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,14 +41,8 @@ class Muon(Optimizer):
             if parameter.ndim not in (2, 3):
                 raise ValueError(f"Muon is for matrices, and not for one of shape {list(parameter.shape)}")
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
         if closure is not None:
             with torch.enable_grad():

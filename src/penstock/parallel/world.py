@@ -27,7 +27,6 @@ from penstock.runtime.transport.distributed import (
     times_built,
     watch_of,
 )
-from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.groups import Groups, naming_peers
 from penstock.runtime.transport.interface import LocalTransport, Transport
 from penstock.schedule import Schedule
@@ -48,7 +47,6 @@ class WorldOptions:
     transport: str | None = None
     wire: torch.dtype | None = None
     exchange: str = "auto"
-    network: Network | None = None
     axes: Axes | None = None
 
     @property
@@ -65,8 +63,7 @@ class WorldOptions:
     @property
     def facts(self) -> dict[str, str]:
         """The options that must be equal on all ranks, by name."""
-        names = ("transport", "exchange", "network", "axes")
-        return {name: str(getattr(self, name)) for name in names}
+        return {name: str(getattr(self, name)) for name in ("transport", "exchange", "axes")}
 
     def check(self) -> None:
         """Raise ConfigError for a value that no world takes."""
@@ -169,9 +166,6 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         device = default_device()  # the one of this process
     if options.transport == "nccl" and device.type != "cuda":
         raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
-    if options.network is not None and device.type != "cpu":
-        rule = f"the end of an op is known at once on the CPU only, and the device is {device}"
-        raise ConfigError(f"network={options.network}", rule, "Take device='cpu', or leave network out")
     if device.type == "cuda":
         set_environment()
         torch.cuda.set_device(device)
@@ -198,7 +192,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             transport.share_memory()
         if groups.backend == "nccl":
             check_connections(schedule, batched)
-        transport.open(schedule, options.wire, batched=batched, network=options.network)
+        transport.open(schedule, options.wire, batched=batched)
         offset = clock_offset(transport.ranks)
         reductions = Reductions()
         if options.axes is not None:
@@ -280,12 +274,6 @@ def _check_one_process(options: WorldOptions) -> None:
             "transport='local'",
             f"it holds all ranks in one process, and {count} were started",
             "Start one process, or leave transport out",
-        )
-    if options.network is not None:
-        raise ConfigError(
-            f"network={options.network}",
-            "it delays messages between processes, and all ranks are in this one",
-            "Start the ranks with torchrun, or simulate() the schedule with these costs",
         )
     if options.transport in ("gloo", "nccl"):
         raise ConfigError(

@@ -37,7 +37,6 @@ from penstock.pipeline.building.compiling import (
 )
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.health.agreement import flat, named
-from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Schedule, verify
 from penstock.schedule.choose import chosen_schedule, with_microbatches
 from penstock.schedule.frozen import without_weight_gradients
@@ -65,7 +64,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         timeout: seconds that a rank waits for another before it gives up
         autocast: torch.bfloat16 runs every forward and its loss under `torch.autocast`: products compute in
             it, weights and gradients keep their dtype. None leaves that to the caller's own region.
-        network: a slower network to emulate, for experiments (penstock.runtime.transport.emulated.Network)
+        network: deprecated, without an effect: no slower network is emulated any more
         sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not
             named), not at all (None), or by a function of (entry, number of microbatches)
         parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
@@ -93,7 +92,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
     device: torch.device | str | None = None
     timeout: float = 300.0
     autocast: torch.dtype | None = None
-    network: Network | None = None
+    network: object = None
     sharding: Sharding | None = None
     parallelize_fn: Parallelize | None = None
     trace_folder: str | Path | None = None
@@ -119,6 +118,9 @@ class Options(LayerOptions, MeshOptions, RunOptions):
                 raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
         if self.overlap is not None:
             rule = "AutoPipeline(overlap=) is deprecated: the ops of a pair run one after the other"
+            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+        if self.network is not None:
+            rule = "AutoPipeline(network=) is deprecated: it emulates nothing. simulate() takes the costs"
             warnings.warn(rule, DeprecationWarning, stacklevel=4)
         options = self.world_options()
         options.check()
@@ -168,7 +170,6 @@ class Options(LayerOptions, MeshOptions, RunOptions):
             transport=self.transport,
             wire=self.wire_dtype,
             exchange="channels" if self.exchange == "auto" and self.shapes == "exchanged" else self.exchange,
-            network=self.network,
             axes=self.axes,
         )
 

@@ -422,10 +422,10 @@ class Pipeline(SplitModel):
         """A table of all stages: rank, layers, parameters, memory, and share of the last step's time."""
         memory = None if self._last is None else self.memory
         timeline = None if self._last is None else self.timeline
-        medium = self._world.transport.messages.medium
+        carried_by = self._world.transport.messages.carried_by
         on_gpu = any(recorder.runs_behind for recorder in self._steps.schedules.recorders.values())
         return summary(
-            self._training.schedule, self._info, self._weights, memory, timeline, medium,
+            self._training.schedule, self._info, self._weights, memory, timeline, carried_by,
             self._built.balances, on_gpu,
         )  # fmt: skip
 

@@ -79,10 +79,7 @@ class Send(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Start all that was posted and sent since the last exchange. The rank may wait until it is over.
-
-    It may, because a result leaves its rank only in a later exchange, which waits for this one anyway.
-    """
+    """Start all that was posted and sent since the last exchange; do not wait."""
 
 
 class Free(NamedTuple):

@@ -17,7 +17,7 @@ from penstock import AutoPipeline
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ModelError
 from penstock.models.source import open_source
-from penstock.models.weights.fingerprint import fingerprint_of_files, fingerprint_of_tensors
+from penstock.models.weights.tensor_file import fingerprint_of_files, fingerprint_of_tensors
 from support import zoo
 from support.adapted import adapted, logits, lora, opened, rarely, tensors_of
 

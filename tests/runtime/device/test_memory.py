@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import time
 import weakref
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from penstock import AutoPipeline, Pipeline
-from penstock.batch.shapes import microbatch_key, without_length
+from penstock.batch.shapes import microbatch_key
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.runtime import step_memory
 from penstock.runtime.device import footprints, memory
@@ -26,7 +25,6 @@ from penstock.runtime.device.footprints import (
     Footprint,
     Footprints,
     ForwardKey,
-    between,
     footprint,
     is_held_elsewhere,
 )
@@ -244,104 +242,15 @@ def test_a_forward_is_measured_until_its_shape_is_known(lengths: list[int], meas
         assert measuring.call_count == measured * len(pipe.stages)
 
 
-# rows with masks keep more for a length; a stage that draws random numbers does so for all
-BY_LENGTH: list[tuple[str, dict[str, Any]]] = [
-    ("llama", {}),
-    ("llama", {"attn_implementation": "eager"}),
-    ("gpt2", {"resid_pdrop": 0.1}),
-    ("gemma3_text", {}),
-]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("family", "config"), BY_LENGTH)
-def test_four_lengths_tell_the_footprints_of_others(
-    family: str, config: dict[str, Any], masked: bool
-) -> None:
-    """Exactly: each is what a pipeline finds that measures it."""
-
-    def batch(lengths: list[int]) -> list[dict[str, torch.Tensor]]:
-        found = [{"input_ids": tokens(2, n, n), "labels": tokens(2, n, n)} for n in lengths]
-        for each in found if masked else ():
-            each["attention_mask"] = torch.ones_like(each["input_ids"])
-            each["attention_mask"][0, -3:] = 0
-        return found
-
-    pipes = [
-        AutoPipeline(ranks=2, microbatches=5, shapes="inferred").build(tiny_model(family, **config))
-        for _ in range(2)
-    ]
-    telling, new = batch([8, 40, 9, 16, 25]), batch([12, 13, 31, 38, 20])
-    measuring_pipe, pipe = pipes
-    for _ in range(2):
-        measuring_pipe.step(new)
-        pipe.step(telling)
-    with patch.object(step_memory, "measuring", wraps=memory.measuring) as measuring:
-        pipe.step(new)
-        assert not measuring.call_count
-    found, expected = pipe.costs(), measuring_pipe.costs()
-    assert (found.activation, found.sent, found.buffer) == (
-        expected.activation,
-        expected.sent,
-        expected.buffer,
-    )
-    assert pipe.memory == measuring_pipe.memory
-    with patch.object(step_memory, "measuring", wraps=memory.measuring) as measuring:
-        pipe.step(batch([7, 41, 9, 16, 25]))
-        assert measuring.call_count == 2 * len(pipe.stages), "those outside of the lengths that were measured"
-
-
-def test_a_length_is_measured_where_those_about_it_do_not_agree() -> None:
-    def held(length: int) -> Footprint:
-        """A module that pads to a multiple of 8."""
-        return Footprint(100 + 8 * -(-length // 8), length)
-
-    assert between({n: held(n) for n in (8, 16, 24, 40)}, 32) == held(32)
-    assert between({n: held(n) for n in (8, 16, 24, 40)}, 20) is None, "it pads to 24"
-    assert between({n: held(n) for n in (5, 13, 21, 37)}, 29) == held(29)
-    assert between({n: held(n) for n in (5, 13, 21, 37)}, 24) is None
-    for lengths in itertools.combinations(range(1, 40, 3), 4):
-        for length in range(1, 40):
-            assert between({n: held(n) for n in lengths}, length) in (None, held(length))
-    assert between({n: held(n) for n in (7, 16, 26, 32)}, 20) is None
-    assert between({n: Footprint(3 * n * n + n, 5) for n in (1, 4, 9, 10)}, 7) == Footprint(154, 5)
-    assert between({n: Footprint(n**3, 5) for n in (1, 4, 9, 10)}, 7) is None
-    assert between({n: Footprint(n, 5) for n in (1, 4, 9)}, 7) is None, "a quadratic goes through any three"
-    assert between({n: Footprint(n, 5) for n in (1, 4, 9, 10)}, 11) is None
-    kink = {n: Footprint(min(n, 20), 5) for n in (1, 4, 9, 10, 30, 41, 50, 60)}
-    assert between(kink, 45) == Footprint(20, 5)
-    assert between(kink, 15) is None
-
-
 def forward_key(rows: int, length: int) -> ForwardKey:
     batch = {"input_ids": torch.zeros(rows, length), "labels": torch.zeros(rows, length)}
     return ForwardKey(microbatch_key(batch), split=False, recompute=False, training=True, autocast=False)
 
 
-def test_what_is_forgotten_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(footprints, "_REMEMBERED", 4)
+def test_of_too_many_shapes_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprints, "_REMEMBERED", 2)
     known = Footprints()
-    for length in (1, 4, 9, 10):
+    for length in (1, 4, 9):
         known.add(forward_key(2, length), Footprint(length, 5), provisional=False)
-    found = known.find(forward_key(2, 7))
-    assert found is not None
-    assert found.footprint == Footprint(7, 5)
-    assert known.find(forward_key(2, 1)) is None, "it made room for the new one"
-    assert known.find(forward_key(2, 8)) is None, "three are left"
-
-
-def test_a_provisional_footprint_tells_nothing() -> None:
-    known = Footprints()
-    for length in (1, 4, 9, 10):
-        known.add(forward_key(2, length), Footprint(length, 5), provisional=length == 9)
-    assert known.find(forward_key(2, 7)) is None
-    known.add(forward_key(2, 9), Footprint(9, 5), provisional=False)
-    assert known.find(forward_key(2, 7)) is not None
-
-
-def test_as_many_rows_as_tokens_are_rows() -> None:
-    square, other = (without_length(microbatch_key({"input_ids": torch.zeros(n, n)})) for n in (16, 32))
-    assert square is not None
-    assert other is not None
-    assert square[0] != other[0]
-    assert without_length(microbatch_key({"x": torch.zeros(4, 4)})) is None
+    assert known.find(forward_key(2, 1)) is None
+    assert known.find(forward_key(2, 9)) == (Footprint(9, 5), False)

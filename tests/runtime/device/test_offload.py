@@ -76,15 +76,15 @@ def test_memory_is_freed_while_it_is_away_and_after_its_last_use() -> None:
         hidden = x.exp()
         total = hidden.sin().sum()
     offload.offload(0, set())
-    (place,) = offload._away[0].places
+    (saved,) = offload._away[0].storages
     storage = hidden.untyped_storage()
-    assert torch._C._storage_Use_Count(storage._cdata) == 3  # hidden, place, storage
+    assert torch._C._storage_Use_Count(storage._cdata) == 3  # hidden, saved, storage
     assert offload.release(0) == 64
     assert torch._C._storage_Use_Count(storage._cdata) == 2
     offload.reload(0)
     offload.restore(0)
-    alive = weakref.ref(place)
-    del place
+    alive = weakref.ref(saved)
+    del saved
     assert alive() is not None
     total.backward()  # type: ignore[no-untyped-call]
     assert alive() is None

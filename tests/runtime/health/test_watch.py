@@ -297,6 +297,22 @@ def waited_in_vain(watch: Watch) -> PeerError:
     return caught.value
 
 
+def test_the_notes_go_on_to_name_a_wait_that_failed(store: Store, start: Start) -> None:
+    """Ranks that wait for this one follow its wait, and do not take it for the one that stalled."""
+
+    def times_out() -> None:
+        time.sleep(TIMEOUT / 4)
+        raise TIMED_OUT
+
+    struck = start(0)
+    with pytest.raises(StalledPeerError), struck.waiting("1B0", 1):
+        times_out()
+    time.sleep(TIMEOUT / 4)
+    wait = notes(store, 1).read([0])[0].wait
+    assert wait is not None
+    assert (wait.what, wait.peer) == ("1B0", 1)
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped", "killed in another container"])
 def test_a_wait_that_nothing_breaks_ends_with_the_process_of_its_peer(
     start: Start, other: subprocess.Popen[bytes], how: str

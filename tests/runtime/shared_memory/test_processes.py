@@ -31,7 +31,7 @@ def gathered(rounds: int, slot: int) -> list[list[list[float]]]:
     transport = pipe._world.transport
     assert isinstance(transport, DistributedTransport)
     everyone = transport.ranks.patient  # without the number of a call, in front of each vector
-    assert transport.messages.medium == "shared memory"
+    assert isinstance(transport.messages, SharedMessages)
     found = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shared_processes, "SLOT", slot)
@@ -68,7 +68,7 @@ def messages_of(options: Mapping[str, Any]) -> str:
         assert pipe.step(own_part(whole, *pipe.batch_part)).loss == pytest.approx(loss, rel=1e-10)
         assert worst_gradient(pipe, expected)[0] < 1e-10
     messages = pipe._world.transport.messages
-    assert pipe.summary().endswith(f"\nmessages between ranks: {messages.medium}")
+    assert pipe.summary().endswith(f"\nmessages between ranks: {messages.carried_by}")
     pipe.close()
     return type(messages).__name__
 
@@ -83,7 +83,7 @@ def without_segments(*ranks: int, **options: Any) -> str:
 
 @pytest.mark.parametrize(
     ("options", "name"),
-    [({}, SharedMessages), ({"transport": "gloo"}, Channels), ({"exchange": "batched"}, Channels)],
+    [({}, SharedMessages), ({"transport": "gloo"}, Channels), ({"exchange": "batched"}, SharedMessages)],
 )
 def test_shared_memory_is_taken_where_all_ranks_have_it(
     pool: Pool, options: Mapping[str, Any], name: type[object]

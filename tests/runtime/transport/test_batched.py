@@ -1,4 +1,4 @@
-"""Messages in batches: gradients as of plain ones, over gloo and in one process."""
+"""Messages in the order of batches: gradients as of plain ones, between processes and in one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.slow_network import Network
 
 from penstock.errors import ConfigError
-from penstock.runtime.transport.emulated import Network
-from penstock.runtime.transport.point_to_point import Batches, P2PBatch, P2PGroup, ring_arguments
+from penstock.runtime.transport.point_to_point import Batches, P2PBatch, P2PGroup
 from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
 from support.covering import every
@@ -31,7 +31,7 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
 
 @pytest.mark.parametrize(
     "options",
-    every(3, [{"exchange": "batched"}, {"transport": "gloo"}, {}]),
+    every(3, [{"transport": "gloo", "exchange": "batched"}, {"transport": "gloo"}, {}]),
     ids=["batched", "gloo", "shared memory"],
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
@@ -68,87 +68,53 @@ def test_what_cannot_go_in_batches_is_refused() -> None:
         jobs.step("1f1b", 2, 2, exchange="ring")
 
 
-def test_a_ring_exchange_carries_what_fits_one(pool: Pool) -> None:
-    several = [("1f1b", 4, 6), ("zb_h1", 4, 6), ({"schedule": "1f1b", "stages_per_rank": 2}, 8, 8)]
-    assert all(count > 0 for count in pool.run(4, jobs.in_rings, 4, several))
+def exchange_in_a_ring() -> list[float]:
+    """What this rank receives from the rank before it and the one after it, in one batch with its sends."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, size = group.rank(), group.size()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    batches, received = Batches(group), [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    works = []
+    for peer, buffer in zip((before, after), received, strict=True):
+        works += batches.receive(P2PGroup(group, peer, rank, 0), [buffer])
+        works += batches.send(P2PGroup(group, rank, peer, 0), [torch.tensor([rank], dtype=torch.float64)])
+    assert len(set(works)) == 1
+    assert not works[0].is_completed()
+    batches.start()
+    works[0].wait()
+    return [float(buffer) for buffer in received]
 
 
-class Op:
-    """What ring_arguments reads of a torch.distributed.P2POp."""
-
-    def __init__(self, sends: bool, peer: int, tensor: torch.Tensor) -> None:
-        self.op = dist.isend if sends else dist.irecv
-        self.group_peer, self.tensor = peer, tensor
+def test_a_ring_exchange_is_one_batch(pool: Pool) -> None:
+    assert pool.run(4, exchange_in_a_ring) == [[3.0, 1.0], [0.0, 2.0], [1.0, 3.0], [2.0, 0.0]]
 
 
-def ring(*ops: tuple[bool, int, torch.Tensor], rank: int = 1, size: int = 4) -> Any:
-    made: Any = [Op(*each) for each in ops]
-    return ring_arguments(made, rank, size)
-
-
-def test_a_ring_exchange_names_the_neighbours() -> None:
-    to_next, from_next, from_previous = torch.zeros(3)
-    found = ring((True, 2, to_next), (False, 2, from_next), (False, 0, from_previous))
-    assert found == {
-        "tensor_send_prev": None,
-        "tensor_recv_prev": from_previous,
-        "tensor_send_next": to_next,
-        "tensor_recv_next": from_next,
-    }
-    of_two = ring((True, 0, to_next), (False, 0, from_next), size=2)  # the other rank counts as the previous
-    assert (of_two["tensor_send_prev"], of_two["tensor_recv_prev"]) == (to_next, from_next)
-
-
-@pytest.mark.parametrize(
-    ("ops", "size"),
-    [
-        ([(True, 3)], 4),  # no neighbour of rank 1
-        ([(True, 2), (True, 2)], 4),  # two to one
-        ([(False, 0), (False, 0)], 2),  # in a ring of two the other is both neighbours, and is still one
-    ],
-)
-def test_other_exchanges_do_not_fit_a_ring(ops: list[tuple[bool, int]], size: int) -> None:
-    assert ring(*((*each, torch.zeros(1)) for each in ops), size=size) is None
+def test_a_batch_is_over_when_all_of_it_is() -> None:
+    first, second, batch = Noted(), Noted(), P2PBatch()
+    assert not batch.is_completed()
+    with pytest.raises(AssertionError, match="not begun"):
+        batch.wait()
+    batch.begin([first, second])
+    first.wait()
+    assert not batch.is_completed()
+    batch.wait()
+    assert second.is_completed()
+    assert batch.is_completed()
 
 
 class Noted:
-    """A work that is over when it has been waited for, which is borne once."""
+    """A work that is over when it has been waited for."""
 
-    def __init__(self, name: str, order: list[str]) -> None:
-        self._name, self._order = name, order
+    def __init__(self) -> None:
+        self._over = False
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        assert self._name not in self._order
-        self._order.append(self._name)
+        self._over = True
         return True
 
     def is_completed(self) -> bool:
-        return self._name in self._order
-
-
-def test_a_batch_is_over_after_those_before_it_and_is_waited_for_once() -> None:
-    order: list[str] = []
-    first = P2PBatch(None)
-    second = P2PBatch(first)
-    third = P2PBatch(second)
-    first.begin([Noted("a", order), Noted("b", order)])
-    second.begin([Noted("c", order)])
-    third.begin([])
-    assert not first.is_completed()
-    third.wait()
-    assert order == ["a", "b", "c"]
-    second.wait()
-    assert order == ["a", "b", "c"]
-    assert first.is_completed()
-
-
-def test_thousands_of_batches_that_nobody_waited_for() -> None:
-    batch = None
-    for _ in range(5000):
-        batch = P2PBatch(batch)
-        batch.begin([])
-    assert batch is not None
-    assert batch.wait()
+        return self._over
 
 
 def test_batches_hold_no_tensor_once_begun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +126,6 @@ def test_batches_hold_no_tensor_once_begun(monkeypatch: pytest.MonkeyPatch) -> N
     batches = Batches(group)
     batches.send(P2PGroup(group, 1, 2, 5), [sent])
     assert held() is sent
-    batches.start(in_line=False)
+    batches.start()
     del sent
     assert held() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import Queue
 from threading import Event, Thread
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload
-from penstock.errors import PeerLostError, RunError
+from penstock.errors import PeerLostError
 from penstock.runtime.transport.buffers import Staging
 from penstock.runtime.transport.channels import Channels
 from penstock.schedule import Op
@@ -70,10 +71,12 @@ class Groups:
 
 
 class Watch:
-    def begin(self, what: object, peer: object) -> None: ...
-    def end(self) -> None: ...
-    def error(self, cause: BaseException, what: object, peer: object) -> RunError:
-        return PeerLostError("rank 0", str(cause), "Look")
+    @contextmanager
+    def waiting(self, what: object, peer: object) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as cause:
+            raise PeerLostError("rank 0", str(cause), "Look") from cause
 
 
 class Ends:
@@ -84,7 +87,7 @@ class Ends:
         channels = (Channel(0, 1), Channel(1, 0))
         self.first, self.second = (
             Channels(Groups(self.mail, rank), channels, (0, 1), torch.device("cpu"),  # type: ignore[arg-type]
-                     options.get("wire"), Watch(), network=None)  # type: ignore[arg-type]
+                     options.get("wire"), Watch())  # type: ignore[arg-type]
             for rank in (0, 1)
         )  # fmt: skip
 

@@ -227,8 +227,8 @@ def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
     One parameter at a time. `stage` may be a `write_through` twin; it shares no parameter with `model`.
     """
     for prefix, owner in stage.named_modules():
-        for name, held in owner._parameters.items():
-            if held is not None and held.is_meta:
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and parameter.is_meta:
                 value = model.get_parameter(f"{prefix}.{name}" if prefix else name)
                 if not value.is_meta:
                     owner._parameters[name] = value
@@ -399,16 +399,16 @@ def _add_names_of_ties(
     unread: dict[str, Unread], stage: PreTrainedModel, ties: Ties, mapping: Sequence[WeightTransform]
 ) -> None:
     """A tied weight is stored under one of its names; offer it under the name that this stage holds, too."""
-    held = set(dict(stage.named_parameters(remove_duplicate=False)))
+    own = set(dict(stage.named_parameters(remove_duplicate=False)))
     tied = {name for names in ties for name in names}
-    if held.isdisjoint(tied):
+    if own.isdisjoint(tied):
         return
     stored = {}
     for key, renamed, _ in _renamed(unread, stage, mapping, tied):
         stored[renamed] = stored[key] = key
     for names in ties:
         keys = [stored[name] for name in names if name in stored]
-        for name in held.intersection(names):
+        for name in own.intersection(names):
             if keys and name not in stored:
                 unread[name] = unread[keys[0]]
 
@@ -452,9 +452,9 @@ def _renamed(
 
 def tie_within(stage: nn.Module, ties: Ties) -> None:
     """Make names of one weight on the same stage one parameter again."""
-    held = dict(stage.named_parameters(remove_duplicate=False))
+    parameters = dict(stage.named_parameters(remove_duplicate=False))
     for names in ties:
-        first, *others = [name for name in names if name in held] or [""]
+        first, *others = [name for name in names if name in parameters] or [""]
         for name in others:
             owner, _, attribute = name.rpartition(".")
-            setattr(stage.get_submodule(owner), attribute, held[first])
+            setattr(stage.get_submodule(owner), attribute, parameters[first])

@@ -34,7 +34,7 @@ from penstock.models.weights.files import Ties
 from penstock.runtime.sharded_weights import full_tensor, shard_like
 
 
-class TensorPlace(NamedTuple):
+class TensorSlot(NamedTuple):
     """Where a tensor stands: in a module's table, under a name there; full: its name in the model."""
 
     table: Table
@@ -58,7 +58,7 @@ class InitGroup:
     calls: dict[int, InitCall]
 
 
-TensorPlaces = dict[int, list[TensorPlace]]  # by the identity of a tensor on the meta device, where it stands
+TensorSlots = dict[int, list[TensorSlot]]  # by the identity of a tensor on the meta device, where it stands
 
 
 @torch.no_grad()
@@ -74,18 +74,16 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
     empty = _all_empty(stage)
     if not empty:
         return
-    fresh = {place.full for places in empty.values() for place in places}
+    fresh = {slot.full for slots in empty.values() for slot in slots}
     calls = list(_inside_out(stage, stage, ""))
     passing = stage._parameters if isinstance(stage._parameters, WriteThrough) else None
     with torch.random.fork_rng(devices=[]), _marked_as_done(stage, fresh):
         with _without_placeholders(stage), guard_torch_init_functions():  # torch's own ignore the marks
             if passing is None:
-                made = _materialise(empty.values())
-                for call in calls:
-                    _run(call, seed)
-                _pass_on(stage, made, ties)
+                seen, groups = set[int](), [InitGroup(set(empty), dict(enumerate(calls)))]
             else:
-                _initialise_in_groups(stage, calls, seed, passing.seen, empty, ties)
+                seen, groups = passing.seen, _groups(calls, seed, passing.seen, set(empty))
+            _initialise_groups(stage, groups, seed, seen, empty, ties)
         _initialise_tied(stage, whole, ties, seed, fresh)
 
 
@@ -99,10 +97,10 @@ def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
     """
     kind = "gaussian" if adapter.config.init_lora_weights == "gaussian" else True
     for name, module in reversed([*wrappers(stage)]):  # those within others first
-        empty = {places[0].full: places for places in _all_empty(module).values()}
+        empty = {slots[0].full: slots for slots in _all_empty(module).values()}
         for full, value in _of_base(module, adapter.name) if empty else ():
-            for place, filled in _materialise([empty.pop(full)]) if full in empty else ():
-                place.table[place.name] = filled.copy_(value)
+            for slot, filled in _materialise([empty.pop(full)]) if full in empty else ():
+                slot.table[slot.name] = filled.copy_(value)
         if empty:
             made = _materialise(empty.values())
             with torch.random.fork_rng(devices=[]):
@@ -145,39 +143,39 @@ def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterato
     yield InitCall(owner, name, module)
 
 
-def _all_empty(module: nn.Module) -> TensorPlaces:
+def _all_empty(module: nn.Module) -> TensorSlots:
     """All tensors on the meta device."""
-    places: TensorPlaces = {}
+    slots: TensorSlots = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
             for name, value in table.items():
                 if value is not None and value.is_meta:
-                    place = TensorPlace(table, name, f"{prefix}.{name}" if prefix else name)
-                    places.setdefault(id(value), []).append(place)
-    return places
+                    slot = TensorSlot(table, name, f"{prefix}.{name}" if prefix else name)
+                    slots.setdefault(id(value), []).append(slot)
+    return slots
 
 
-def _materialise(empty: Collection[list[TensorPlace]]) -> list[tuple[TensorPlace, Tensor]]:
+def _materialise(empty: Collection[list[TensorSlot]]) -> list[tuple[TensorSlot, Tensor]]:
     """Give real storage, filled with NaN, to tensors on the meta device."""
     made = []
-    for places in empty:
-        meta = dict.__getitem__(places[0].table, places[0].name)
+    for slots in empty:
+        meta = dict.__getitem__(slots[0].table, slots[0].name)
         filled = torch.empty(meta.shape, dtype=meta.dtype)
         filled = filled.fill_(float("nan")) if meta.is_floating_point() else filled.zero_()
         filled = nn.Parameter(filled, meta.requires_grad) if isinstance(meta, nn.Parameter) else filled
-        for place in places:
-            dict.__setitem__(place.table, place.name, filled)  # here, even where it is to be passed on
-            made.append((place, filled))
+        for slot in slots:
+            dict.__setitem__(slot.table, slot.name, filled)  # here, even where it is to be passed on
+            made.append((slot, filled))
     return made
 
 
-def _pass_on(stage: nn.Module, made: Sequence[tuple[TensorPlace, Tensor]], ties: Ties) -> None:
-    """Put filled tensors in their places for good. Raises ModelError for one that is not filled."""
+def _pass_on(stage: nn.Module, made: Sequence[tuple[TensorSlot, Tensor]], ties: Ties) -> None:
+    """Put filled tensors in their slots for good. Raises ModelError for one that is not filled."""
     tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
-    for place, value in made:
-        if place.full not in tied:
-            _check_filled(stage, place.full, value)
-        place.table[place.name] = value
+    for slot, value in made:
+        if slot.full not in tied:
+            _check_filled(stage, slot.full, value)
+        slot.table[slot.name] = value
 
 
 def _check_filled(stage: nn.Module, name: str, value: Tensor) -> None:
@@ -189,13 +187,14 @@ def _check_filled(stage: nn.Module, name: str, value: Tensor) -> None:
         )
 
 
-def _initialise_in_groups(
-    stage: nn.Module, calls: Sequence[InitCall], seed: int, seen: set[int], empty: TensorPlaces, ties: Ties
+def _initialise_groups(
+    stage: nn.Module, groups: Sequence[InitGroup], seed: int, seen: set[int], empty: TensorSlots, ties: Ties
 ) -> None:
+    order = {tensor: index for index, tensor in enumerate(empty)}
     others = set(empty)  # the tensors that no call may read, unless they are of its group
 
     def run(group: InitGroup) -> None:  # a function, so that nothing of the group outlives it
-        made = _materialise([empty[tensor] for tensor in group.tensors])
+        made = _materialise([empty[tensor] for tensor in sorted(group.tensors, key=order.__getitem__)])
         seen.clear()
         for _, call in sorted(group.calls.items()):
             _run(call, seed)
@@ -206,9 +205,9 @@ def _initialise_in_groups(
                 "Build the pipeline from a model object that has its values, or load a checkpoint",
             )
         _pass_on(stage, made, ties)
-        others.update(id(dict.__getitem__(place.table, place.name)) for place, _ in made)
+        others.update(id(dict.__getitem__(slot.table, slot.name)) for slot, _ in made)
 
-    for group in _groups(calls, seed, seen, set(empty)):
+    for group in groups:
         run(group)
 
 
@@ -218,20 +217,20 @@ def _groups(calls: Sequence[InitCall], seed: int, seen: set[int], tensors: set[i
     Each call runs without values; `seen` collects what is read of the model's tables. Reading counts for more
     than ops on the meta device show: some of torch's initialisations run none there.
     """
-    homes: dict[int, InitGroup] = {}
-    for number, call in enumerate(calls):
+    group_of: dict[int, InitGroup] = {}
+    for index, call in enumerate(calls):
         seen.clear()
         try:
             _run(call, seed)
         except Exception:  # it needs values, and may read all it holds; other failures will occur again
             seen.update(map(id, (*call.module.parameters(), *call.module.buffers())))
         seen.update(map(id, (*call.module._parameters.values(), *call.module._buffers.values())))
-        group = InitGroup(seen & tensors, {number: call})
-        for other in {id(homes[key]): homes[key] for key in group.tensors if key in homes}.values():
+        group = InitGroup(seen & tensors, {index: call})
+        for other in {id(group_of[key]): group_of[key] for key in group.tensors if key in group_of}.values():
             group.tensors.update(other.tensors)
             group.calls.update(other.calls)
-        homes |= dict.fromkeys(group.tensors, group)
-    return list({id(group): group for group in homes.values()}.values())
+        group_of |= dict.fromkeys(group.tensors, group)
+    return list({id(group): group for group in group_of.values()}.values())
 
 
 def _initialise_tied(
@@ -244,9 +243,9 @@ def _initialise_tied(
             source = copy.deepcopy(whole.get_submodule(owner))
             _materialise(_all_empty(source).values())
             _run(InitCall(whole, owner, source), seed)
-            value, held = source.get_parameter(last), stage.get_parameter(name)
+            value, parameter = source.get_parameter(last), stage.get_parameter(name)
             _check_filled(stage, name, value)
-            held.copy_(shard_like(value, held))
+            parameter.copy_(shard_like(value, parameter))
 
 
 @contextmanager

@@ -87,11 +87,11 @@ class HostReader:
 
     def _free_scratch(self, before: int, after: int) -> Scratch:
         """One that nobody holds, with room on both sides. Others that nobody holds are dropped."""
-        free = [each for each in self._scratches if not is_held_elsewhere(each.memory)]
-        for each in free:
-            if each.before >= before and len(each.memory) - each.before >= after:
-                return each
-        self._scratches = [each for each in self._scratches if all(each is not other for other in free)]
+        free = [scratch for scratch in self._scratches if not is_held_elsewhere(scratch.memory)]
+        for scratch in free:
+            if scratch.before >= before and len(scratch.memory) - scratch.before >= after:
+                return scratch
+        self._scratches = [s for s in self._scratches if all(s is not other for other in free)]
         aligned = -(-before // mmap.PAGESIZE) * mmap.PAGESIZE
         self._scratches.append(Scratch(_mapped(aligned + after), aligned))
         return self._scratches[-1]
@@ -157,10 +157,10 @@ class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
             like = func([part.to("meta") for part in args[0]], *args[1:], **kwargs)
             return _JOINS[func](*args, **kwargs, out=HostReader().empty(like.shape, like.dtype))
         if func in _COPIES:
-            held, device = args[0], kwargs.get("device") or args[0].device
-            if held.device.type == device.type == "cpu":
-                dtype = kwargs.get("dtype") or held.dtype
-                return HostReader().empty(held.shape, dtype).copy_(held)
+            source, device = args[0], kwargs.get("device") or args[0].device
+            if source.device.type == device.type == "cpu":
+                dtype = kwargs.get("dtype") or source.dtype
+                return HostReader().empty(source.shape, dtype).copy_(source)
         return func(*args, **kwargs)
 
 

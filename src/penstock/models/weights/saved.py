@@ -101,9 +101,9 @@ class SavedModel:
         single weight may be larger). Peak memory is the stage plus the converted weights of a layer.
         """
         limit = parsed_size(max_shard_size)
-        held = [(index, layout.sizes) for index, layout in layouts.items()]
-        gathered = processes.gather(held)  # before anything that can fail on one process alone
-        sizes = {int(index): names for each in gathered for index, names in each}
+        own = [(index, layout.sizes) for index, layout in layouts.items()]
+        gathered = processes.gather(own)  # before anything that can fail on one process alone
+        sizes = {int(index): names for stages in gathered for index, names in stages}
         shards = make_shards(sizes, limit)
         mine = {file: shard for file, shard in shards.items() if shard.stage in layouts}
         entries = {f: layouts[shard.stage].write(folder / f, shard.names) for f, shard in mine.items()}
@@ -138,8 +138,8 @@ class SavedModel:
             self._read(Path(folder), stage.module)
 
     def _read(self, folder: Path, module: PreTrainedModel) -> None:
-        held = next(module.parameters(), None)
-        device = torch.device("cpu") if held is None else held.device
+        parameter = next(module.parameters(), None)
+        device = torch.device("cpu") if parameter is None else parameter.device
         weights.load(write_through(module), _weight_files(folder), self.ties, device)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
@@ -164,8 +164,8 @@ def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str,
     """
     shards: list[SavedShard] = []
     met: set[str] = set()
-    for stage, held in sorted(sizes.items()):
-        new = {name: size for name, size in held.items() if name not in met}
+    for stage, names in sorted(sizes.items()):
+        new = {name: size for name, size in names.items() if name not in met}
         met.update(new)
         split = split_state_dict_into_shards_factory(
             new, get_storage_size=lambda size: size, filename_pattern="{suffix}", max_shard_size=limit
@@ -226,11 +226,11 @@ class FileLayout:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every tensor by its name in the files; those of one group at a time."""
-        return self._converted({name: value for held in self.files for name, value in held.items()})
+        return self._converted({name: value for file in self.files for name, value in file.items()})
 
     def write(self, file: Path, names: Collection[str]) -> ManifestEntry:
         """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
-        chosen = {name: value for held in self.files for name, value in held.items() if name in names}
+        chosen = {name: value for file in self.files for name, value in file.items() if name in names}
         layout = widest_first(chosen)
         buffers = {name for name, _ in self.stage.named_buffers()}
         return write_tensors(file, layout, self._converted(layout), buffers)
@@ -238,8 +238,8 @@ class FileLayout:
     def _converted(self, layout: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a file in its order. A group of several widths is converted once for each."""
         for width in dict.fromkeys(value.itemsize for value in layout.values()):
-            for group, held in zip(self.groups, self.files, strict=True):
-                due = [name for name, value in held.items() if name in layout and value.itemsize == width]
+            for group, file in zip(self.groups, self.files, strict=True):
+                due = [name for name, value in file.items() if name in layout and value.itemsize == width]
                 if due:
                     made = revert_weight_conversion(self.stage, {name: self.state[name] for name in group})
                     yield from ((name, made[name]) for name in due)
@@ -248,8 +248,8 @@ class FileLayout:
 def _layer(name: str) -> str:
     """The name up to its first number, most often that of a layer."""
     steps = name.split(".")
-    number = next((index for index, step in enumerate(steps) if step.isdigit()), None)
-    return "" if number is None else ".".join(steps[: number + 1])
+    index = next((index for index, step in enumerate(steps) if step.isdigit()), None)
+    return "" if index is None else ".".join(steps[: index + 1])
 
 
 def _shapes(*files: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:

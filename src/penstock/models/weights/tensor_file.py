@@ -1,6 +1,6 @@
 """A safetensors file: read tensor by tensor; written in pieces by several threads, which hash them.
 
-The file begins with the length of its header in 8 bytes. The header is JSON: dtype, shape and place of each
+The file begins with the length of its header in 8 bytes. The header is JSON: dtype, shape and offsets of each
 tensor. The tensors follow, wider dtypes first, so that each begins at a multiple of its width.
 """
 
@@ -30,6 +30,7 @@ from penstock.reading import LARGEST_JSON, open_regular, size
 from penstock.runtime.device.copies import PIECE, Workers
 
 _LENGTH = 8  # bytes that say the header's length, in front of it
+_END = 2048  # bytes of each end of a weight that a fingerprint reads
 
 # torch's dtypes by their names in safetensors, whose own table lacks one that it writes
 DTYPES: dict[str, Any] = {**SAFETENSORS_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
@@ -90,9 +91,9 @@ class TensorFile:
         row = math.prod(shape[1:])
         begin, end = (0, math.prod(shape)) if rows is None else (rows.start * row, rows.stop * row)
         made = reader.empty(shape, stored, slice(begin * stored.itemsize, end * stored.itemsize))
-        place = self._begin + self._header[name]["data_offsets"][0] + begin * stored.itemsize
+        offset = self._begin + self._header[name]["data_offsets"][0] + begin * stored.itemsize
         try:
-            reader.read(self._file, place, made.reshape(-1)[begin:end])
+            reader.read(self._file, offset, made.reshape(-1)[begin:end])
         except OSError as error:
             rule = f"it cannot be read ({error.strerror or error})"
             raise CheckpointError(f"{name} in {self.path}", rule, "Copy the folder again") from error
@@ -102,11 +103,11 @@ class TensorFile:
         cast.reshape(-1)[begin:end] = made.reshape(-1)[begin:end]
         return cast
 
-    def described(self, name: str, most: int) -> tuple[str, list[int], list[bytes]]:
-        """Of one tensor its dtype's name, its shape, and the first and last `most` bytes, or fewer."""
+    def described(self, name: str) -> tuple[str, list[int], list[bytes]]:
+        """Of one tensor its dtype's name, its shape, and its first and last `_END` bytes, or fewer."""
         entry = self._header[name]
         begin, end = (self._begin + offset for offset in entry["data_offsets"])
-        count = min(most, end - begin)
+        count = min(_END, end - begin)
         ends = [os.pread(self._file, count, at) for at in (begin, end - count)]
         return entry["dtype"], entry["shape"], ends
 
@@ -237,3 +238,37 @@ def _header(layout: Mapping[str, Tensor]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH, "little") + text
+
+
+# ---- The fingerprint of the base model that an adapter belongs to
+#
+# A digest of each weight's name, dtype, shape and ends. Reading all of a large model would take as long as
+# loading it. Fine-tuning changes most entries of a weight, so that a model of the same shape with other
+# weights has another fingerprint. How tensors lie in files does not count.
+
+
+def fingerprint_of_files(files: Sequence[Path]) -> str:
+    """Of the weights in safetensors files."""
+    with open_all(files) as file_of:
+        return _digest({name: file.described(name) for name, file in file_of.items()})
+
+
+def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """The same of weights in memory, by the names and in the shapes that their files have."""
+    described = {}
+    for name, tensor in tensors:
+        flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())
+        ends = [
+            end.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            for end in (flat[:count], flat[-count:])
+        ]
+        described[name] = NAMES.get(tensor.dtype, str(tensor.dtype)), list(tensor.shape), ends
+    return _digest(described)
+
+
+def _digest(described: Mapping[str, tuple[str, list[int], list[bytes]]]) -> str:
+    digest = hashlib.sha256()
+    for name, (dtype, shape, ends) in sorted(described.items()):
+        content = f"{dtype} {shape} ".encode() + b"".join(ends)
+        digest.update(name.encode() + b" " + hashlib.sha256(content).digest())
+    return digest.hexdigest()

@@ -52,8 +52,6 @@ def check(model: PreTrainedModel, count: int, method: Method, tp: int = 1) -> No
         model: the whole one, with or without values
         tp: ranks that its heads are sharded over before, which divides them
     """
-    if count == 1:
-        return
     reason = next(_reasons(model), None)
     if reason is not None:
         rule = "context parallelism is exact where tokens meet in registered causal attention only"
@@ -61,7 +59,8 @@ def check(model: PreTrainedModel, count: int, method: Method, tp: int = 1) -> No
     base_of(model)
     if asks_for_balance(model):
         _refuse_balance_loss(model)
-    _try(model)
+    rule = "with cp each rank has a part of the sequence, and this op works along all of it"
+    _refuse_mixed_positions(model, "cp", rule, "Set cp to 1, or take out what does it", PenstockError)
     if method == "ulysses":
         config = model.config.get_text_config()
         heads = config.num_attention_heads
@@ -139,25 +138,23 @@ def _refuse_balance_loss(model: PreTrainedModel) -> None:
         check_load_balancing(function, experts, top_k)
 
 
-def _try(model: PreTrainedModel) -> None:
-    """Raise what the first forward would, and ModelError where more than attention mixes positions."""
+def _refuse_mixed_positions(
+    model: PreTrainedModel, option: str, rule: str, remedy: str, *passed: type[Exception]
+) -> None:
+    """Raise ModelError where more than attention mixes positions, or where an edit hides whether it does.
+
+    passed: what the first forward would raise too, and that is raised as it is
+    """
     try:
         _follow_positions(model)
-    except PenstockError:
+    except passed:
         raise
     except MixedPositionsError as mixed:
-        raise ModelError(
-            str(mixed),
-            "with cp each rank has a part of the sequence, and this op works along all of it",
-            "Set cp to 1, or take out what does it (a hook or a module of your own)",
-        ) from None
+        raise ModelError(f"{mixed}, with {option}", rule, remedy) from None
     except Exception as error:  # for want of values
         if edit := next(_edits(model), None):
-            raise ModelError(
-                f"{edit}, with cp",
-                f"a forward without values, which would show whether it mixes positions, ends in {error!r}",
-                "Set cp to 1, or take it out",
-            ) from error
+            rule = f"a forward without values, which would show whether it mixes positions, ends in {error!r}"
+            raise ModelError(f"{edit}, with {option}", rule, remedy) from error
         _log.debug("a forward of %s without values ended in %r", type(model).__name__, error)
 
 
@@ -166,18 +163,10 @@ def check_padded(model: PreTrainedModel) -> None:
 
     What transformers' own models do with padding is known: models.huggingface.stages.refuse_padding.
     """
-    edit = next(_edits(model), None)
-    if edit is None:
-        return
-    remedy = "Take shapes='inferred', which pads nothing, or take it out"
-    try:
-        _follow_positions(model)
-    except MixedPositionsError as mixed:
+    if next(_edits(model), None) is not None:
         rule = "this op works along the sequence, and would take padding for tokens"
-        raise ModelError(f"{mixed}, with shapes='padded'", rule, remedy) from None
-    except Exception as error:
-        rule = f"a forward without values, which would show whether padding reaches tokens, ends in {error!r}"
-        raise ModelError(f"{edit}, with shapes='padded'", rule, remedy) from error
+        remedy = "Take shapes='inferred', which pads nothing, or take it out"
+        _refuse_mixed_positions(model, "shapes='padded'", rule, remedy)
 
 
 def _follow_positions(model: PreTrainedModel) -> None:
@@ -213,10 +202,10 @@ def _follow_positions(model: PreTrainedModel) -> None:
 def _edits(model: nn.Module) -> Iterator[str]:
     """What somebody has put into a model of transformers, by name."""
     for name, module in model.named_modules():
-        held = vars(module)
-        if held["_forward_hooks"] or held["_forward_pre_hooks"]:
+        attributes = vars(module)
+        if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             yield f"a hook of {name or type(model).__name__}"
-        elif "forward" in held:
+        elif "forward" in attributes:
             yield f"the replaced forward of {name or type(model).__name__}"
         elif type(module).__module__.partition(".")[0] not in ("torch", "transformers"):
             yield f"{name or 'the model'}, a {type(module).__name__}"

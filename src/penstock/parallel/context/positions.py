@@ -85,11 +85,11 @@ def _works_along(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         return bool(left.shape[-1] == LENGTH or right.shape[-2] == LENGTH)
     if name.startswith(("conv", "_conv", "unfold", "im2col")):
         return LENGTH in first.shape
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     if name == "native_layer_norm":
-        return LENGTH in given["normalized_shape"]
+        return LENGTH in arguments["normalized_shape"]
     for key in ("dim", "dims", "dimension"):
-        dims = given.get(key)
+        dims = arguments.get(key)
         for dim in (dims,) if isinstance(dims, int) else dims or ():
             if isinstance(dim, int) and first.dim() and first.shape[dim] == LENGTH:
                 return True

@@ -262,12 +262,12 @@ class Hop:
 def _rounds(group: ProcessGroup, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(rank, its keys, its values) of each block in turn, local first, as (rows, key_heads, 1, part, dim)."""
     count, index = group.size(), group.rank()
-    held = _pack(key, value)
+    block = _pack(key, value)
     for step in range(count):
-        going = Hop(group, held, _BLOCKS) if step < count - 1 else None
-        keys, values = _unpack(held, key, value)
+        going = Hop(group, block, _BLOCKS) if step < count - 1 else None
+        keys, values = _unpack(block, key, value)
         yield (index - step) % count, _wide(keys), _wide(values)
-        held = held if going is None else going.wait()
+        block = block if going is None else going.wait()
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:

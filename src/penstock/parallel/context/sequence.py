@@ -83,7 +83,7 @@ def pieces(index: int, count: int) -> tuple[int, int]:
 def local_part(tensor: Tensor, dim: int, index: int, count: int) -> Tensor:
     """Rank `index`'s part of a tensor whose dimension `dim` is the full, padded sequence."""
     split = tensor.tensor_split(2 * count, dim=dim)
-    return torch.cat([split[number] for number in pieces(index, count)], dim=dim)
+    return torch.cat([split[piece] for piece in pieces(index, count)], dim=dim)
 
 
 def concatenate(parts: list[Tensor], dim: int) -> Tensor:

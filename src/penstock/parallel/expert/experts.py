@@ -108,22 +108,16 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> list[str]:
     it covers all tokens of the group. Any other gradient is this rank's share, to be summed over the group.
 
     Args:
-        module: a model, or a stage of one, with the same values on every rank; it may hold no mixture
+        module: a model that `check` takes, or a stage of one, with the same values on every rank; it may
+            hold no mixture
         mesh: of one axis; rank r keeps experts r * n .. (r + 1) * n - 1 of each mixture
 
     Returns the names of the modules of experts.
-    Raises ConfigError for experts that cannot be distributed evenly, ModelError for a mixture of another
-    form; both before anything is changed.
+    Raises ModelError for a mixture of another form, before anything is changed.
     """
-    if mesh.ndim != 1:
-        rule = "experts are distributed along one axis"
-        raise ConfigError(
-            f"a mesh with the axes {mesh.mesh_dim_names}", rule, "Give that axis alone, e.g. mesh['ep']"
-        )
     expert_modules = mixtures(module)
     tried: set[type[nn.Module]] = set()
     for name, experts in expert_modules.items():
-        _check(name, experts, mesh.size())
         if type(experts) not in tried:  # one of a kind is enough
             _check_by_trial(name, experts, mesh)
         tried.add(type(experts))
@@ -194,12 +188,6 @@ def _check(name: str, experts: nn.Module, ranks: int) -> None:
             f"{name}, a {type(experts).__name__} of {count} experts with the parameters {shown or 'none'}",
             f"experts of this form have exactly {', '.join(wanted)}, with an entry for each expert",
             _REMEDY,
-        )
-    if any(isinstance(weight, DTensor) for weight in weights.values()):
-        raise ModelError(
-            f"{name}, whose parameters are DTensors",
-            "experts are distributed before anything else is sharded, and once",
-            "Call expert_parallel before fully_shard and tensor parallelism",
         )
     if count % ranks:
         sizes = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)

@@ -66,7 +66,7 @@ class ModelRouting:
         seen = _choices(shadow.eval(), list(self._experts), marks)
         top_ks = {choice.top_k for choice in seen.values()}
         self._top_k = top_ks.pop() if len(top_ks) == 1 and len(seen) == len(kinds) else None
-        of_kind = {kinds[name]: choice.number for name, choice in seen.items()}
+        of_kind = {kinds[name]: choice.position for name, choice in seen.items()}
         if unseen := [name for name, kind in kinds.items() if kind not in of_kind]:
             raise not_top_k(f"{unseen[0]}, which a forward without values does not reach")
         self._numbers = {name: of_kind[kind] for name, kind in kinds.items()}
@@ -99,11 +99,11 @@ class ModelRouting:
         below = ordered[..., -1] < torch.tensor(counts, device=choices.device)
         fine = (different & below) | (ordered == -1).all(-1)
         if not bool(fine.all()):
-            row, token, place = (~fine).nonzero()[0].tolist()
-            wrong = choices[row, token, place].tolist()
+            row, token, mixture = (~fine).nonzero()[0].tolist()
+            wrong = choices[row, token, mixture].tolist()
             raise BatchError(
-                f"{ROUTED} {wrong} in row {row}, token {token}, mixture {place}",
-                f"a token chooses different ones of its {counts[place]} experts, counted from 0",
+                f"{ROUTED} {wrong} in row {row}, token {token}, mixture {mixture}",
+                f"a token chooses different ones of its {counts[mixture]} experts, counted from 0",
                 "Give what that model's routers chose, or -1 in all places to leave it to the router",
             )
 
@@ -118,9 +118,9 @@ class ModelRouting:
 
 
 class _Choice(NamedTuple):
-    """How a router chooses: by top-k `number` of its block's forward, `top_k` experts for each token."""
+    """How a router chooses: by top-k `position` of its block's forward, `top_k` experts for each token."""
 
-    number: int
+    position: int
     top_k: int
 
 
@@ -269,7 +269,7 @@ class StageRouting(StagePart):
         if ROUTED not in microbatch:
             return None
         choices = microbatch[ROUTED].long()
-        return {name: choices[:, :, place].flatten(0, 1) for name, place in self._places.items()}
+        return {name: choices[:, :, index].flatten(0, 1) for name, index in self._places.items()}
 
     def _task(self, name: str, trains: bool) -> Task | None:
         """The task of mixture `name` in a forward that begins now in this thread; None for none."""

@@ -104,9 +104,9 @@ class TopKs(TorchFunctionMode):
         made_of = self._marks.marks(chosen)
         form = chosen.shape[-1:], chosen.numel()
         same = [
-            number
-            for number, indices in enumerate(self.indices)
-            if number in made_of and (indices.shape[-1:], indices.numel()) == form
+            index
+            for index, indices in enumerate(self.indices)
+            if index in made_of and (indices.shape[-1:], indices.numel()) == form
         ]
         if not same:
             raise not_top_k(self._name)

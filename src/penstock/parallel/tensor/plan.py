@@ -1,4 +1,4 @@
-"""Reads a model's own plan for tensor parallelism, and refuses what of it would not be exact.
+"""Reads a model's own plan for tensor parallelism, and refuses the parts of it that would not be exact.
 
 transformers gives many models a plan: a style for each kind of module, such as "colwise" for a projection
 whose outputs are sharded. A stage lacks the modules of other stages; their entries are skipped.
@@ -171,11 +171,6 @@ def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None
     Raises ModelError for a model without a plan or with an unknown style, ConfigError for a `tp` that does
     not divide heads or widths.
     """
-    if tp < 1:
-        raise ConfigError(f"tp={tp}", "it is a number of ranks", "Take 1 or more")
-    plan_of(model)
-    if tp == 1:
-        return
     for name, module in model.named_modules():
         if "forward" in vars(module):
             raise ModelError(

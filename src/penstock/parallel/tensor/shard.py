@@ -26,8 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from penstock.errors import ConfigError, ModelError
-from penstock.parallel.tensor.plan import TPPlan, assigned, check, is_token_wise, layers_of, rotary_width
+from penstock.parallel.tensor.plan import TPPlan, assigned, is_token_wise, layers_of, rotary_width
 from penstock.parallel.tensor.styles import (
     COLUMNS,
     COLUMNS_GATHERED,
@@ -60,24 +59,14 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: b
     without communication, until `complete_gradients`, or FSDP2's reduction, sums them.
 
     Args:
-        module: a Hugging Face model, or a stage of one, with the same values on every rank of the mesh.
-            Weights that are DTensors on another mesh already (experts) stay as they are
+        module: a Hugging Face model that `check` takes (plan.py), or a stage of one, with the same values on
+            every rank of the mesh. Weights that are DTensors on another mesh already (experts) stay so
         mesh: the `tp` axis alone
         sequence_parallel: shard activations between the parts of layers along the sequence. The input of the
             first layer and the output of the last one stay whole
 
-    Raises what `check` raises; the forward raises BatchError for a length that sequence_parallel cannot shard
-    evenly.
+    The forward raises BatchError for a length that sequence_parallel cannot shard evenly.
     """
-    if mesh.ndim != 1:
-        rule = "the ranks that shard weights lie along one axis"
-        raise ConfigError(f"a mesh with the axes {mesh.mesh_dim_names}", rule, "Give mesh['tp']")
-    if any(isinstance(p, DTensor) and p.device_mesh == mesh for p in module.parameters()):
-        rule = "tensor parallelism comes before all else that shards weights"
-        raise ModelError("a module of DTensors", rule, "Call tensor_parallel once, before fully_shard")
-    check(module, mesh.size(), sequence_parallel=sequence_parallel)
-    if mesh.size() == 1:
-        return
     plan = assigned(module, mesh.size())
     wrappers = _Wrappers(module, mesh, plan)
     if sequence_parallel:

@@ -250,9 +250,9 @@ def _with_first(change: Callable[[Tensor], Tensor], result: Any) -> Any:
 
 @contextmanager
 def _replaced(values: dict[str, Any], name: str, value: object) -> Iterator[None]:
-    held = values.get(name)
+    before = values.get(name)
     values[name] = value
     try:
         yield
     finally:
-        values[name] = held
+        values[name] = before

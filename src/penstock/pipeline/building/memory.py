@@ -153,9 +153,9 @@ class Account:
                 if local.whole and is_cast(parameter, owners[id(parameter)]):
                     computed = autocast
                 elif any(is_cast(parameter, [owner]) for owner in owners[id(parameter)]):
-                    casts += (local.whole or local.held) * autocast.itemsize
-            own = local.held * parameter.itemsize
-            states = math.ceil(kept(name, parameter, local.held)) if parameter.requires_grad else 0
+                    casts += (local.whole or local.own) * autocast.itemsize
+            own = local.own * parameter.itemsize
+            states = math.ceil(kept(name, parameter, local.own)) if parameter.requires_grad else 0
             weights += own
             gathered[self._layer(name)] += local.padded * computed.itemsize
             if parameter.requires_grad:

@@ -1,25 +1,16 @@
 """The footprints of forwards: the bytes that each leaves in memory, by stage and shape.
 
-A forward is measured where nothing tells its footprint yet, which on CPUs takes twice as long as the forward.
-Where rows have many lengths, a few of them tell the others:
-
-    bytes = a + b length + c length ** 2        on CPUs, where modules do the same for all lengths
-
-So the four measured lengths about a new one tell its footprint, if they agree on a, b and c. A module that
-pads to a multiple of n does the same for all multiples of n: they tell the footprints of others.
+A forward is measured where its shape is new to its stage, which on CPUs takes twice as long as the forward.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect
-from collections.abc import Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.batch.shapes import MicrobatchKey, without_length
+from penstock.batch.shapes import MicrobatchKey
 from penstock.private import storage_use_count
 
 _REMEMBERED = 4096  # shapes of each stage
@@ -54,87 +45,20 @@ class ForwardKey(NamedTuple):
 
 
 class Footprints:
-    """The footprints of one stage's forwards, as far as they are known."""
+    """The footprints that were measured of one stage's forwards; of too many, the oldest are forgotten."""
 
     def __init__(self) -> None:
         self._known: dict[ForwardKey, KnownFootprint] = {}
-        # the measured ones by length, for each key without its length
-        self._measured: dict[ForwardKey, dict[int, Footprint]] = {}
 
     def find(self, key: ForwardKey) -> KnownFootprint | None:
-        """As measured, or as the lengths measured about this one tell; None: measure it."""
-        known = self._known.get(key)
-        if known is None and (split := _without_length(key)) is not None:
-            rest, length = split
-            if (estimate := between(self._measured.get(rest, {}), length)) is not None:
-                known = KnownFootprint(estimate, provisional=False)
-                self._keep(key, known)
-        return known
+        """None: measure it."""
+        return self._known.get(key)
 
     def add(self, key: ForwardKey, measured: Footprint, provisional: bool) -> None:
         """Keep what was measured, in place of what was kept before."""
-        self._keep(key, KnownFootprint(measured, provisional))
-        if not provisional and (split := _without_length(key)) is not None:
-            rest, length = split
-            self._measured.setdefault(rest, {})[length] = measured
-
-    def _keep(self, key: ForwardKey, known: KnownFootprint) -> None:
-        self._known[key] = known
+        self._known[key] = KnownFootprint(measured, provisional)
         if len(self._known) > _REMEMBERED:
-            self._forget(next(iter(self._known)))
-
-    def _forget(self, key: ForwardKey) -> None:
-        del self._known[key]
-        if (split := _without_length(key)) is not None:
-            rest, length = split
-            lengths = self._measured.get(rest, {})
-            lengths.pop(length, None)
-            if not lengths:
-                self._measured.pop(rest, None)
-
-
-def between(measured: Mapping[int, Footprint], length: int) -> Footprint | None:
-    """The footprint at `length`, from four lengths about it; None where they are missing or do not agree.
-
-    None, too, where they agree and all are multiples of a number, or all lie so far above multiples, and
-    `length` does not.
-    """
-    lengths = sorted(measured)
-    first = max(0, min(bisect(lengths, length) - 2, len(lengths) - 4))
-    near = lengths[first : first + 4]
-    if len(near) < 4 or not near[0] < length < near[-1]:
-        return None
-    if (length - near[0]) % math.gcd(*(other - near[0] for other in near)):
-        return None
-    footprints = [measured[each] for each in near]
-    activation = _on_quadratic(near, [each.activation for each in footprints], length)
-    output = _on_quadratic(near, [each.output for each in footprints], length)
-    if activation is None or output is None:
-        return None
-    return Footprint(activation, output)
-
-
-def _on_quadratic(lengths: Sequence[int], values: Sequence[int], length: int) -> int | None:
-    """The value at `length` of the quadratic through all four points; None where there is none."""
-
-    def at(place: int) -> Fraction:
-        """By Lagrange, through the first three."""
-        total = Fraction(0)
-        for own, value in zip(lengths[:3], values[:3], strict=True):
-            factors = [Fraction(place - other, own - other) for other in lengths[:3] if other != own]
-            total += value * math.prod(factors)
-        return total
-
-    value = at(length)
-    return int(value) if at(lengths[3]) == values[3] and value.denominator == 1 else None
-
-
-def _without_length(key: ForwardKey) -> tuple[ForwardKey, int] | None:
-    """The key without the length of its rows, and that length; None for inputs that have none."""
-    if (split := without_length(key.microbatch)) is None:
-        return None
-    rest, length = split
-    return key._replace(microbatch=rest), length
+            del self._known[next(iter(self._known))]
 
 
 def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:

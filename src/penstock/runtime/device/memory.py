@@ -105,41 +105,41 @@ class Ledger:
 
     def forward(self, op: Op, footprint: Footprint, result: int) -> None:
         """Count a forward. result: bytes for another stage"""
-        place = op.stage, op.microbatch
-        self._forwards[place] = footprint, result
-        self._live[place] = footprint.activation
+        key = op.stage, op.microbatch
+        self._forwards[key] = footprint, result
+        self._live[key] = footprint.activation
         self._activations += footprint.activation
 
     def has_run(self, stage: int) -> bool:
         """Whether the stage has run a forward in this step."""
-        return any(place[0] == stage for place in self._forwards)
+        return any(key[0] == stage for key in self._forwards)
 
     def correct(self, wrong: Footprint, right: Footprint) -> None:
         """Count the forwards of this step that were counted as `wrong` as `right`."""
-        for place, (footprint, result) in self._forwards.items():
+        for key, (footprint, result) in self._forwards.items():
             if footprint is wrong:
-                self._forwards[place] = right, result
-                if place in self._live:
-                    self._live[place] += right.activation - wrong.activation
+                self._forwards[key] = right, result
+                if key in self._live:
+                    self._live[key] += right.activation - wrong.activation
                     self._activations += right.activation - wrong.activation
 
-    def release(self, place: StageMicrobatch, nbytes: int) -> None:
+    def release(self, key: StageMicrobatch, nbytes: int) -> None:
         """A part of the activation waits in host memory."""
-        self._offloaded[place] = nbytes
-        self._live[place] -= nbytes
+        self._offloaded[key] = nbytes
+        self._live[key] -= nbytes
         self._activations -= nbytes
 
-    def reload(self, place: StageMicrobatch, nbytes: int) -> None:
+    def reload(self, key: StageMicrobatch, nbytes: int) -> None:
         """It is on its way back."""
-        self._live[place] += nbytes
+        self._live[key] += nbytes
         self._activations += nbytes
 
     def backward(self, op: Op, deferred: int) -> None:
         """Count a backward. deferred: bytes still held for W"""
-        place = op.stage, op.microbatch
-        self._activations -= self._live.pop(place)
+        key = op.stage, op.microbatch
+        self._activations -= self._live.pop(key)
         if deferred:
-            self._for_weight[place] = deferred
+            self._for_weight[key] = deferred
             self._deferred += deferred
             self.peak_deferred = max(self.peak_deferred, self._deferred)
 
@@ -150,14 +150,14 @@ class Ledger:
     def sizes(self) -> dict[StageMicrobatch, MicrobatchBytes]:
         """The bytes that each microbatch held on each stage."""
         return {
-            place: MicrobatchBytes(
+            key: MicrobatchBytes(
                 footprint.activation,
                 footprint.output,
                 result,
-                self._for_weight.get(place, 0),
-                self._offloaded.get(place, 0),
+                self._for_weight.get(key, 0),
+                self._offloaded.get(key, 0),
             )
-            for place, (footprint, result) in self._forwards.items()
+            for key, (footprint, result) in self._forwards.items()
         }
 
 

@@ -1,6 +1,6 @@
 """Activations of one stage that wait in host memory between forward and backward.
 
-    forward   saved tensors -> one _Place for each storage; autograd holds a _Saved for each tensor
+    forward   saved tensors -> one _SavedStorage for each storage; autograd holds a _Saved for each tensor
     offload   storages that only autograd holds -> host memory, on a stream of their own
     release   the compute stream has waited for the copies: the storages are freed
     reload    new storages, into which copies begin
@@ -76,11 +76,11 @@ class Offload(StagePart):
                 kept = tensor.detach()
                 return _Kept(kept, kept._version)
             cdata = tensor.untyped_storage()._cdata
-            place = storages.get(cdata)
-            if place is None:
-                place = storages[cdata] = _Place(tensor)
+            storage = storages.get(cdata)
+            if storage is None:
+                storage = storages[cdata] = _SavedStorage(tensor)
             form = _Form(tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
-            return _Saved(place, form, _version_counter(tensor), tensor._version)
+            return _Saved(storage, form, _version_counter(tensor), tensor._version)
 
         return saved_tensors_hooks(pack, _unpack)
 
@@ -97,44 +97,44 @@ class Offload(StagePart):
 
     # ---- between forward and backward
 
-    def leaving(self, number: int, staying: Collection[int]) -> list[_Place]:
+    def leaving(self, index: int, staying: Collection[int]) -> list[_SavedStorage]:
         """The storages that autograd saved and nothing else holds. staying: those that others hold"""
-        return [place for cdata, place in self._saved[number].items() if cdata not in staying]
+        return [storage for cdata, storage in self._saved[index].items() if cdata not in staying]
 
-    def offload(self, number: int, staying: Collection[int]) -> None:
+    def offload(self, index: int, staying: Collection[int]) -> None:
         """Begin to copy what a forward has saved, all but `staying`, to host memory."""
-        places = self.leaving(number, staying)
-        del self._saved[number]
+        storages = self.leaving(index, staying)
+        del self._saved[index]
         pinned = self._device.type == "cuda"
-        for place in places:
-            place.device = _bytes(place.here)
-            place.host = torch.empty(place.nbytes, dtype=torch.uint8, pin_memory=pinned)
-        copied = self._link.down([place.here for place in places], [place.host for place in places])
-        self._away[number] = _Away(places, copied)
+        for storage in storages:
+            storage.device = _bytes(storage.here)
+            storage.host = torch.empty(storage.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        copied = self._link.down([s.here for s in storages], [s.host for s in storages])
+        self._away[index] = _Away(storages, copied)
 
-    def release(self, number: int) -> int:
+    def release(self, index: int) -> int:
         """Free the device's memory. Returns how many bytes of it."""
-        places, copied = self._away[number]
+        storages, copied = self._away[index]
         self._link.wait(copied)
-        for place in places:
-            place.device = None
-        return sum(place.nbytes for place in places)
+        for storage in storages:
+            storage.device = None
+        return sum(storage.nbytes for storage in storages)
 
-    def reload(self, number: int) -> int:
+    def reload(self, index: int) -> int:
         """Begin to copy back. Returns how many bytes of the device it takes."""
-        places, _ = self._away[number]
-        for place in places:
-            place.device = torch.empty(place.nbytes, dtype=torch.uint8, device=self._device)
-        copied = self._link.up([place.host for place in places], [place.here for place in places])
-        self._away[number] = _Away(places, copied)
-        return sum(place.nbytes for place in places)
+        storages, _ = self._away[index]
+        for storage in storages:
+            storage.device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
+        copied = self._link.up([s.host for s in storages], [s.here for s in storages])
+        self._away[index] = _Away(storages, copied)
+        return sum(storage.nbytes for storage in storages)
 
-    def restore(self, number: int) -> None:
+    def restore(self, index: int) -> None:
         """Wait until all is back."""
-        places, copied = self._away.pop(number)
+        storages, copied = self._away.pop(index)
         self._link.wait(copied)
-        for place in places:
-            place.host = _NOTHING
+        for storage in storages:
+            storage.host = _NOTHING
 
     def reset(self) -> None:
         """Forget a failed step. Copies that are under way end first."""
@@ -148,7 +148,7 @@ class Offload(StagePart):
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class _Place:
+class _SavedStorage:
     """Where the bytes of one storage are: on the device, in `host` memory, or in both while they are copied.
 
     A tensor holds them, and no storage: users of a storage are counted (`is_held_elsewhere`), and Python has
@@ -168,13 +168,13 @@ class _Place:
         return self.device
 
 
-_Storages = WeakValueDictionary[int, _Place]
+_Storages = WeakValueDictionary[int, _SavedStorage]
 
 
 class _Away(NamedTuple):
     """What is in host memory, and the last copies of it."""
 
-    places: list[_Place]
+    storages: list[_SavedStorage]
     copied: object
 
 
@@ -204,13 +204,13 @@ class _Saved(NamedTuple):
     counter: has its version counter, and none of its memory
     """
 
-    place: _Place
+    storage: _SavedStorage
     form: _Form
     counter: Tensor
     version: int
 
     def unpack(self) -> Tensor:
-        (dtype, *within), here = self.form, self.place.here
+        (dtype, *within), here = self.form, self.storage.here
         _check(self.counter, self.version, self.form.size)
         tensor: Tensor = torch.empty(0, dtype=dtype, device=here.device).set_(here.untyped_storage(), *within)
         return tensor

@@ -1,4 +1,4 @@
-"""Time limits: of calls that may never return, and what torch's errors say of another rank.
+"""Time limits for calls that may never return, and what torch's errors say about another rank.
 
 torch's client of the key-value store waits for answers without a limit. Where the store's machine cannot be
 reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import TypeVar
 
 from torch.distributed import DistError
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 ANSWERS = 3.0  # seconds in which a store answers
 
-# gloo, the store, shared memory; NCCL has two forms
+# the words of gloo, the store and shared memory; NCCL has two forms
 _LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
 # only the words tell gloo's errors from others
 _OF_GLOO = re.compile(
@@ -41,6 +42,28 @@ def in_a_thread(run: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=run, name="penstock-call", daemon=True)
     thread.start()
     return thread
+
+
+class CallThread:
+    """A thread that makes one call after the other. None of them may raise."""
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[], None]) -> None:
+        """Make this call after those before it."""
+        self._calls.put(call)
+
+    def close(self, seconds: float) -> None:
+        """End after the calls so far. Waits for that up to `seconds`."""
+        self._calls.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
 
 
 def begun(

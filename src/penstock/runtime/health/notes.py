@@ -1,7 +1,7 @@
 """Failure notes: what each process does, in torch's key-value store, for those that outlive it.
 
-    note/<process>    every period: a number that grows, host, what the process does, the wait that has lasted
-    failed, silent    the first process that failed, and the first one that was found silent
+    note/<process>    every period: the time, the host, what the process does, the wait that has lasted
+    failed, silent    the first process that failed, and the first one that was silent for too long
 
 Notes are judged by whether they move while the reader looks on: clocks of other machines may be wrong. Nobody
 waits for the store for long: torch's client has no time limit of its own. Where the store's machine cannot be
@@ -16,17 +16,15 @@ import functools
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.runtime.health.limits import ANSWERS, within
+from penstock.runtime.health.limits import ANSWERS, CallThread, within
 
 FailureKind = Literal["failed", "silent"]  # "silent": longer than another rank's timeout
 T = TypeVar("T")
@@ -43,11 +41,7 @@ class LimitedStore:
         # torch's own calls hold the connection for as long as they wait, as in making a group
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.gone = False
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=_serve, args=(self._calls,), name="penstock-store", daemon=True
-        )
-        self._thread.start()
+        self._thread = CallThread("penstock-store")
 
     def set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(key, text))
@@ -74,21 +68,14 @@ class LimitedStore:
         if self.gone:
             return None
         try:
-            return within(self.limit, "the store does not answer", call, self._calls.put)
+            return within(self.limit, "the store does not answer", call, self._thread.put)
         except RuntimeError:
             self.gone = True
             return None
 
     def close(self) -> None:
         stuck, self.gone = self.gone, True
-        self._calls.put(None)
-        if not stuck:
-            self._thread.join(self.limit)
-
-
-def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
+        self._thread.close(0 if stuck else self.limit)
 
 
 class ProcessId(NamedTuple):

@@ -134,6 +134,7 @@ class Watch:
         except RuntimeError as cause:
             if not ends(cause):
                 raise
+            before = self._waiting  # the notes go on to name the wait that failed
             raise self.error(cause) from cause
         finally:
             self._waiting = before

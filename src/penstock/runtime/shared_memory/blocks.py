@@ -1,35 +1,25 @@
 """Blocks: where one rank's messages lie in its segment. The sender takes one, the receiver frees it.
 
-    sender      take -> copy a message into it -> (the entry of messages.py says where it lies)
-    receiver    open -> tensors in it, without a copy -> free, once the receiver alone holds its storage
-
-Autograd keeps a received tensor as long as a backward needs it, and nothing else knows when that ends: so
-the receiver looks at who still holds the storage, as `penstock.runtime.transport.buffers` does.
+sender      take -> copy a message into it -> (the entry of messages.py says where it lies)
+receiver    tensors in it, without a copy -> free, once nothing else holds their storages
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from torch import Tensor, UntypedStorage
-
-from penstock.batch.payload import TensorSpec
-from penstock.private import storage_use_count
 from penstock.runtime.shared_memory.segment import BLOCKS, STATES, Segment
 
 PAGE = 4096
-ALIGNED = 64  # bytes
-_FREE, _HELD = 0, 1
+_FREE, _TAKEN = 0, 1
 
 
 @dataclass(slots=True, eq=False)
 class Block:
     """Its addresses, of which the first `touched` bytes have memory. used: since the last `trim`"""
 
-    number: int
+    index: int
     at: int
     capacity: int
     touched: int = 0
@@ -56,7 +46,7 @@ class Blocks:
             self.nbytes += nbytes - block.touched
             block.touched = nbytes
         block.used = True
-        self._segment.words[STATES // 8 + block.number] = _HELD
+        self._segment.words[STATES // 8 + block.index] = _TAKEN
         return block
 
     def trim(self) -> None:
@@ -113,59 +103,15 @@ class Blocks:
         block.touched = 0
 
     def _is_free(self, block: Block) -> bool:
-        return self._segment.words[STATES // 8 + block.number] == _FREE
+        return self._segment.words[STATES // 8 + block.index] == _FREE
+
+
+def free_block(segment: Segment, index: int) -> None:
+    """Let the sender use a block of its segment again."""
+    segment.words[STATES // 8 + index] = _FREE
 
 
 def rounded(nbytes: int) -> int:
     """The capacity of a block for that many bytes: whole pages, an eighth more at most, to be used again."""
     step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
     return max(-(-nbytes // step), 1) * step
-
-
-class RingEntry(NamedTuple):
-    """Where a message lies: its block, its bytes, and those of the specs in front, if they come with it."""
-
-    number: int
-    at: int
-    nbytes: int
-    header: int
-    microbatch: int
-
-
-class Received:
-    """The messages in another rank's segment whose blocks this rank has not freed."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-        self._held: list[tuple[RingEntry, list[UntypedStorage]]] = []
-
-    def tensors(self, entry: RingEntry, specs: Iterable[TensorSpec]) -> list[Tensor]:
-        """The tensors of a message, which lie one behind the other, each in a storage of its own."""
-        tensors, begin = [], aligned(entry.header)
-        for spec in specs:
-            tensors.append(self._segment.separate(entry.at + begin, spec.shape, spec.dtype))
-            begin += aligned(spec.nbytes)
-        assert begin == entry.nbytes, f"a message of {entry.nbytes} bytes where {begin} were expected"
-        self._held.append((entry, [tensor.untyped_storage() for tensor in tensors]))
-        return tensors
-
-    def take_unused(self) -> list[RingEntry]:
-        """The messages that nothing holds any more; to be given to `free`."""
-        unused, held = [], []
-        for entry, storages in self._held:
-            in_use = any(storage_use_count(storage._cdata) > 1 for storage in storages)
-            if in_use:
-                held.append((entry, storages))
-            else:
-                unused.append(entry)
-        self._held = held
-        return unused
-
-    def free(self, entries: Iterable[RingEntry]) -> None:
-        """Let the sender use their blocks again."""
-        for entry in entries:
-            self._segment.words[STATES // 8 + entry.number] = _FREE
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED) * ALIGNED

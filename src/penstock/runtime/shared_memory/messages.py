@@ -6,28 +6,45 @@
 An entry of a channel says where its message lies. The entries are used anew in every step, as a step begins
 when all messages of the one before have arrived. Nothing is posted ahead, and a message that is sent is free
 at once.
+
+Autograd keeps a received tensor as long as a backward needs it, and nothing else knows when that ends: so
+the receiver looks at who still holds the storage, as `penstock.runtime.transport.buffers` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, UntypedStorage
 
 from penstock.batch.payload import EdgeSpecs, Payload, pack_specs, unpack_specs
 from penstock.errors import RunError
+from penstock.private import storage_use_count
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.plan import Action, Exchange, Free
-from penstock.runtime.shared_memory.blocks import Blocks, Received, RingEntry, aligned
+from penstock.runtime.shared_memory.blocks import Blocks, free_block
 from penstock.runtime.shared_memory.segment import CHANNELS, RINGS, Segment
 from penstock.runtime.transport.interface import Messages, on_wire, restored
 from penstock.schedule.order import Channel, Message
 
 ENTRIES = 1 << 16  # of a channel, in one step
 _ENTRY = 8  # words, of which a RingEntry fills five
+_ALIGNED = 64  # bytes
 _SENT, _TAKEN, _FREED = range(3)  # words of a channel: messages that were sent, bytes taken, bytes freed
 _CHANNEL = 8  # words, a cache line
+
+
+class RingEntry(NamedTuple):
+    """Where a message lies: its block, its bytes, and those of the specs in front, if they come with it."""
+
+    block: int
+    at: int
+    nbytes: int
+    header: int
+    microbatch: int
 
 
 class ChannelEnd:
@@ -44,12 +61,12 @@ class ChannelEnd:
 
     def entry(self) -> int:
         """The first word of the next message's entry."""
-        number = self.count - self._first
-        if number >= ENTRIES:
+        index = self.count - self._first
+        if index >= ENTRIES:
             rule = f"a step takes up to {ENTRIES} of them over shared memory"
-            raise RunError(f"{number + 1} microbatches", rule, "Take fewer, or transport='gloo'")
+            raise RunError(f"{index + 1} microbatches", rule, "Take fewer, or transport='gloo'")
         self.count += 1
-        return self._ring + number * _ENTRY
+        return self._ring + index * _ENTRY
 
     def end_step(self) -> None:
         self._first = self.count
@@ -66,7 +83,7 @@ class SharedMessages(Messages):
     """
 
     needless: frozenset[type[Action]] = frozenset({Exchange, Free})
-    medium = "shared memory"
+    carried_by = "shared memory"
 
     def __init__(
         self,
@@ -107,22 +124,12 @@ class SharedMessages(Messages):
     def receive(self, message: Message) -> Payload:
         specs, arrivals = self._expected.pop(message), self._incoming[message.channel]
         arrivals.free()  # the sender may need them
-        number = message.op.microbatch
-        while (payload := arrivals.take(number, specs)) is None:
-            if arrivals.ready:
-                arrivals.read()
-            else:
-                self._wait(arrivals, message)
+        while (payload := arrivals.take(message.op.microbatch, specs)) is None:
+            if not arrivals.ready:
+                with self._watch.waiting(message, self._hosts[message.op.stage]):
+                    arrivals.wait(self._limit, self._spin)
+            arrivals.read()
         return payload
-
-    def _wait(self, arrivals: Arrivals, message: Message) -> None:
-        peer = self._hosts[message.op.stage]
-        self._watch.begin(message, peer)
-        try:
-            arrivals.wait(self._limit, self._spin)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- sending
 
@@ -132,34 +139,34 @@ class SharedMessages(Messages):
         end = self._outgoing[message.channel]
         text = pack_specs(payload.specs) if with_specs else b""
         specs = on_wire(payload.specs, self._wire)
-        nbytes = aligned(len(text)) + sum([aligned(spec.nbytes) for spec in specs])
+        nbytes = _aligned(len(text)) + sum([_aligned(spec.nbytes) for spec in specs])
         block = self._blocks.take(nbytes)
         segment, at = self._segment, block.at
         if text:
             packed = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             segment.tensor(at, packed.shape, torch.uint8).copy_(packed)
-            at += aligned(len(text))
+            at += _aligned(len(text))
         for tensor, spec in zip(payload.tensors, specs, strict=True):
             segment.tensor(at, spec.shape, spec.dtype).copy_(tensor.detach())
-            at += aligned(spec.nbytes)
-        entry = RingEntry(block.number, block.at, nbytes, len(text), message.op.microbatch)
-        place = end.entry()
-        end.words[place : place + len(entry)] = list(entry)
+            at += _aligned(spec.nbytes)
+        entry = RingEntry(block.index, block.at, nbytes, len(text), message.op.microbatch)
+        word = end.entry()
+        end.words[word : word + len(entry)] = list(entry)
         segment.announce(end.word + _SENT, end.count)
 
     # ---- state
 
     @property
     def pending(self) -> int:
-        return len(self._expected) + sum([len(each.early) for each in self._incoming.values()])
+        return len(self._expected) + sum([len(arrivals.early) for arrivals in self._incoming.values()])
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of messages on their way, and of idle blocks. What has arrived counts where it is."""
-        held = 0
+        arrived = 0
         for end in self._outgoing.values():
-            held += end.words[end.word + _TAKEN] - end.words[end.word + _FREED]
-        return self._blocks.nbytes - held
+            arrived += end.words[end.word + _TAKEN] - end.words[end.word + _FREED]
+        return self._blocks.nbytes - arrived
 
     def end_step(self) -> None:
         for end in (*self._outgoing.values(), *self._incoming.values()):
@@ -175,7 +182,8 @@ class Arrivals(ChannelEnd):
 
     def __init__(self, segment: Segment, index: int, wire: torch.dtype | None) -> None:
         super().__init__(segment, index)
-        self._wire, self._received = wire, Received(segment)
+        self._wire = wire
+        self._in_use: list[tuple[RingEntry, list[UntypedStorage]]] = []  # whose blocks are not free
         self._taken = self._freed = 0  # bytes
         self.early: dict[int, RingEntry] = {}  # by microbatch
 
@@ -188,8 +196,8 @@ class Arrivals(ChannelEnd):
         self.segment.wait(self.word + _SENT, self.count + 1, limit, spin)
 
     def read(self) -> None:
-        place = self.entry()
-        entry = RingEntry(*self.words[place : place + len(RingEntry._fields)])
+        word = self.entry()
+        entry = RingEntry(*self.words[word : word + len(RingEntry._fields)])
         self.early[entry.microbatch] = entry
 
     def take(self, microbatch: int, specs: EdgeSpecs | None) -> Payload | None:
@@ -200,20 +208,36 @@ class Arrivals(ChannelEnd):
         if specs is None:
             packed = self.segment.tensor(entry.at, (entry.header,), torch.uint8)
             specs = unpack_specs(bytes(packed.numpy()))
-        tensors = self._received.tensors(entry, on_wire(specs, self._wire))
+        tensors, begin = list[Tensor](), _aligned(entry.header)
+        for spec in on_wire(specs, self._wire):  # one behind the other, each in a storage of its own
+            tensors.append(self.segment.separate(entry.at + begin, spec.shape, spec.dtype))
+            begin += _aligned(spec.nbytes)
+        assert begin == entry.nbytes, f"a message of {entry.nbytes} bytes where {begin} were expected"
+        self._in_use.append((entry, [tensor.untyped_storage() for tensor in tensors]))
         self._taken += entry.nbytes
         self.words[self.word + _TAKEN] = self._taken
         return Payload(restored(tensors, specs), specs)
 
     def free(self) -> None:
         """Free the blocks that nothing holds any more."""
-        unused = self._received.take_unused()
+        unused, in_use = list[RingEntry](), []
+        for entry, storages in self._in_use:
+            if any(storage_use_count(storage._cdata) > 1 for storage in storages):
+                in_use.append((entry, storages))
+            else:
+                unused.append(entry)
         if unused:
-            # first, or the sender could count a block as held that it has emptied
+            self._in_use = in_use
+            # first, or the sender could count a block as taken that it has emptied
             self._freed += sum([entry.nbytes for entry in unused])
             self.words[self.word + _FREED] = self._freed
-            self._received.free(unused)
+            for entry in unused:
+                free_block(self.segment, entry.block)
 
     def end_step(self) -> None:
         super().end_step()
         self.free()
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED

@@ -125,9 +125,9 @@ class Segment:
             if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0:
                 continue
             # an end counts only if the word, looked at after it, is too small
-            for each in (self, *also):
-                if each._has_ended and each.words[word] < least:
-                    raise EndedError(each.rank)
+            for segment in (self, *also):
+                if segment._has_ended and segment.words[word] < least:
+                    raise EndedError(segment.rank)
             if time.monotonic() >= deadline and words[word] < least:
                 raise RuntimeError("timed out waiting in shared memory")
 
@@ -164,7 +164,7 @@ def open_segments(ranks: GroupRanks) -> list[Segment] | None:
     descriptor = _create(token)
     try:
         everyone = ranks.all_gather(torch.tensor([os.getpid(), descriptor, token]))
-        segments = _open([tuple(map(int, each)) for each in everyone])
+        segments = _open([tuple(map(int, process)) for process in everyone])
         complete = torch.tensor([segments is not None])
         if all(map(bool, ranks.all_gather(complete))):
             return segments
@@ -186,10 +186,7 @@ def _create(token: int) -> int:
         descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, BLOCKS + max(_LEAST, 4 * memory))
         os.pwrite(descriptor, token.to_bytes(8, sys.byteorder), 8 * _TOKEN)
-    except (
-        OSError,
-        AttributeError,
-    ):  # a Python that was built for an old system lacks some of these functions
+    except (OSError, AttributeError):  # a Python built for an old system lacks some of these functions
         if descriptor >= 0:
             os.close(descriptor)
         return -1

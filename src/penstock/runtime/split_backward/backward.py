@@ -15,12 +15,11 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.batch.payload import Payload
 from penstock.private import FunctionBase
-from penstock.runtime.split_backward.deferred import Deferred, without_autocast
+from penstock.runtime.split_backward.deferred import Deferred, run_engine, without_autocast
 from penstock.runtime.split_backward.recording import Tape
 
 
@@ -110,12 +109,8 @@ def _pair(live: Live, gradients: Sequence[Tensor]) -> tuple[tuple[GradientEdge, 
 
 def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
     if roots:
-        # Not torch.autograd.backward: it compares shapes in Python first, at a third of the cost of a small
-        # backward, and the engine compares them again.
         with without_autocast():
-            Variable._execution_engine.run_backward(
-                roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
+            run_engine(roots, gradients)
 
 
 def _input_gradients(live: Live) -> tuple[Tensor, ...]:

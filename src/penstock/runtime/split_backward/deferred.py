@@ -138,7 +138,7 @@ def _accumulate(products: list[Product]) -> None:
         if _is_like(total, parameter):
             parameter.grad = total
         else:  # autograd gives it the layout of the parameter
-            _run((get_gradient_edge(parameter),), (total,))
+            run_engine((get_gradient_edge(parameter),), (total,))
     elif not (  # what autograd itself would add to in place
         type(gradient) in PLAIN
         and gradient.layout is torch.strided
@@ -218,10 +218,15 @@ def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
             roots.append(GradientEdge(*piece.edge))
             gradients.append(piece.gradient())
             del piece
-    _run(tuple(roots), tuple(gradients))
+    run_engine(tuple(roots), tuple(gradients))
 
 
-def _run(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
+def run_engine(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Accumulate the gradients of all leaves behind `roots`.
+
+    Not torch.autograd.backward: it compares shapes in Python first, at a third of the cost of a small
+    backward, and the engine compares them again.
+    """
     Variable._execution_engine.run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -118,8 +118,8 @@ def _is_method(kind: type[nn.Module]) -> bool:
 def _linear(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
     if is_dynamo_compiling():  # of a function that calls the module
         return type(self).forward(self, *args, **kwargs)
-    held = self.__dict__
-    parameters = held["_parameters"]
+    attributes = self.__dict__
+    parameters = attributes["_parameters"]
     if (  # it is torch's, with parameters: a hook may change it, or its class, at any time
         type(self) is nn.Linear
         and nn.Linear.forward is _FORWARD
@@ -127,8 +127,8 @@ def _linear(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         and F.linear is _LINEAR
         and "weight" in parameters
         and "bias" in parameters
-        and "weight" not in held
-        and "bias" not in held
+        and "weight" not in attributes
+        and "bias" not in attributes
         and len(args) == 1
         and not kwargs
     ):

@@ -46,10 +46,10 @@ _PLAIN = nullcontext()
 # Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
 # pass through them without a gradient, and W again with one.
 VIEWS = frozenset(
-    f"{name}Backward{number}"
+    f"{name}Backward{version}"
     for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
                  "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View")
-    for number in (0, 1)
+    for version in (0, 1)
 ) | {"_ToTorchTensorBackward"}  # fmt: skip
 
 
@@ -222,10 +222,11 @@ thread = _Thread()
 
 
 class _Recorded:
-    """This thread records on `tape` inside."""
+    """This thread records on `tape` inside. first: it is the forward itself, and no part that runs again"""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._mode = tape, EveryCall(tape) if tape.every_call else None
+    def __init__(self, tape: Tape, *, first: bool) -> None:
+        self._tape, self._first = tape, first
+        self._mode = EveryCall(tape) if tape.every_call else None
 
     def __enter__(self) -> Tape:
         self._before, thread.tape = thread.tape, self._tape
@@ -237,14 +238,8 @@ class _Recorded:
         if self._mode is not None:
             self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
         thread.tape = self._before
-
-
-class _RecordedFirst(_Recorded):
-    """The forward itself, and no part of it that runs again."""
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tape.end_forward()
+        if self._first:
+            self._tape.end_forward()
 
 
 class _Carries(TorchFunctionMode):
@@ -302,7 +297,7 @@ class _RecordingAgain:
 
     def __enter__(self) -> None:
         if current() is None:
-            self._entered.enter_context(_Recorded(self._tape))
+            self._entered.enter_context(_Recorded(self._tape, first=False))
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
@@ -315,12 +310,12 @@ def deferring(weights: WeightCasts | None = None, *, every_call: bool = True) ->
     every_call: False where the modules that make products ask for the tape (modules.py)
     """
     casts = WeightCasts() if weights is None else weights
-    return _RecordedFirst(Tape(casts, defers=True, every_call=every_call))
+    return _Recorded(Tape(casts, defers=True, every_call=every_call), first=True)
 
 
 def casting(weights: WeightCasts, *, every_call: bool = True) -> AbstractContextManager[Tape]:
     """Any other forward of a stage runs under this where autocast is on; `hold` takes the tape."""
-    return _RecordedFirst(Tape(weights, defers=False, every_call=every_call))
+    return _Recorded(Tape(weights, defers=False, every_call=every_call), first=True)
 
 
 def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -338,13 +333,13 @@ class _Product(torch.autograd.Function):
             False  # as the functions of torch do that are named so, without calls of Python
         )
         ctx.to_save = (x, weight if ctx.needs_input_grad[0] else None)
-        held: Tensor | GradientEdge | None = None
+        root: Tensor | GradientEdge | None = None
         if weight.is_leaf:
-            held = weight
+            root = weight
         elif isinstance(weight.grad_fn, FunctionBase):
             # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
-            held = get_gradient_edge(weight)
-        ctx.of_product = form, tape, None if bias is None else bias.shape, held
+            root = get_gradient_edge(weight)
+        ctx.of_product = form, tape, None if bias is None else bias.shape, root
         result = form.product(x, weight, bias)
         # a view made here could not be modified in place later, as torch's own result can
         return result.detach() if result._is_view() else result
@@ -354,11 +349,11 @@ class _Product(torch.autograd.Function):
         if dy is None:
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
-        form, tape, bias_shape, held = ctx.of_product
+        form, tape, bias_shape, root = ctx.of_product
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         dx = form.input_gradient(dy, weight) if of_x else None
         db = dy.sum_to_size(bias_shape) if of_bias else None
-        later = tape.defer(ctx.next_functions[1] if held is None else held, x, dy, form)
+        later = tape.defer(ctx.next_functions[1] if root is None else root, x, dy, form)
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 

@@ -4,10 +4,10 @@
     send --> contiguous, narrowed, staged tensors --> send --> completion frees them
 
 Which messages pair up on a channel depends on nothing else. On NCCL each channel has a process group of its
-own. On gloo each has a tag, in one group for activations and one for gradients: with one group for both,
-steps of small ops took half as long again, and each further group keeps a thread that wakes a hundred times
-a second while the rank computes. Where messages go in batches, all channels share one group. Here a wait is
-one of the host; in stream_channels.py it is one of the GPU's stream.
+own, or all share one where messages go in batches. On gloo each has a tag, in one group for activations and
+one for gradients: with one group for both, steps of small ops took half as long again, and each further group
+keeps a thread that wakes a hundred times a second while the rank computes. Here a wait is one of the host; in
+stream_channels.py it is one of the GPU's stream.
 """
 
 from __future__ import annotations
@@ -23,28 +23,20 @@ from penstock.batch.payload import EdgeSpecs, Payload, TensorSpec, pack_specs, u
 from penstock.runtime.device.copies import CudaCopies
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.buffers import Pool, Staging
-from penstock.runtime.transport.emulated import STAMP, Network
 from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import Messages, narrowed, on_wire, restored
 from penstock.runtime.transport.point_to_point import (
-    Batches,
     OneByOne,
     P2PGroup,
-    SendCompletion,
     Sending,
+    SendThread,
     Work,
-    ring_exchange,
 )
 from penstock.schedule.order import Channel, Message
 
 # ahead of a message whose receiver does not know its specs: their length, and the specs if they fit
 _HEADER_BYTES = 1024
 _LENGTH_BYTES = 4
-
-
-def has_tags(groups: Groups) -> bool:
-    """Whether messages between the same two ranks of a group can be told apart."""
-    return groups.backend == "gloo"
 
 
 def open_p2p_groups(
@@ -54,10 +46,10 @@ def open_p2p_groups(
 
     Args:
         hosts: the rank of each stage.
-        batched: whether messages go in batches.
+        batched: whether messages go in batches, on NCCL.
     """
     ends = {channel: (hosts[channel.source], hosts[channel.target]) for channel in channels}
-    if not batched and not has_tags(groups):
+    if groups.backend == "nccl" and not batched:
         return {
             channel: P2PGroup(
                 groups.new(ends[channel], f"pp channel {channel.source} to {channel.target}", messages=True),
@@ -67,11 +59,10 @@ def open_p2p_groups(
             )
             for channel in channels
         }
-    activations = gradients = groups.pipeline
-    if not has_tags(groups):  # its options are those of messages, and it can be aborted
+    if groups.backend == "nccl":  # its options are those of messages, and it can be aborted
         activations = gradients = groups.new(range(groups.size), "pp messages", messages=True)
-    elif not batched:
-        gradients = groups.new(range(groups.size), "pp gradients")
+    else:
+        activations, gradients = groups.pipeline, groups.new(range(groups.size), "pp gradients")
     return {
         channel: P2PGroup(activations if channel.source < channel.target else gradients, *ends[channel], tag)
         for tag, channel in enumerate(channels, start=1)
@@ -82,23 +73,20 @@ class Receiving(NamedTuple):
     """A posted message.
 
     specs: None until its header has arrived; then the header is its one tensor
-    stamp: when it was sent, where a slower network is emulated
     """
 
     works: Sequence[Work]
     tensors: tuple[Tensor, ...]
     specs: EdgeSpecs | None
-    stamp: Tensor | None
 
 
 class Channels(Messages):
-    """The channels of one rank.
+    """The channels of one rank, over gloo.
 
     Args:
         hosts: the rank of each stage.
         wire: the dtype in which floating-point tensors travel; None leaves them as they are.
-        batched: whether everything that is posted and sent before a `start` goes together.
-        network: a slower network to emulate.
+        batched: whether everything that is posted and sent before a `start` goes together; on NCCL.
     """
 
     def __init__(
@@ -111,22 +99,20 @@ class Channels(Messages):
         watch: Watch,
         *,
         batched: bool = False,
-        network: Network | None = None,
     ) -> None:
-        self.medium = groups.backend + (", batched" if batched else "")
-        if network is not None:
-            self.medium += ", slowed down to an emulated network"
+        self.carried_by = groups.backend + (", batched" if batched else "")
         self._p2p_groups = open_p2p_groups(groups, channels, hosts, batched)
-        self._hosts, self._wire, self._watch, self._network = hosts, wire, watch, network
+        self._hosts, self._wire, self._watch = hosts, wire, watch
         self._limit, self._at = groups.limit, groups.control_device(device)
-        self._carrier = self._batches(groups) if batched else OneByOne()
+        self._p2p = OneByOne()
         staged = groups.backend == "gloo" and device.type == "cuda"
         self._pool = Pool(torch.device("cpu"), pinned=True) if staged else Pool(device)
         self._staging = Staging(self._pool, CudaCopies(device)) if staged else None
-        # a thread for each sending channel, where a send cannot be asked whether it is complete
-        threads = groups.backend == "gloo" and not batched
-        sending = [channel for channel in channels if threads and hosts[channel.source] == groups.rank]
-        self._completions = {each: SendCompletion(f"{each.source}-to-{each.target}") for each in sending}
+        self._threads = {
+            channel: SendThread(f"{channel.source}-to-{channel.target}")
+            for channel in channels
+            if groups.backend == "gloo" and hosts[channel.source] == groups.rank
+        }
         self._posted: dict[Message, Receiving] = {}
         self._posted_bytes = 0
         self._sending: dict[Message, Sending] = {}
@@ -134,9 +120,6 @@ class Channels(Messages):
         # received
         self._unknown: dict[Channel, deque[Message]] = {}
         self._early: dict[Message, Payload] = {}  # received because they came before another one
-
-    def _batches(self, groups: Groups) -> Batches:
-        return Batches(groups.pipeline, ring_exchange())
 
     # ---- receiving
 
@@ -151,9 +134,7 @@ class Channels(Messages):
     def _post(self, message: Message, specs: EdgeSpecs | None) -> None:
         header = TensorSpec((_HEADER_BYTES,), torch.uint8)
         buffers = (self._pool.take(header),) if specs is None else self._buffers(specs)
-        stamp = None if self._network is None else self._pool.take(STAMP)
-        works = self._receive(message, buffers if stamp is None else (stamp, *buffers))
-        self._posted[message] = Receiving(works, buffers, specs, stamp)
+        self._posted[message] = Receiving(self._receive(message, buffers), buffers, specs)
         self._posted_bytes += _nbytes(buffers)
 
     def _buffers(self, specs: EdgeSpecs) -> tuple[Tensor, ...]:
@@ -161,7 +142,7 @@ class Channels(Messages):
 
     def _receive(self, message: Message, buffers: tuple[Tensor, ...]) -> Sequence[Work]:
         try:
-            return self._carrier.receive(self._p2p_groups[message.channel], buffers)
+            return self._p2p.receive(self._p2p_groups[message.channel], buffers)
         except RuntimeError as cause:
             raise self._watch.error(cause, message, self._hosts[message.op.stage]) from cause
 
@@ -177,7 +158,7 @@ class Channels(Messages):
         return early if early is not None else self._receive_next(message)
 
     def _receive_next(self, message: Message) -> Payload:
-        works, buffers, specs, stamp = self._posted.pop(message)
+        works, buffers, specs = self._posted.pop(message)
         self._posted_bytes -= _nbytes(buffers)
         self._finish(works, message, read=specs is None)
         if specs is None:
@@ -188,8 +169,6 @@ class Channels(Messages):
             queue.popleft()
             if queue:
                 self._post(queue[0], None)
-        if self._network is not None and stamp is not None:
-            self._network.hold_back(stamp, _nbytes(buffers))
         if self._staging is not None:
             buffers = self._staging.up(buffers)
         return Payload(restored(buffers, specs), specs)
@@ -204,58 +183,43 @@ class Channels(Messages):
 
     def _finish(self, works: Sequence[Work], message: Message, read: bool = False) -> None:
         """Wait for the works that bring `message`. read: whether this host reads the values next"""
-        peer = self._hosts[message.op.stage]
-        self._watch.begin(message, peer)
-        try:
+        with self._watch.waiting(message, self._hosts[message.op.stage]):
             for work in works:
                 work.wait(self._limit)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- sending
 
     def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
         ahead, tensors, nbytes = self._outgoing(payload, with_specs)
-        completion = self._completions.get(message.channel)
         if self._staging is None:
             tensors = [*ahead, *tensors]
-            sending = Sending(tensors, nbytes, self._send(message, tensors))
+            works = self._send(message, tensors)
+            sending = Sending(tensors, nbytes, lambda: works)
         else:
             hosts, ready = self._staging.down(tensors)
             tensors = [*ahead, *hosts]
-            if completion is None:  # a batch starts as a whole
+
+            def start() -> Sequence[Work]:  # in the thread: this one goes on while the GPU still computes
                 ready.synchronize()
-                sending = Sending(tensors, nbytes, self._send(message, tensors))
-            else:
+                return self._p2p.send(self._p2p_groups[message.channel], tensors)
 
-                def start() -> Sequence[Work]:  # in the thread: this one goes on while the GPU still computes
-                    ready.synchronize()
-                    return self._carrier.send(self._p2p_groups[message.channel], tensors)
-
-                sending = Sending(tensors, nbytes, start=start)
+            sending = Sending(tensors, nbytes, start)
         self._sending[message] = sending
         self._pool.drop_idle()  # the op that made this payload has freed its inputs
-        if completion is not None:
-            completion.watch(sending)
-        else:
-            for earlier in self._sending.values():
-                earlier.poll()
+        self._threads[message.channel].put(sending.run)
 
     def _outgoing(self, payload: Payload, with_specs: bool) -> tuple[list[Tensor], list[Tensor], int]:
         """What goes ahead of a payload, its tensors as they travel, and the bytes held only to be sent."""
-        ahead = [] if self._network is None else [self._network.stamp()]
+        ahead = list(self._headers(payload.specs)) if with_specs else []
         tensors = [tensor.contiguous() for tensor in narrowed(payload.tensors, self._wire)]
         pairs = zip(tensors, payload.tensors, strict=True)
         copies = sum([tensor.nbytes for tensor, original in pairs if tensor is not original])
         nbytes = copies or (payload.nbytes if payload.only_sent is None else payload.only_sent)
-        if with_specs:
-            ahead += self._headers(payload.specs)
         return ahead, tensors, nbytes
 
     def _send(self, message: Message, tensors: Sequence[Tensor]) -> Sequence[Work]:
         try:
-            return self._carrier.send(self._p2p_groups[message.channel], tensors)
+            return self._p2p.send(self._p2p_groups[message.channel], tensors)
         except RuntimeError as cause:
             raise self._watch.error(cause, message, self._hosts[message.target]) from cause
 
@@ -270,23 +234,16 @@ class Channels(Messages):
         return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._at)
 
     def start(self) -> None:
-        try:
-            self._carrier.start(in_line=True)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, "an exchange") from cause
+        with self._watch.waiting("an exchange", None):
+            self._p2p.start()
 
     def free(self, message: Message) -> None:
         """Report a failed send when its buffer is freed."""
         sending = self._sending.pop(message)
         if sending.over and not sending.failed:
             return
-        peer = self._hosts[message.target]
-        self._watch.begin(message, peer)
-        try:
+        with self._watch.waiting(message, self._hosts[message.target]):
             sending.finish(self._limit)
-        except RuntimeError as cause:
-            raise self._watch.error(cause, message, peer) from cause
-        self._watch.end()
 
     # ---- state
 
@@ -307,8 +264,8 @@ class Channels(Messages):
         self._pool.trim()
 
     def close(self) -> None:
-        for completion in self._completions.values():
-            completion.close()
+        for thread in self._threads.values():
+            thread.close()
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

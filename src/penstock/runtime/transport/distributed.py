@@ -31,7 +31,6 @@ from penstock.runtime.shared_memory.messages import SharedMessages
 from penstock.runtime.shared_memory.processes import SharedVectors
 from penstock.runtime.shared_memory.segment import Segment, open_segments
 from penstock.runtime.transport.channels import Channels
-from penstock.runtime.transport.emulated import Network
 from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.interface import Transport
 from penstock.runtime.transport.stream_channels import StreamChannels, Transfer, hold_up_until
@@ -73,12 +72,13 @@ class DistributedTransport(Transport):
         self.watch.gives_up = abort = _unless_gone(groups.abort)
         self.watch.frees = abort if groups.backend == "nccl" and groups.size > 1 else None
 
-    def open(
-        self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool, network: Network | None
-    ) -> None:
-        """Make the channels of a schedule, which is the same on all ranks. Collective."""
+    def open(self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool) -> None:
+        """Make the channels of a schedule, which is the same on all ranks. Collective.
+
+        batched: whether messages go in batches, where their carrier has some: over NCCL
+        """
         edges, hosts = channels(schedule), schedule.placement.rank_of
-        if self._segments is not None and not batched and network is None:
+        if self._segments is not None:
             # which other pipelines of the mesh may need
             self._groups.pass_over("pp gradients", lambda: self.ranks.gather(None))
             self.messages = SharedMessages(
@@ -89,9 +89,7 @@ class DistributedTransport(Transport):
                 self._groups, edges, hosts, self._device, wire, self.watch, batched=batched
             )
         else:
-            self.messages = Channels(
-                self._groups, edges, hosts, self._device, wire, self.watch, batched=batched, network=network
-            )
+            self.messages = Channels(self._groups, edges, hosts, self._device, wire, self.watch)
         self.closers.append(self.messages.close)
 
     def share_memory(self) -> None:

@@ -21,11 +21,11 @@ class Messages:
     """Moves messages over channels, first in first out.
 
     needless: the actions of a plan that have no effect here
-    medium: what carries messages between processes, in words; empty where there is one process
+    carried_by: what carries messages between processes, in words; empty where there is one process
     """
 
     needless: frozenset[type[Action]] = frozenset()
-    medium: str = ""
+    carried_by: str = ""
 
     def post(self, message: Message, specs: EdgeSpecs | None) -> None:
         """Post a receive. specs: None where the message carries its own"""
@@ -46,10 +46,7 @@ class Messages:
         raise NotImplementedError
 
     def start(self) -> None:
-        """Start what was posted and sent since the last call, where messages go in batches.
-
-        It may wait until these messages have arrived.
-        """
+        """Start what was posted and sent since the last call, where messages go in batches."""
 
     def free(self, message: Message) -> None:
         """Make sure that a sent message has left. The plan has proven its arrival."""

@@ -6,7 +6,8 @@
 
 NCCL connects two ranks in the first message between them, and holds up both hosts until they have come to
 it. In the order of a schedule two ranks may each come to another one first. So all channels are connected
-when they are made, in one order on all ranks: the first that is open always has both its ranks.
+when they are made, in one order on all ranks: both ranks of the first channel that is not connected yet wait
+for each other, and for nothing else.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from penstock.runtime.device import stream
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.ranks import GroupRanks
 from penstock.runtime.transport.channels import Channels
-from penstock.runtime.transport.groups import FOREVER, Groups
-from penstock.runtime.transport.point_to_point import Batches, P2PBatch, Work, ring_exchange
+from penstock.runtime.transport.groups import Groups
+from penstock.runtime.transport.point_to_point import Batches, Work
 from penstock.schedule.order import Channel, Message
 
 # The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
@@ -38,10 +39,10 @@ _ASK = 0.2  # seconds between two looks at whether another rank has failed
 class Transfer:
     """One message under way, with the tensors that it is read from."""
 
-    def __init__(self, what: Message | str, peer: int, works: Sequence[Work], held: Sequence[Tensor] = (),
+    def __init__(self, what: Message | str, peer: int, works: Sequence[Work], tensors: Sequence[Tensor] = (),
                  nbytes: int = 0) -> None:  # fmt: skip
         self.what, self.peer, self.nbytes = what, peer, nbytes
-        self._works, self._held = works, held
+        self._works, self._tensors = works, tensors
 
     def over(self) -> bool:
         """Whether it is complete; frees its tensors then. Raises RuntimeError where it failed."""
@@ -49,30 +50,12 @@ class Transfer:
             return False
         for work in self._works:
             work.wait()  # raises what NCCL found
-        self._works, self._held, self.nbytes = (), (), 0
+        self._works, self._tensors, self.nbytes = (), (), 0
         return True
-
-
-class StreamBatch(P2PBatch):
-    """Transfers that start together on one stream, after those of the batch before."""
-
-    def __init__(self, before: P2PBatch | None) -> None:
-        super().__init__(None)  # the stream keeps the order
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        assert self._works is not None, "it has not begun"
-        for work in self._works:
-            work.wait()
-        return True
-
-
-class StreamBatches(Batches):
-    def _batch(self, before: P2PBatch | None) -> P2PBatch:
-        return StreamBatch(before)
 
 
 class StreamChannels(Channels):
-    """The channels of one rank. Collective: it connects them.
+    """The channels of one rank, over NCCL. Collective: it connects them.
 
     Args: as for Channels.
     """
@@ -89,6 +72,8 @@ class StreamChannels(Channels):
         batched: bool = False,
     ) -> None:
         super().__init__(groups, channels, hosts, device, wire, watch, batched=batched)
+        if batched:
+            self._p2p = self._batches(groups)
         self._stream = stream.stream_of(device)
         self._sent: dict[Message, Transfer] = {}
         self._transfers: deque[Transfer] = deque()  # in the order of the compute stream
@@ -99,7 +84,7 @@ class StreamChannels(Channels):
         group = next(iter(self._p2p_groups.values())).group if self._p2p_groups else groups.pipeline
         # torch: the first call in a group is one of all its ranks
         GroupRanks(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
-        return StreamBatches(group, ring_exchange())
+        return Batches(group)
 
     def _connect(self, groups: Groups, channels: Sequence[Channel]) -> None:
         """Send a byte over every channel."""
@@ -108,12 +93,12 @@ class StreamChannels(Channels):
             if groups.rank not in ends:
                 continue
             peer = target if groups.rank == source else source
-            moves = self._carrier.send if groups.rank == source else self._carrier.receive
+            moves = self._p2p.send if groups.rank == source else self._p2p.receive
             byte = self._pool.take(TensorSpec((1,), torch.uint8))
             what = f"the connection of stages {channel.source} and {channel.target}"
             with self._watch.waiting(what, peer):
                 works = moves(self._p2p_groups[channel], [byte])
-                self._carrier.start(in_line=False)
+                self._p2p.start()
             self._reach(Transfer(what, peer, works, [byte]))
 
     # ---- receiving
@@ -156,7 +141,7 @@ class StreamChannels(Channels):
         self._freed.clear()
         moment = self._stream.now()
         assert not isinstance(moment, float)
-        self._until(moment.query, "what its GPU computes with them", None)
+        hold_up_until(moment.query, "what its GPU computes with them", None, self._watch, self._limit)
 
     # ---- state
 
@@ -171,8 +156,8 @@ class StreamChannels(Channels):
     # ---- waiting
 
     def _drop_complete(self) -> None:
-        self._transfers = deque(each for each in self._transfers if not self._is_over(each))
-        self._freed = deque(each for each in self._freed if not self._is_over(each))
+        self._transfers = deque(t for t in self._transfers if not self._is_over(t))
+        self._freed = deque(t for t in self._freed if not self._is_over(t))
 
     def _is_over(self, transfer: Transfer) -> bool:
         try:
@@ -182,10 +167,7 @@ class StreamChannels(Channels):
 
     def _reach(self, transfer: Transfer) -> None:
         """Hold up the host until the transfer is complete."""
-        self._until(transfer.over, transfer.what, transfer.peer)
-
-    def _until(self, over: Callable[[], bool], what: Message | str, peer: int | None) -> None:
-        hold_up_until(over, what, peer, self._watch, self._limit)
+        hold_up_until(transfer.over, transfer.what, transfer.peer, self._watch, self._limit)
 
 
 def hold_up_until(

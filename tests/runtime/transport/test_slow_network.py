@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.slow_network import Network
 
-from penstock.errors import ConfigError
-from penstock.parallel.world import WorldOptions, open_world
-from penstock.runtime.transport.emulated import Network
 from penstock.schedule import Costs, simulate
 from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
@@ -26,29 +24,13 @@ def test_a_delay_is_latency_and_size_over_bandwidth() -> None:
     assert Network(0.5, bandwidth=100).delay(50) == 1.0
 
 
-def test_a_message_is_held_back_until_it_is_available() -> None:
-    network = Network(latency=0.03)
-    stamp = network.stamp()
-    network.hold_back(stamp, 1)
-    there = time.perf_counter()
-    assert there - float(stamp) >= 0.03
-    network.hold_back(torch.tensor([there - 1.0], dtype=torch.float64), 1)  # long there: nothing to wait for
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("latency", -1.0), ("latency", float("nan")), ("bandwidth", 0.0)]
-)
-def test_what_is_no_network(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}"):
-        Network(**{name: value})
-
-
-def test_only_messages_between_processes_on_the_cpu_can_be_delayed() -> None:
-    schedule = chosen_schedule("1f1b", 2, 2)
-    with pytest.raises(ConfigError, match="all ranks are in this one"):
-        open_world(schedule, WorldOptions(device="cpu", network=Network(1.0)))
-    with pytest.raises(ConfigError, match="the device is meta"):
-        open_world(schedule, WorldOptions(device="meta", network=Network(1.0)))
+def test_a_message_is_held_back_until_it_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, sent = Network(latency=0.03), time.perf_counter_ns()
+    network.hold_back(sent, 1)
+    there = time.perf_counter_ns()
+    assert there - sent >= 0.03e9
+    monkeypatch.setattr(time, "sleep", pytest.fail)
+    network.hold_back(there - 10**9, 1)  # long there: nothing to wait for
 
 
 def timeline(pool: Pool, **options: Any) -> Any:
