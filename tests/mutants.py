@@ -40,7 +40,7 @@ OF_RECORD = "train/encoding/test_record.py"
 OFFLOAD, OFFLOADED = "schedule/offload.py", "runtime/device/offload.py"
 OF_OFFLOAD, OF_OFFLOADING = (
     "schedule/test_offload.py",
-    "runtime/device/test_offload.py pipeline/test_offloading.py",
+    "runtime/device/test_offload.py models/test_activation_offloading.py",
 )
 STEP_MEMORY, STAGE = "runtime/step_memory.py", "runtime/stage.py"
 SHARED = "pipeline/steps/shared_gradients.py"
@@ -63,13 +63,13 @@ OF_RANKS = "runtime/test_ranks.py"
 OF_SHARED = "pipeline/steps/test_shared_gradients.py"
 
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
-MASKS, OF_READS = "models/huggingface/masks.py", "pipeline/test_reads.py"
+MASKS, OF_READS = "models/huggingface/masks.py", "models/huggingface/test_masks.py"
 OF_READING = "models/weights/test_reading.py"
-SCHEDULES, OF_COUNTS = "pipeline/steps/schedules.py", "pipeline/test_counts.py"
-OF_NCCL = "parallel/test_nccl.py"
-STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_nccl.py"
+SCHEDULES, OF_COUNTS = "pipeline/steps/schedules.py", "pipeline/steps/test_schedules.py"
+OF_NCCL = "parallel/test_world.py"
+STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_stream_channels.py"
 
-OF_EVERY_STAGE, OF_LENGTHS = "pipeline/test_on_every_stage.py", "train/data/test_document_length.py"
+OF_EVERY_STAGE, OF_LENGTHS = "runtime/test_shared_weights.py", "train/data/test_document_length.py"
 
 MUTANTS = [
     # ---- options of the seeds
@@ -291,7 +291,7 @@ MUTANTS = [
         OF_COUNTS,
     ),
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
-    Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_mixture.py"),
+    Mutant("train/data/loading.py", "    data.check(config.train.steps)\n", "", "train/data/test_sources.py"),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
     Mutant(
         "train/skips.py", "left_out = (*run.state.seen.left_out, (", "left_out = ((", "train/test_skips.py"
@@ -512,9 +512,11 @@ MUTANTS = [
         REDUCTIONS,
         "-self.max(-number)",
         "self.max(number)",
-        "parallel/test_batches.py parallel/test_outputs.py",
+        "pipeline/steps/test_agree.py parallel/test_outputs.py",
     ),
-    Mutant(REDUCTIONS, "len(data) == len(tokens)", "len(data) >= len(tokens)", "parallel/test_batches.py"),
+    Mutant(
+        REDUCTIONS, "len(data) == len(tokens)", "len(data) >= len(tokens)", "pipeline/steps/test_agree.py"
+    ),
     Mutant(
         REDUCTIONS,
         "return sum(tokens.values())",

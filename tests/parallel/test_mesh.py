@@ -1,4 +1,4 @@
-"""The sizes of the mesh's axes: resolved, or refused with remedies that work."""
+"""Meshes: their axes, how processes join, and what keeps them from it."""
 
 from __future__ import annotations
 

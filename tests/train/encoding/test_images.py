@@ -23,7 +23,7 @@ from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, held_out_losses
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def drawn(folder: Path, keys: Mapping[str, Any] | None = None, count: int = 40, **train: Any) -> TrainConfig:
