@@ -65,8 +65,9 @@ OF_SHARED = "pipeline/steps/test_shared_gradients.py"
 MTP, OF_MTP = "models/mtp.py", "pipeline/test_mtp.py"
 MASKS, OF_READS = "models/huggingface/masks.py", "models/huggingface/test_masks.py"
 OF_READING = "models/weights/test_reading.py"
-SCHEDULES, OF_COUNTS = "pipeline/steps/schedules.py", "pipeline/steps/test_schedules.py"
-OF_NCCL = "parallel/test_world.py"
+SCHEDULES = "pipeline/steps/schedules.py"
+OF_COUNTS = "pipeline/steps/test_schedules.py pipeline/steps/test_split_batch.py"
+OF_NCCL = "parallel/test_nccl.py parallel/test_world.py runtime/transport/test_groups.py"
 STREAMED, OF_STREAMED = "runtime/transport/stream_channels.py", "runtime/transport/test_stream_channels.py"
 
 OF_EVERY_STAGE, OF_LENGTHS = "runtime/test_shared_weights.py", "train/data/test_document_length.py"
@@ -429,13 +430,13 @@ MUTANTS = [
         STEP_MEMORY,
         "before is None and not self.ledger.has_run(index)",
         "False",
-        "runtime/device/test_memory.py",
+        "runtime/test_step_memory.py runtime/device/test_memory.py",
     ),
     Mutant(
         STEP_MEMORY,
         "            self.ledger.correct(before.footprint, measured)\n",
         "            pass\n",
-        "runtime/device/test_memory.py",
+        "runtime/test_step_memory.py runtime/device/test_memory.py",
     ),
     Mutant(
         "runtime/sharded_weights.py",

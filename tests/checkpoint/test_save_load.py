@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 from penstock import AutoPipeline
-from penstock.checkpoint import contents, save_load
-from penstock.checkpoint.optimizer_state import OptimizerState
+from penstock.checkpoint import save_load
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint, save_checkpoint
 from penstock.errors import AlteredError, CheckpointError, ModelError, RunError
 from penstock.models.weights import folder as folders
 from penstock.models.weights.folder import Hashed
 from penstock.models.weights.saved import SavedModel
-from penstock.parallel.reductions import Reductions
 from penstock.pipeline import model_files
 from penstock.pipeline.pipeline import Pipeline
 from penstock.runtime.device import copies as device_copies
@@ -37,23 +34,12 @@ from penstock.runtime.device.copies import BackgroundCopies
 from support import zoo
 from support.families import ragged_batch, tiny_model
 from support.folders import check_folder, flip, relist
-from support.jobs_checkpoint import advance, assert_same_run, begin, failing_writes, go_on, make
-
-Made = tuple[Pipeline, list[Optimizer]]
-
-
-@pytest.fixture
-def alone() -> Made:
-    """One stage and its optimizer."""
-    return make(1, "1f1b", layers=1)
+from support.jobs_checkpoint import advance, assert_same_run, begin, go_on, make
+from support.writing import Made, writers
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("penstock-checkpoint")]
 
 
 def test_a_run_goes_on_at_another_size_and_schedule_as_if_never_split(tmp_path: Path) -> None:
@@ -254,67 +240,6 @@ def test_a_host_without_memory_for_copies_writes_while_training_stands(
     ]
 
 
-def test_the_random_state_is_that_of_the_pipelines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.5.0: with device="cuda:1" in one process the state of GPU 0 was saved and restored."""
-    asked: list[tuple[str, torch.device]] = []
-
-    def get(device: torch.device) -> Tensor:
-        asked.append(("get", device))
-        return torch.zeros(4, dtype=torch.uint8)
-
-    zeros: Any = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state", get)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: asked.append(("set", device)))
-    pipe: Any = SimpleNamespace(
-        device=torch.device("cuda:1"), reductions=Reductions(), processes=SimpleNamespace(index=0, count=1)
-    )
-    ((state,)) = contents._random_states(pipe).values()
-    contents.set_random_state({"cuda": state["cuda"]}, pipe)
-    assert asked == [("get", pipe.device), ("set", pipe.device)]
-
-
-def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, alone: Made) -> None:
-    pipe, optimizers = alone
-    with CheckpointWriter(pipe) as writer:
-        for number in range(3):
-            writer.save(tmp_path / str(number), optimizers, {"number": number})
-            assert len(writers()) <= 1
-            if number:
-                check_folder(tmp_path / str(number - 1))
-    for number in range(3):
-        assert load_checkpoint(tmp_path / str(number), pipe, optimizers) == {"number": number}
-
-
-def test_the_state_comes_back_and_so_do_random_numbers(tmp_path: Path) -> None:
-    pipe, optimizers = make(2, "1f1b")
-    state = {"step": 3, "data": {"file": "a", "row": [1, 2.5, None, True]}}
-    save_checkpoint(tmp_path / "checkpoint", pipe, optimizers, state)
-    drawn = torch.rand(3)
-    assert load_checkpoint(tmp_path / "checkpoint", pipe, optimizers) == state
-    assert torch.equal(torch.rand(3), drawn)
-
-    (random,) = (tmp_path / "checkpoint").glob("random-*")
-    random.rename(random.with_name("random-00001-of-00002.safetensors"))  # as two processes write it
-    relist(tmp_path / "checkpoint")
-    before = torch.get_rng_state()
-    load_checkpoint(tmp_path / "checkpoint", pipe, optimizers)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_state_that_json_would_change_is_refused(tmp_path: Path, alone: Made) -> None:
-    pipe, optimizers = alone
-    for state, found in (
-        ({"milestones": {10: 1}}, r"state\['milestones'\]: the key 10"),
-        ({"losses": [torch.zeros(1)]}, r"state\['losses'\]\[0\] is a Tensor"),
-    ):
-        with pytest.raises(CheckpointError, match=found):
-            CheckpointWriter(pipe).save(tmp_path / "checkpoint", optimizers, state)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_pipeline_of_one_s_own_modules_says_that_it_cannot(tmp_path: Path) -> None:
     pipe = Pipeline.from_provider(lambda stage: torch.nn.Linear(2, 2), schedule="1f1b", ranks=2,
                                   microbatches=2, loss_fn=lambda output, _: output.mean())  # fmt: skip
@@ -373,57 +298,6 @@ def test_tensors_are_hashed_as_they_are_written_and_each_file_is_flushed_once(
     assert sorted(read) == [name for name in names if name.endswith(".json") and name != "manifest.json"]
     assert sorted(name for name in flushed if name in names) == names
     check_folder(tmp_path / "checkpoint")
-
-
-@pytest.mark.parametrize("how", ["next", "wait", "context"])
-def test_a_failure_in_the_background_is_raised(tmp_path: Path, how: str, alone: Made) -> None:
-    pipe, optimizers = alone
-    path = tmp_path / "checkpoint"
-    save_checkpoint(path, pipe, optimizers, {"step": 1})
-    writer = CheckpointWriter(pipe)
-    raises: dict[str, Callable[[], None]] = {
-        "next": lambda: writer.save(path, optimizers),
-        "wait": writer.wait,
-        "context": lambda: writer.__exit__(None, None, None),
-    }
-    with failing_writes(0):
-        writer.save(path, optimizers, {"step": 2})
-        with pytest.raises(RunError, match="could not be written in the background: OSError: disk full"):
-            raises[how]()
-    assert load_checkpoint(path, pipe, optimizers) == {"step": 1}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-    writer.save(path, optimizers, {"step": 3})  # the failure was raised, and this write is another
-    writer.wait()
-    assert load_checkpoint(path, pipe, optimizers) == {"step": 3}
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_error_elsewhere_lets_a_checkpoint_end_and_ctrl_c_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Made, error: type[BaseException], fails: bool
-) -> None:
-    """0.4.0 lost what had gone wrong in the background when the loop failed as well."""
-    pipe, optimizers = alone
-    written = OptimizerState.write
-
-    def slowly(self: OptimizerState, folder: Path, index: int, count: int) -> Hashed:
-        time.sleep(0.2)
-        if fails:
-            raise OSError("disk full")
-        return written(self, folder, index, count)
-
-    monkeypatch.setattr(OptimizerState, "write", slowly)
-    with pytest.raises(error) as caught, CheckpointWriter(pipe) as writer:  # noqa: PT012
-        writer.save(tmp_path / "checkpoint", optimizers)
-        raise error
-    assert writers() == []
-    whole = error is ValueError and not fails
-    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"] * whole
-    if not whole:
-        (note,) = caught.value.__notes__
-        why = "OSError: disk full" if error is ValueError else "it was given up"
-        assert note.startswith(f"checkpoint {tmp_path / 'checkpoint'}: it was not written: ")
-        assert why in note
 
 
 # --- what is refused, and what it leaves ---
@@ -561,22 +435,6 @@ def test_modules_that_cannot_be_copied(tmp_path: Path) -> None:
     assert all(map(torch.equal, saved, each(pipe)))
     assert all(len(module._forward_hooks) for part in pipe.modules.values() for module in part.modules())
     advance(pipe, optimizers, 2, 2)
-
-
-@pytest.mark.parametrize("background", [True, False])
-def test_what_follows_a_checkpoint_may_fail_and_it_stands(
-    tmp_path: Path, background: bool, alone: Made
-) -> None:
-    pipe, optimizers = alone
-
-    def failing() -> None:
-        raise OSError("no room")
-
-    writer = CheckpointWriter(pipe, background=background)
-    with pytest.raises(RunError, match="it was written, and what was to follow it failed: OSError: no room"):  # noqa: PT012
-        writer.save(tmp_path / "checkpoint", optimizers, then=failing)
-        writer.wait()
-    check_folder(tmp_path / "checkpoint")
 
 
 def test_a_path_is_of_the_folder_and_home_at_the_time(

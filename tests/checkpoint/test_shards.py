@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from penstock.checkpoint import shards
-from penstock.checkpoint.neighbours import keepers
 from penstock.checkpoint.shards import (
     HeldShard,
     HostMemory,
@@ -203,19 +202,3 @@ def test_a_torch_tensor_of_each_dtype_lies_where_the_table_says() -> None:
         view.copy_(tensors[name])
     assert all(torch.equal(view, tensors[name]) for name, view in shards.views(data, table))
     assert size % 64 == 0
-
-
-@pytest.mark.parametrize(
-    ("hosts", "expected"),
-    [
-        ("a", [None]),
-        ("aa", [None, None]),
-        ("ab", [1, 0]),
-        ("aabb", [2, 3, 0, 1]),
-        ("abab", [1, 0, 3, 2]),
-        ("aaab", [3, 3, 3, 0]),
-        ("abc", [1, 2, 0]),
-    ],
-)
-def test_each_rank_has_its_copies_on_the_next_host(hosts: str, expected: list[int | None]) -> None:
-    assert keepers(hosts) == expected

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,6 +27,7 @@ from penstock.train.config.load import load_config
 from support.command import Command
 from support.mutations import CASES, seeded
 from support.pool import alive
+from support.started import finish, ranks_of, start, wait_for_rows
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config_file, metrics
 
 
@@ -242,21 +242,6 @@ def test_a_process_that_trains_listens_to_signals(
     assert heard == [signal.SIGUSR1]
 
 
-# ---- As processes of their own
-
-
-def start(*arguments: str | Path, launcher: tuple[str, ...] = (), **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", *launcher, "penstock", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=90)
-    return process.returncode, out, err
-
-
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m")
 
 
@@ -282,78 +267,6 @@ def test_a_resumed_run_is_the_same_bit_for_bit(launcher: tuple[str, ...], tmp_pa
     assert code == 0, err
     assert f"going on from {half}" in out
     assert_same_tensors(checkpoint(tmp_path, 4), checkpoint(tmp_path / "again", 4))
-
-
-@pytest.mark.sweep
-def test_one_command_ends_a_run_that_is_killed_again_and_again(tmp_path: Path) -> None:
-    """0.5.0: `--resume` was refused until there was a checkpoint."""
-    (tmp_path / "whole").mkdir()
-    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 9})))[0] == 0
-    file = config_file(tmp_path, train={"steps": 9, "checkpoint_every": 1})
-    checkpoints, said = tmp_path / "out" / "checkpoints", ""
-    for step in range(4):
-        process = start("train", file, "--resume")
-        awaited = checkpoints / f"step-{step:08d}" if step else tmp_path / "out"
-        while not awaited.exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        ranks = ranks_of(process.pid)
-        for pid in (process.pid, *ranks.values()):
-            os.kill(pid, signal.SIGKILL)
-        said += finish(process)[1]
-    code, out, err = finish(start("train", file, "--resume"))
-    assert code == 0, err
-    assert "taken over from run" in out
-    assert said.count("starting from the beginning") + out.count("starting from the beginning") >= 1
-    assert_same_tensors(checkpoint(tmp_path / "whole", 9), checkpoint(tmp_path, 9))
-    assert len({row["run"] for row in metrics(tmp_path)}) == 1
-    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 10))
-
-
-@pytest.mark.sweep
-def test_a_run_that_fails_starts_again_by_itself(tmp_path: Path) -> None:
-    (tmp_path / "whole").mkdir()
-    section = "optimizer={learning_rate: 1e-2, warmup_steps: 2}"  # which a restart once took for a path
-    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30}), section))[0] == 0
-    file = config_file(tmp_path, train={"steps": 30, "checkpoint_every": 1})
-    process = start("train", file, section, "--restarts", "2")
-    for step in (2, 9):
-        while not checkpoint(tmp_path, step).exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        ranks = ranks_of(process.pid)
-        os.kill(ranks["1"], signal.SIGKILL)
-        while alive(ranks["1"]):
-            time.sleep(0.01)
-    code, _, err = finish(process)
-    assert code == 0, err
-    failures = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
-    assert [each["exit_code"] for each in failures] == [137, 137]
-    assert all("was killed by signal 9" in each["cause"] for each in failures)
-    assert 2 <= failures[0]["checkpoint"] < 9 <= failures[1]["checkpoint"]
-    assert "restarted 2 times" in err
-    assert_same_tensors(checkpoint(tmp_path / "whole", 30), checkpoint(tmp_path, 30))
-    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 31))
-
-
-def wait_for_rows(folder: Path, count: int) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if (folder / "out" / "metrics.jsonl").exists() and len(metrics(folder)) >= count:
-            return
-        time.sleep(0.05)
-    raise TimeoutError(folder)
-
-
-def ranks_of(parent: int) -> dict[str, int]:
-    """The process ids of the ranks that `parent` started, by rank: those that its server forked."""
-    found: dict[str, int] = {}
-    for server in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-            name = Path(f"/proc/{pid}/comm").read_text().strip()
-            if name.startswith("rank-"):
-                found[name.removeprefix("rank-")] = int(pid)
-    return found
 
 
 def stop(folder: Path, who: str, number: signal.Signals, *more: str) -> tuple[int, str, str]:
@@ -420,77 +333,3 @@ def test_a_run_that_cannot_save_in_time_says_so(tmp_path: Path) -> None:
     assert code == 1
     assert f"penstock: error: rank 0 on {socket.gethostname()}: train.stop_seconds=1: a signal asked" in err
     assert [pid for pid in ranks.values() if alive(pid)] == []
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("who", ["the launcher", "the server"])
-def test_nobody_outlives_what_started_it(tmp_path: Path, who: str) -> None:
-    """A stopped rank neither, which no signal but SIGKILL ends."""
-    config_file(tmp_path)
-    process = start("train", tmp_path / "config.yaml", "train.steps=2000")
-    wait_for_rows(tmp_path, 3)
-    ranks = ranks_of(process.pid)
-    os.kill(ranks["1"], signal.SIGSTOP)
-    server = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
-    os.kill(process.pid if who == "the launcher" else server, signal.SIGKILL)
-    code, _, err = finish(process)
-    assert code == (-9 if who == "the launcher" else 137)
-    assert who == "the launcher" or f"process {server}, which started the ranks, was killed" in err
-    while any(alive(pid) for pid in (server, *ranks.values())):
-        time.sleep(0.01)
-
-
-@pytest.mark.sweep
-def test_a_run_whose_rank_is_killed_ends_at_once(tmp_path: Path) -> None:
-    """Not when the other rank has waited for as long as it may, which is past the end of this test."""
-    more = ("train.steps=2000", "train.evaluate_every=2000", "pipeline.timeout_seconds=600")
-    process = start("train", config_file(tmp_path), *more)
-    wait_for_rows(tmp_path, 5)
-    ranks = ranks_of(process.pid)
-    assert sorted(ranks) == ["0", "1"]
-    os.kill(ranks["1"], signal.SIGKILL)
-    ended_with, _, err = finish(process)
-    assert ended_with == 137
-    assert err.startswith(
-        f"penstock: error: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL)"
-    )
-    assert err.count("penstock: ") == 1
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
-
-
-@pytest.mark.sweep
-def test_a_killed_rank_costs_no_more_than_a_step_where_steps_are_kept_in_memory(tmp_path: Path) -> None:
-    """Before the first checkpoint, and from then on: nothing is on the disk until the last step."""
-    (tmp_path / "whole").mkdir()
-    assert finish(start("train", config_file(tmp_path / "whole", train={"steps": 30})))[0] == 0
-    memory = tmp_path / "memory"
-    memory.mkdir()
-    file = config_file(tmp_path, train={"steps": 30, "memory_checkpoint_every": 1})
-    process = start("train", file, "--restarts", "2", PENSTOCK_MEMORY=str(memory))
-    lost = []
-    for step, rank in ((3, "1"), (9, "0")):
-        while not any(row.get("loss") and row["step"] >= step for row in rows_so_far(tmp_path)):
-            assert process.poll() is None
-            time.sleep(0.01)
-        killed = ranks_of(process.pid)[rank]
-        os.kill(killed, signal.SIGKILL)
-        while alive(killed):
-            time.sleep(0.01)
-        lost.append(max(row["step"] for row in rows_so_far(tmp_path)))
-    code, out, err = finish(process)
-    assert code == 0, err
-    failures = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
-    assert [each["exit_code"] for each in failures] == [137, 137]
-    for failure, step in zip(failures, lost, strict=True):
-        assert step - 1 <= failure["checkpoint"] <= step + 1
-        assert f"going on from step {failure['checkpoint']}, which was in memory" in out
-    assert_same_tensors(checkpoint(tmp_path / "whole", 30), checkpoint(tmp_path, 30))
-    assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, 31))
-    assert list(memory.iterdir()) == []
-
-
-def rows_so_far(folder: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, but for a line that is being written."""
-    file = folder / "out" / "metrics.jsonl"
-    lines = file.read_text().split("\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]

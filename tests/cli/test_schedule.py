@@ -8,13 +8,11 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
 
 import pytest
 
 from penstock.cli import schedule as commands
 from penstock.schedule import Costs, build, simulate, wave
-from penstock.schedule.builders import BUILDERS
 from penstock.schedule.files import dump, load
 from penstock.schedule.simulation.compare import compare, share
 from support.command import Command
@@ -38,16 +36,6 @@ def test_show_draws_and_proves(penstock: Command) -> None:
     ):
         assert text in out
     assert [line.split() for line in out.splitlines() if line.startswith("   ")][:1] == [["0", "0", "2", "0"]]
-
-
-def test_show_lists_programs(penstock: Command, tmp_path: Path) -> None:
-    (tmp_path / "s.csv").write_text("0F0,3F0,0F1,(3F1;0B1)OVERLAP_F_B\n1F0,2F0\n")
-    code, out, err = penstock("show", tmp_path / "s.csv", "--programs")
-    assert code == 2
-    assert "rank 0 | 0F0 3F0 0F1 (3F1;0B1)OVERLAP_F_B\nrank 1 | 1F0 2F0\n" in out
-    assert "proven" not in out
-    assert "penstock: error: schedule 's': it breaks" in err
-    assert "rank 0 | 0F0 0F1 0B0" in penstock("show", "1f1b", *SMALL, "--programs").out
 
 
 def test_verify_proves_or_lists_every_violation(penstock: Command, tmp_path: Path) -> None:
@@ -107,11 +95,6 @@ def test_messages_count_as_memory_where_their_buffer_is_given(penstock: Command)
     assert (refused.code, "Costs(buffer=-1.0)" in refused.err) == (2, True)
 
 
-def test_a_long_critical_path_is_shortened(penstock: Command) -> None:
-    out = penstock("simulate", "1f1b", "-r", "4", "-m", "32").out
-    assert "critical path: 0F0 1F0 2F0 3F0 3B0 3F1 3B1 3F2 ... 54 more ... " in out
-
-
 def test_draw_as_text_and_to_a_file(penstock: Command, tmp_path: Path) -> None:
     assert "rank 0 | F0 F0 F1 F1" in penstock("draw", "gpipe", *SMALL, "--forward", "4").out
     path = tmp_path / "s.svg"
@@ -127,17 +110,6 @@ def test_convert_there_and_back(penstock: Command, tmp_path: Path) -> None:
     assert penstock("verify", second, *SMALL).code == 0
 
 
-def test_compare_shows_all(penstock: Command) -> None:
-    code, out, err = penstock("compare", *SMALL, "--memory-limit", "2", "--communication", "0.1")
-    assert (code, err) == (0, "")
-    assert "2 ranks, 4 microbatches, memory limit 2" in out
-    lines = out.splitlines()
-    assert lines[3].endswith("yes")
-    assert next(line.split()[-1] for line in lines if line.startswith("gpipe ")) == "no"
-    assert "gpipe: Give a memory limit of 4 or more." in lines
-    assert "\n1f1b " in out
-
-
 def test_compare_for_machines(penstock: Command) -> None:
     data = json.loads(penstock("compare", *SMALL, "--memory-limit", "2", "--json").out)
     entries = compare(ranks=2, microbatches=4, memory_limit=2)
@@ -149,77 +121,12 @@ def test_compare_for_machines(penstock: Command) -> None:
     assert "Infinity" not in json.dumps(data)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-def test_every_schedule_by_name(penstock: Command, name: str) -> None:
-    assert penstock("verify", name, "--ranks", "4", "--microbatches", "8").code == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("show", "1f1bb", *SMALL), "Did you mean '1f1b'?"),
-        (("show", "1f1b", "-m", "4"), "without ranks"),
-        (("show", "1f1b", *SMALL, "--waves", "2"), "schedule option waves=2: schedule '1f1b' takes"),
-        (("show", "1f1b", *SMALL, "--option", "waves"), "--option 'waves': an option is a key and a value"),
-        (("show", "inference", *SMALL, "--option", "stages-per-rank=0"), "stages_per_rank=0"),
-        (("show", "1f1b", *SMALL, "--option", "schedule=gpipe"), "the name is '1f1b' already"),
-        (("simulate", "1f1b", *SMALL, "--memory-limit", "nan"), "--memory-limit nan: it is the most"),
-        (("verify", "none.csv"), "schedule file 'none.csv': it cannot be read: No such file or directory"),
-        (("verify", "none.svg"), "End the path in .json or in .csv"),
-        (("draw", "1f1b", *SMALL, "--out", "s.png"), "End the path in one of"),
-        (("simulate", "1f1b", *SMALL, "--forward", "1,x"), "--forward '1,x': a cost is a number"),
-        (("compare", *SMALL, "--search", "0"), "Invalid value for '--search'"),
-        (("search", *SMALL, "--seconds", "0"), "seconds=0"),
-        (("compare", "--ranks", "two", "--microbatches", "4"), "Invalid value"),
-        (("shwo",), "No such command"),
-    ],
-)
-def test_errors_teach(
-    penstock: Command,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = penstock(*arguments)
-    assert (code, out) == (2, "")
-    assert said in err
-    assert "Traceback" not in err
-
-
 def test_a_file_brings_its_own_numbers(penstock: Command, tmp_path: Path) -> None:
     file = tmp_path / "s.json"
     dump(build("1f1b", ranks=2, microbatches=4), file)
     assert penstock("verify", file, *SMALL).code == 0
     assert "ranks=3: the schedule given has 2" in penstock("verify", file, "-r", "3").err
     assert "waves=2 with" in penstock("verify", file, "--waves", "2").err
-
-
-def test_options_reach_the_builder(penstock: Command) -> None:
-    for option in (("--stages-per-rank", "2"), ("--option", "stages_per_rank=2")):
-        assert "inference: 2 ranks, 4 stages" in penstock("show", "inference", *SMALL, *option).out
-
-
-def test_ctrl_c(penstock: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands, "verify", interrupt)
-    assert penstock("verify", "1f1b", *SMALL) == (130, "", "penstock: interrupted\n")
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    arguments = ["-m", "penstock", "schedule", "show", "gpipe", "-r", "8", "-m", "2000", "--programs"]
-    command = [sys.executable, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline().startswith("gpipe: 8 ranks")
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == ""
-    process.stderr.close()
-    assert process.wait(timeout=60) == 141
 
 
 # None among the modules is what Python takes for a module that is not installed
@@ -296,12 +203,3 @@ def test_help_has_an_example(penstock: Command, command: str) -> None:
     code, out, _ = penstock(command, "--help")
     assert code == 0
     assert f"Example: penstock schedule {command} " in " ".join(out.split())
-
-
-def test_a_narrow_terminal_cuts_nothing_off_and_a_file_has_no_colours(
-    penstock: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wide = penstock("compare", *SMALL, "--memory-limit", "2")
-    monkeypatch.setenv("COLUMNS", "20")
-    assert penstock("compare", *SMALL, "--memory-limit", "2") == wide
-    assert "\x1b" not in wide.out

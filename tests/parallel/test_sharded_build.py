@@ -12,23 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTrainedConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaPreTrainedModel
 
 from penstock import AutoPipeline, Axes
-from penstock.errors import ModelError
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights import files as weights
-from penstock.models.weights.initial import initialise
 from penstock.runtime.sharded_weights import local_shard, materialize
-from support.covering import every
-from support.families import FAMILIES, tiny_config, tiny_model
-from support.mesh import batch, build_whole, full, later, own_part
+from support.families import tiny_config, tiny_model
+from support.mesh import batch, build_whole, later, own_part
 from support.pool import Pool
 from support.reference import plain_step
+from support.stage_values import Values, values
 
-Values = dict[str, Tensor]
 KINDS = ("model", "config", "folder")
 
 
@@ -37,15 +33,6 @@ def source_of(kind: str, family: str, folder: str, tied: bool) -> Any:
     if kind == "folder":
         return folder
     return tiny_config(family, tied=tied) if kind == "config" else tiny_model(family, tied=tied)
-
-
-def values(pipe: Any) -> Values:
-    """Of this process's parameters and buffers, whole."""
-    found: Values = {}
-    for module in pipe.modules.values():
-        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-        found |= {name: full(value.detach()).clone() for name, value in named}
-    return found
 
 
 def built(ranks: int, axes: Axes | None, family: str, folder: str, tied: bool) -> dict[str, Values]:
@@ -253,50 +240,3 @@ def test_a_dtype_that_some_weights_keep_is_kept(tmp_path: Path) -> None:
     assert {p.dtype for p in expected.values()} == {torch.float16, torch.float32}
     assert all(found[name].dtype == value.dtype for name, value in expected.items())
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def check_pieces(family: str) -> None:
-    """Initial values are the same bit for bit, whether they come all at once or piece by piece."""
-    plan = AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config(family))
-    model = plan.source.model
-    ties = weights.tied_names(model)
-    for stage in range(2):
-        whole, part = plan.model_of(stage), plan.model_of(stage)
-        initialise(whole, model, ties, 3)
-        given = write_through(part)
-        materialize(part, torch.device("cpu"))
-        initialise(given, model, ties, 3)
-        for kind in ("parameters", "buffers"):
-            expected, found = (dict(getattr(m, f"named_{kind}")()) for m in (whole, part))
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("family", every(5, FAMILIES))
-def test_initial_values_come_piece_by_piece(family: str) -> None:
-    check_pieces(family)
-
-
-def test_an_initialisation_that_looks_at_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LlamaPreTrainedModel._init_weights
-
-    def looks(self: LlamaPreTrainedModel, module: nn.Module) -> None:
-        plain(self, module)
-        if isinstance(module, LlamaMLP) and float(module.up_proj.weight.detach().max()) > 0:
-            module.down_proj.weight.mul_(2)
-
-    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", looks)
-    check_pieces("llama")
-
-
-def test_an_initialisation_that_hides_what_it_fills(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LlamaPreTrainedModel._init_weights
-
-    def hides(self: LlamaPreTrainedModel, module: nn.Module) -> None:
-        plain(self, module)
-        if isinstance(module, LlamaDecoderLayer) and not module.input_layernorm.weight.is_meta:
-            module.mlp.down_proj.weight.mul_(2)
-
-    monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", hides)
-    with pytest.raises(ModelError, match="reads more where there are values"):
-        check_pieces("llama")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from penstock.schedule import Costs, Op, Schedule, build, simulate, verify
 from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.offload import HostCopies, HostCopy, host_copies, offloaded, verify_copies
 from penstock.schedule.ops import loop
-from penstock.schedule.simulation.timeline import Copy
 from support.programs import valid
 
 
@@ -127,37 +125,6 @@ def test_copies_of_another_schedule_are_refused() -> None:
         verify_copies(proof, host_copies(build("1f1b", ranks=4, microbatches=6)))
 
 
-# ---- time and memory
-
-
-def test_a_slow_link_holds_up_its_rank() -> None:
-    """One rank, GPipe, worked out by hand: forwards of 1, backwards of 2, copies of 3."""
-    costs = Costs(activation=5.0, offloaded=3.0, host_bandwidth=1.0)
-    timeline = simulate(build("gpipe", ranks=1, microbatches=4), costs)
-    assert [(str(span.op), span.start, span.end) for span in timeline.spans] == [
-        ("0F0", 0, 1),
-        ("0F1", 1, 2),
-        ("0F2", 4, 5),  # 0F0 is released at 4, after two thirds of its copy in which nothing ran
-        ("0F3", 7, 8),  # 0F1 at 7
-        ("0B0", 10, 12),  # 0F2 at 10, and 0F0 is back
-        ("0B1", 13, 15),  # 0F3 is released at 13, and 0F1 is back
-        ("0B2", 16, 18),
-        ("0B3", 19, 21),
-    ]
-    assert timeline.copies == (
-        Copy(0, 0, 0, False, 1, 4, stalled=2),
-        Copy(0, 0, 1, False, 4, 7, stalled=2),
-        Copy(0, 0, 2, False, 7, 10, stalled=2),
-        Copy(0, 0, 0, True, 7, 10, stalled=0),
-        Copy(0, 0, 3, False, 10, 13, stalled=1),
-        Copy(0, 0, 1, True, 10, 13, stalled=0),
-        Copy(0, 0, 2, True, 13, 16, stalled=1),
-        Copy(0, 0, 3, True, 16, 19, stalled=1),
-    )
-    assert [*timeline.stalled] == [9]
-    assert timeline.idle[0].runtime == 9
-
-
 def test_what_waits_in_host_memory_is_not_held() -> None:
     """Of GPipe's 8 microbatches three are on the device, computed or copied, and of the others 1 of 5."""
     schedule = build("gpipe", ranks=2, microbatches=8)
@@ -165,19 +132,6 @@ def test_what_waits_in_host_memory_is_not_held() -> None:
     timeline = simulate(schedule, Costs(activation=5.0, buffer=1.0, offloaded=4.0))
     assert plain.peak_memory[0] - timeline.peak_memory[0] == 5 * 4
     assert timeline.memory[0][-1][1] == 0  # all that left came back, and was freed
-
-
-def test_each_direction_is_a_queue_of_its_own() -> None:
-    """Copies of one direction follow each other; those of the two run at once."""
-    timeline = simulate(
-        build("gpipe", ranks=1, microbatches=8), Costs(activation=1.0, offloaded=1.0, host_bandwidth=0.4)
-    )
-    for up in (False, True):
-        ways = sorted((copy.start, copy.end) for copy in timeline.copies if copy.up is up)
-        assert len(ways) == 8
-        assert all(end <= start for (_, end), (start, _) in pairwise(ways))
-    downs, ups = ([copy for copy in timeline.copies if copy.up is up] for up in (False, True))
-    assert any(max(a.start, b.start) < min(a.end, b.end) for a in downs for b in ups)
 
 
 @pytest.mark.parametrize(("wrong", "rule"), [

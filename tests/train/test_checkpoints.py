@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,15 +13,13 @@ import torch
 
 from penstock.checkpoint.optimizer_state import OptimizerState
 from penstock.errors import CheckpointError, ConfigError, FolderInUseError, RunError, UnfitError
-from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, made_entry, sha256_of, write_folder
+from penstock.models.weights.folder import MANIFEST, Hashed, leftovers, write_folder
 from penstock.models.weights.saved import SavedModel
 from penstock.runtime.ranks import Ranks
 from penstock.train import loop
 from penstock.train.between_steps import Checkpoints, HeldOutEvaluation
 from penstock.train.checkpoints import (
     NEWEST,
-    _with_defaults,
-    changes,
     checkpoint_folder,
     newest_checkpoint,
     prune,
@@ -507,32 +504,3 @@ def test_a_checkpoint_of_0_3_0_resumes_bit_for_bit(tmp_path: Path) -> None:
     write_folder(half, copy, Ranks())
     run(preflight(made, str(half)))
     assert_same_tensors(before, last)
-
-
-def test_a_resumed_run_says_what_has_changed_since(tmp_path: Path) -> None:
-    run(preflight(config(tmp_path)))
-    half = checkpoint(tmp_path, 4)
-    resumed = preflight(config(tmp_path, steps=6), str(half))
-    assert resumed.notes[1:] == ("changed since then: train.steps=6 (was 4)",)
-
-    older = json.loads((half / "state.json").read_text())["config"]  # than two keys
-    del older["data"]["packing"], older["pipeline"]["shapes"]
-    now = config(tmp_path, steps=6).model_dump(mode="json")
-    assert changes(_with_defaults(older), now) == ["train.steps=6 (was 4)"]
-
-
-@pytest.mark.parametrize("kind", ["deep", "a pipe", "a list"])
-def test_a_state_that_cannot_be_read_is_a_checkpoint_error(tmp_path: Path, kind: str) -> None:
-    """0.5.0: deep JSON was a RecursionError, and a pipe was waited for: it was read as our own."""
-    path, text = tmp_path / "checkpoint", "[" * 100_000 if kind == "deep" else "[1]"
-
-    def write(folder: Path) -> Hashed:
-        (folder / "state.json").write_text(text)
-        return {"state.json": made_entry(len(text), sha256_of(folder / "state.json"))}
-
-    write_folder(path, write, Ranks())
-    if kind == "a pipe":
-        (path / "state.json").unlink()
-        os.mkfifo(path / "state.json")
-    with pytest.raises(CheckpointError, match=r"cannot be read|it is a pipe, and no regular file"):
-        read_state(path)

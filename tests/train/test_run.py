@@ -19,11 +19,7 @@ from penstock.errors import (
     AlteredError,
     CheckpointError,
     ConfigError,
-    DataError,
-    ModelError,
-    PartitionError,
     RunError,
-    WorldSizeError,
 )
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
@@ -31,6 +27,7 @@ from penstock.train.preflight import Prepared, preflight
 from penstock.train.preflight import _data_notes as data_notes
 from penstock.train.run import run
 from support.folders import check_folder, flip
+from support.refused_runs import refused, with_documents
 from support.tiny import (
     GPT2_WITH_DROPOUT,
     QWEN3,
@@ -40,7 +37,6 @@ from support.tiny import (
     metrics,
     save_model,
     tensors,
-    write_documents,
 )
 
 EXACT = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss", "padding")
@@ -209,43 +205,6 @@ def test_a_checkpoint_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     check_folder(left)
 
 
-# ---- Refusals, before a weight is read
-
-
-def refused(kind: type[Exception], made: TrainConfig, resume: str | None = None) -> str:
-    with pytest.raises(kind) as caught:
-        preflight(made, resume)
-    assert getattr(caught.value, "exit_code", None) == 2
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "model", "keys"),
-    [
-        (PartitionError, "layers", {}, {"pipeline.ranks": 9}),
-        (ConfigError, "data.sequence_length=65: the model takes 64 pos", {}, {"data.sequence_length": 65}),
-        # 0.2.0: it passed the dry run, and failed at the first step in every rank
-        (ConfigError, "inference: it holds no backward", {}, {"pipeline.schedule": "inference"}),
-        (ModelError, "model_type='t5'", {"model_type": "t5"}, {}),
-        (ConfigError, "output.folder", {}, {"output.folder": "/dev/null/out"}),
-        (DataError, "it is a device", {}, {"data.path": "/dev/null"}),
-    ],
-)
-def test_what_is_wrong_is_found_before_a_weight_is_read(
-    tmp_path: Path, kind: type[Exception], message: str, model: dict[str, Any], keys: dict[str, Any]
-) -> None:
-    assert message in refused(kind, config(tmp_path, model or None, keys))
-
-
-def test_a_missing_gpu_and_a_wrong_world_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "torch sees no GPU" in refused(ConfigError, config(tmp_path, device="cuda"))
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    said = refused(WorldSizeError, config(tmp_path))
-    assert "pipeline.ranks=2: each rank is one process, and the world has 3" in said
-
-
 def test_resume_starts_from_the_beginning_where_there_is_nothing(tmp_path: Path) -> None:
     """0.5.0: it was refused, so that no one command went on after a kill in the first minute too."""
     made = config(tmp_path)
@@ -363,15 +322,6 @@ def test_a_checkpoint_that_does_not_say_its_data_is_gone_on_from_with_a_note(tmp
     ]
 
 
-# ---- Documents in rows of their own, or packed
-
-
-def with_documents(
-    folder: Path, model: dict[str, Any] | None = None, *, keys: Any = None, **train: Any
-) -> TrainConfig:
-    return config(folder, model, write_documents(folder) | (keys or {}), **train)
-
-
 @pytest.mark.parametrize(
     ("packing", "attention"), [("none", "sdpa"), ("sequential", "eager"), ("best_fit", "sdpa")]
 )
@@ -422,18 +372,3 @@ def test_any_number_of_ranks_has_the_same_order_of_documents(tmp_path: Path) -> 
     assert isinstance(two, list)
     for first, second in zip(one, two, strict=True):
         assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_documents_are_not_packed_for_a_model_that_would_mix_them(tmp_path: Path) -> None:
-    model = {"model_type": "mamba", "vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2}
-    for packing in ("sequential", "best_fit"):
-        made = with_documents(tmp_path, model, keys={"data.packing": packing})
-        assert "its state runs over the whole row" in refused(ModelError, made)
-    preflight(with_documents(tmp_path, model, keys={"data.packing": "none"}))
-    preflight(config(tmp_path, model))
-
-
-def test_padding_that_is_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
-    keys = {"pipeline.shapes": "padded", "pipeline.padding": {"multiple": 65}}
-    said = refused(ConfigError, with_documents(tmp_path, keys=keys))
-    assert "pipeline.padding, to 65 tokens a row: the model takes 64 positions" in said

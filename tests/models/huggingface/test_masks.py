@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedModel, modeling_flash_attention_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,7 +21,6 @@ from penstock.batch.packing import metadata
 from penstock.models.huggingface.masks import Edits, shape_questions
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.meta import without_values
-from penstock.parallel.expert.dispatch import plan_route
 from support import zoo
 from support.covering import every
 from support.families import tiny_config
@@ -320,16 +318,3 @@ def test_what_changes_between_two_steps_is_asked_about(where: str, monkeypatch: 
     expected = AutoPipeline(ranks=1, microbatches=MICROBATCHES).build(stage).step(plain(0)).loss
     assert found == pytest.approx(expected)
     assert found != pytest.approx(before, rel=1e-6)
-
-
-@pytest.mark.usefixtures("one_process")
-def test_tokens_find_their_experts_with_one_wait() -> None:
-    """0.5.0: to count them took two more."""
-    group = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)).get_group()
-    chosen = torch.tensor([[0, 2], [3, 4], [2, 0]])  # expert 4 of 4: skipped
-    with watched() as reads:
-        route = plan_route(reads.put(chosen), 4, group)
-        assert [where.split()[0] for _, where in reads.found] == ["tolist"]
-    assert (route.sent, route.received) == ([5], [5])
-    assert route.order.tolist() == [0, 5, 1, 4, 2]
-    assert route.experts.tolist() == [0, 0, 2, 2, 3]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    BertForMaskedLM,
     BertForNextSentencePrediction,
     BertForQuestionAnswering,
     GPT2ForSequenceClassification,
@@ -28,7 +25,6 @@ from penstock import AutoPipeline
 from penstock.batch.loss import NextToken, OwnLoss, ProblemType, RowLabels
 from penstock.errors import BatchError, ConfigError, EquivalenceError, InputError, ModelError
 from penstock.models.huggingface.own_loss import own_loss
-from penstock.models.source import auto_class
 from penstock.models.tracing.chain import find_chain
 from penstock.parallel.axes import Axes
 from support import heads, zoo
@@ -290,22 +286,6 @@ def test_what_only_the_next_token_takes_is_refused() -> None:
         AutoPipeline(ranks=2, microbatches=2, shapes="padded").build_plan(model)
     with pytest.raises(ModelError, match="with the loss of next tokens: its head is not that"):
         AutoPipeline(ranks=2, microbatches=2, loss_fn=NextToken()).build_plan(model)
-
-
-@pytest.mark.parametrize(
-    "kind", [LlamaForTokenClassification, LlamaForSequenceClassification, LlamaForCausalLM, BertForMaskedLM]
-)
-def test_a_folder_opens_as_the_class_that_its_config_names(
-    kind: type[PreTrainedModel], tmp_path: Path
-) -> None:
-    """0.5.0: a folder of any class opened as a causal language model: `architectures` was not read."""
-    model_type = "bert" if kind is BertForMaskedLM else "llama"
-    model = heads.built(kind, model_type, is_decoder=False, num_labels=5, pad_token_id=0)
-    model.save_pretrained(tmp_path)
-    assert auto_class(AutoConfig.from_pretrained(tmp_path)).from_config(model.config).__class__ is kind
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path)
-    batch = heads.row_batch(CLASS_NUMBERS) if "Sequence" in kind.__name__ else heads.token_batch()
-    assert pipe.verify_against(model, batch).note == ""
 
 
 def test_the_probe_is_not_seen_from_outside() -> None:

@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
-from penstock.parallel.expert.dispatch import combine, dispatch, plan_route
 from penstock.parallel.expert.experts import check, expert_parallel, mixtures, takes_grouped
 from support import zoo
 from support.families import ragged_batch
@@ -154,38 +152,6 @@ def test_a_dense_model_stays_as_it_is(one_process: None) -> None:
     model = zoo.tiny_model("llama")
     assert expert_parallel(model, ep_mesh()) == []
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def test_shape_inference_sends_nothing(one_process: None) -> None:
-    model = mixture("mixtral", torch.float32)
-    expert_parallel(model, ep_mesh())
-    experts = next(iter(mixtures(model).values()))
-    with torch.device("meta"):
-        assert experts(torch.ones(6, 32), torch.ones(6, 2), torch.ones(6, 2)).shape == (6, 32)
-    with FakeTensorMode():
-        assert experts(torch.ones(6, 32), torch.ones(6, 2), torch.ones(6, 2)).shape == (6, 32)
-
-
-def test_choices_of_no_expert_are_not_sent(one_process: None) -> None:
-    """Some routers write the number of experts where a token skips one."""
-    group = ep_mesh().get_group()
-    hidden = torch.ones(3, 2, requires_grad=True)
-    chosen, weights = torch.tensor([[0, 4], [4, 4], [3, 1]]), torch.ones(3, 2)
-    route = plan_route(chosen, 4, group)
-    assert route.experts.tolist() == [0, 1, 3]
-    rows, row_weights = dispatch(route, hidden, weights)
-    result = combine(route, rows * row_weights, 3, 2)
-    assert result.tolist() == [[1, 1], [0, 0], [2, 2]]
-    result.sum().backward()  # type: ignore[no-untyped-call]
-    assert hidden.grad is not None
-    assert hidden.grad[:, 0].tolist() == [1, 0, 2]
-
-
-def test_a_rank_may_have_no_token(one_process: None) -> None:
-    group = ep_mesh().get_group()
-    route = plan_route(torch.zeros(0, 2, dtype=torch.int64), 4, group)
-    rows, _ = dispatch(route, torch.ones(0, 3), torch.ones(0, 2))
-    assert combine(route, rows, 0, 2).shape == (0, 3)
 
 
 def test_which_dtypes_have_a_grouped_product() -> None:

@@ -2,130 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
-from penstock.errors import BatchError, PenstockError
-from penstock.parallel.tensor.plan import check
-from penstock.parallel.tensor.shard import complete_gradients, tensor_parallel
-from support import census, zoo
-from support.families import FAMILIES, FLOAT32_INSIDE, ragged_batch
+from support import zoo
+from support.families import FAMILIES
 from support.mesh import later
-from support.planned_models import OTHERS, SINKS, build
+from support.planned_models import OTHERS, SINKS
 from support.pool import Pool
-from support.reference import TOLERANCE, Gradients, assert_gradients, plain_step
-
-
-def tp_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def batch_of(length: int = 12) -> dict[str, Tensor]:
-    batch = ragged_batch(4, length)
-    batch["input_ids"][1, 3:5] = 0  # of some families the padding, whose row gets no gradient
-    return batch
-
-
-def loss_of(model: PreTrainedModel, batch: Mapping[str, Tensor]) -> Tensor:
-    """The mean over the valid tokens."""
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    assert type(logits) is Tensor
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-
-
-def gathered(model: PreTrainedModel) -> Gradients:
-    """Every gradient whole; a parameter without one is left out, as by the plain process."""
-    found: Gradients = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        assert isinstance(parameter, DTensor), f"{name} is no DTensor"
-        if parameter.grad is not None:
-            assert isinstance(parameter.grad, DTensor), f"the gradient of {name} is no DTensor"
-            assert parameter.grad.placements == parameter.placements, (
-                f"the gradient of {name} is not complete"
-            )
-            found[name] = parameter.grad.full_tensor().clone()
-    return found
-
-
-def exact(family: str, dtype: torch.dtype, sequence_parallel: bool, changes: dict[str, Any]) -> list[str]:
-    """One step compared with the plain process; the parameters of which each rank has a piece."""
-    model, batch = build(family, dtype, **changes), batch_of()
-    values = {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
-    expected_loss, expected = plain_step(model, batch)
-    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
-    made = dict(model.named_parameters(remove_duplicate=False))
-    assert [*made] == [*values]
-    assert all(torch.equal(p.full_tensor(), values[name]) for name, p in made.items())
-    loss = loss_of(model, batch)
-    loss.backward()  # type: ignore[no-untyped-call]
-    complete_gradients(model)
-    tolerance = TOLERANCE[torch.float32 if family in FLOAT32_INSIDE else dtype]
-    assert abs(float(loss) - expected_loss) <= tolerance * abs(expected_loss)
-    found = gathered(model)
-    assert found.keys() == expected.keys()
-    assert_gradients(found, expected, tolerance)
-    return [name for name, p in made.items() if p.placements[0].is_shard()]
-
-
-def refused_length() -> str:
-    model = build("llama")
-    tensor_parallel(model, tp_mesh(), sequence_parallel=True)
-    with pytest.raises(BatchError) as refused:
-        loss_of(model, batch_of(11))
-    return str(refused.value)
-
-
-def out_of_the_vocabulary() -> list[bool]:
-    """Whether this rank saw that an id below, or above, has no vector."""
-    model, mesh = build("llama"), tp_mesh()
-    tensor_parallel(model, mesh)
-    seen = []
-    for wrong in (-1, 64):
-        try:
-            model.model.embed_tokens(torch.tensor([[wrong, 3]]))
-        except IndexError:
-            seen.append(True)
-            dist.all_reduce(torch.zeros(1, 2, 32), group=mesh.get_group())  # the other rank's sum
-        else:
-            seen.append(False)
-    return seen
-
-
-def verdict(model_type: str, sequence_parallel: bool) -> str:
-    """Whether a tiny model of the type is "exact", is refused, differs, or fails."""
-    dist.barrier()  # a rank that is refused is gone before others have met it
-    model, batch = zoo.tiny_model(model_type, torch.float64), zoo.tiny_batch(model_type)
-    try:
-        check(model, 2, sequence_parallel=sequence_parallel)
-    except PenstockError as refused:
-        return f"refused: {refused}"
-    try:
-        loss, expected = census.plain(model, batch)
-    except RuntimeError:  # a type whose own code mixes dtypes
-        loss, expected = census.plain(model.float(), batch)
-    tensor_parallel(model, tp_mesh(), sequence_parallel=sequence_parallel)
-    try:
-        again, gradients = census.plain(model, batch)
-    except Exception as failed:
-        return f"fails: {type(failed).__name__}: {str(failed)[:200]}"
-    found = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[attr-defined]
-    if abs(again - loss) > 1e-5 * abs(loss) or found.keys() != expected.keys():
-        return f"differs: {again} {loss} {found.keys() ^ expected.keys()}"
-    try:
-        assert_gradients(found, expected, 1e-5)  # many types compute parts in float32 whatever their dtype
-    except AssertionError as wrong:
-        return f"differs: {wrong}"
-    return "exact"
-
+from support.sharded_matrices import exact, verdict
 
 WITHOUT_A_PLAN = {"gpt2", "opt", "gpt_oss"}
 PLANNED = [family for family in FAMILIES if family not in WITHOUT_A_PLAN]
@@ -212,20 +99,3 @@ def test_every_type_is_exact_or_refused(pool: Pool, sequence: bool) -> None:
     assert sum(one == "exact" for one, _ in found.values()) >= 90
     for model_type, (one, other) in found.items():
         assert one == other, model_type
-
-
-def test_a_length_that_tp_does_not_divide_is_refused_on_every_rank(pool: Pool) -> None:
-    for refused in pool.run(2, refused_length):
-        assert refused.startswith("a sequence of 11 tokens with sequence_parallel over tp=2")
-        assert "Pad to a length of 12" in refused
-
-
-def test_a_module_that_flattens_tokens_is_refused(pool: Pool) -> None:
-    """llama4's mixtures give rows and tokens in one dimension: their second one is the width."""
-    for found in pool.run(2, verdict, "llama4_text", True):
-        assert found.startswith("fails: ModelError: what a Llama4TextMoe returns, of shape [24, 32]")
-
-
-def test_ids_out_of_the_vocabulary_raise_as_without_tp(pool: Pool) -> None:
-    """They are an error, as without tensor parallelism, and not zeros."""
-    assert pool.run(2, out_of_the_vocabulary) == [[True, False], [False, True]]

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch.padding import Padding
-from penstock.errors import BatchError, ConfigError, InputError
+from penstock.errors import BatchError, ConfigError
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.pipeline.steps import schedules
 from penstock.runtime import step_memory
 from penstock.schedule import build, dump, verify
 from support.adapted import PREFIX, adapted, lora
+from support.counted import assert_exact, made
 from support.covering import every
 from support.families import ragged_batch, tiny_model
 from support.mesh import build_whole, error_of, model_of, own_part, same_on_all, worst_gradient
@@ -36,23 +36,6 @@ from support.reference import assert_every_gradient, assert_gradients, gradients
 from support.schedules import FORMS, takes
 
 COUNTS = (4, 1, 6, 3, 6)  # the pipeline is built for 4
-
-
-def made(model: PreTrainedModel, schedule: Any = "1f1b", ranks: int = 2, **options: Any) -> Pipeline:
-    options = {"microbatches": 4, "timeout": 30, **options}
-    return AutoPipeline(ranks=ranks, schedule=schedule, **options).build(model)
-
-
-def assert_exact(
-    pipe: Pipeline, model: PreTrainedModel, given: Microbatches, tolerance: float = 1e-10
-) -> None:
-    loss, expected = plain_steps(model, given)
-    pipe.zero_grad()
-    result = pipe.step(given)
-    assert result.loss == pytest.approx(loss, abs=tolerance)
-    assert result.tokens == sum(int((each["labels"][:, 1:] != -100).sum()) for each in given)
-    assert_every_gradient(pipe.modules.values(), expected, tolerance)
-    assert pipe.timeline.microbatches == len(given)
 
 
 def check_counts(form: str, layers: int = 4, **options: Any) -> None:
@@ -146,21 +129,6 @@ def test_a_memory_limit_chooses_anew_for_each_count() -> None:
     pipe.step(ragged(7))
 
 
-def test_a_batch_of_tensors_is_split_into_as_many_as_are_asked_for() -> None:
-    model, batch = tiny_model("llama", torch.float64), ragged_batch()
-    pipe = made(model)
-    loss, expected = plain_step(model, batch)
-    for count in (None, 8, 1, 3):
-        pipe.zero_grad()
-        assert pipe.step(batch, microbatches=count).loss == pytest.approx(loss, rel=1e-10)
-        assert_gradients(gradients_of(pipe), expected, 1e-10)
-        assert pipe.timeline.microbatches == (count or 4) == len(pipe.microbatches(batch, count))
-    assert len(pipe.microbatches(ragged(7))) == 7
-    assert pipe.verify_against(model, ragged(5)).passed
-    pipe.step(batch, microbatches=8)
-    assert len(pipe.costs().activation[0]) == 8  # type: ignore[index, arg-type]
-
-
 def test_a_schedule_is_made_once_for_a_count_and_the_last_ones_are_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -202,28 +170,6 @@ def test_a_count_that_the_schedule_does_not_take_is_refused_by_name(tmp_path: Pa
         pipe = made(model, schedule)
         assert error_of(lambda: pipe.step(ragged(count))).startswith(said)  # noqa: B023
         assert_exact(pipe, model, ragged(4))  # and the pipeline goes on
-
-
-@pytest.mark.parametrize(
-    ("batch", "count", "error", "said"),
-    [
-        (ragged_batch(3), 5, BatchError, "a batch of 3 rows: it is to be split into 5 microbatches"),
-        (ragged_batch(3), 10**6, BatchError, "a batch of 3 rows"),  # before a schedule is made
-        (ragged_batch(3), 0, ConfigError, "microbatches=0: a schedule has a whole number"),
-        (ragged_batch(3), "2", ConfigError, "microbatches='2': a schedule has a whole number"),
-        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call is of 2"),
-        ([], None, BatchError, "a list of 0 microbatches"),
-        (None, None, BatchError, "a batch given as NoneType"),
-    ],
-)
-def test_a_number_that_is_none_or_that_a_batch_does_not_have(
-    batch: Any, count: Any, error: type[InputError], said: str
-) -> None:
-    model = tiny_model("llama", torch.float64)
-    pipe = made(model)
-    with pytest.raises(error, match=said):
-        pipe.step(batch, microbatches=count)
-    assert_exact(pipe, model, ragged(5))
 
 
 def test_a_step_that_fails_leaves_nothing_for_one_of_another_count() -> None:

@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from threading import Event
-from unittest.mock import ANY, Mock, call
+from unittest.mock import Mock
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from penstock.errors import FailurePoint, PeerError, PeerLostError, StalledPeerError, account_of, give_account
+from penstock.errors import PeerError, PeerLostError, StalledPeerError
 from penstock.runtime.health import watch as health
 from penstock.runtime.health.notes import (
     FailureNote,
     FailureNotes,
-    FirstFailure,
     LimitedStore,
     PeerWait,
     ProcessId,
@@ -352,18 +351,6 @@ def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start:
     )
 
 
-def test_a_store_that_is_gone_is_done_without() -> None:
-    gone = Mock(spec=Store)
-    gone.clone.return_value = gone
-    gone.check.side_effect = gone.set.side_effect = gone.compare_set.side_effect = RuntimeError("refused")
-    left = notes(gone, 0)
-    left.leave("at work", PeerWait("2F0", 2))
-    assert left.read([1]) == {}
-    left.fail(FirstFailure(0, HOST, "no"))
-    assert left.first_failure("failed", patience=60) is None
-    assert gone.mock_calls == [call.clone(), call.set("note/0", ANY)]  # nobody calls it again
-
-
 def test_a_store_that_does_not_answer_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: a rank on the other side of a network partition sat in a call to the store for minutes."""
     silent, answered = Mock(spec=Store), Event()
@@ -382,17 +369,3 @@ def test_a_store_that_does_not_answer_is_done_without(monkeypatch: pytest.Monkey
     watch.close()
     assert silent.check.call_count == 1
     answered.set()
-
-
-def test_a_note_keeps_what_it_is_given(store: Store) -> None:
-    notes(store, 1).leave("in 2F3", PeerWait("2F0", None))
-    note = notes(store, 0).read([1])[1]
-    assert (note.account, note.wait, note.host) == ("in 2F3", PeerWait("2F0", None), HOST)
-    assert json.loads(store.get("note/1"))[1] == HOST
-
-
-def test_any_error_may_carry_an_account() -> None:
-    error = ValueError("no")
-    assert account_of(error) is None
-    give_account(error, FailurePoint("in 2F3", "", "timeline so far in x.json"))
-    assert str(account_of(error)) == "in 2F3; timeline so far in x.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten
 from penstock.errors import PeerLostError, RunError
 from penstock.runtime.shared_memory import messages as shared
-from penstock.runtime.shared_memory.blocks import PAGE, Blocks, rounded
+from penstock.runtime.shared_memory.blocks import PAGE, Blocks
 from penstock.runtime.shared_memory.messages import SharedMessages
 from penstock.schedule import Op
 from penstock.schedule.order import Channel, Message
@@ -178,12 +178,6 @@ def test_lengths_that_differ_gather_no_idle_memory(ends: Ends) -> None:
     for number, pages in enumerate((64, 2, 50, 9, 33, 17, 61, 5, 40)):
         over(ends, number, payload(torch.zeros(pages * PAGE, dtype=torch.uint8)))
         assert ends.first._blocks.nbytes <= 2 * longest
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, PAGE, PAGE + 1, 100_000, 10**7 + 3, 2**30 + 1])
-def test_a_capacity_is_whole_pages_and_an_eighth_more_at_most(nbytes: int) -> None:
-    assert rounded(nbytes) % PAGE == 0
-    assert nbytes <= rounded(nbytes) <= max(nbytes * 1.125, nbytes + PAGE)
 
 
 def test_a_segment_that_is_full_says_so(ends: Ends) -> None:

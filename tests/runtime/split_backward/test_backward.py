@@ -9,44 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.split_backward.backward import Live, hold, input_backward, whole_backward
+from penstock.runtime.split_backward.backward import hold, input_backward, whole_backward
 from penstock.runtime.split_backward.recording import Tape, deferring
+from support.halves import ROWS, WIDTH, Attention, forward, given
 from support.pool import Pool
 from support.splitting import sharded
-
-ROWS, WIDTH = 5, 4
-SIZE = ROWS * WIDTH * 4  # bytes of one activation in float32
-
-
-class Attention(nn.Module):
-    """Three products of one activation, as queries, keys and values are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = torch.tanh(x)
-        result: Tensor = self.o(self.q(normed) * self.k(normed).sigmoid() + self.v(normed).sin())
-        return result
-
-
-def forward(module: nn.Module, x: Tensor, split: bool = True) -> Live:
-    with deferring() as tape:
-        output = module(x.requires_grad_())
-    return hold([x], [output], tape if split else None)
-
-
-def given() -> list[Tensor]:
-    return [torch.randn(ROWS, WIDTH)]
-
-
-def test_an_activation_that_three_products_share_is_counted_once() -> None:
-    _, deferred = input_backward(forward(Attention(), torch.randn(ROWS, WIDTH)), given())
-    x_of_qkv, x_of_o, dy = 1, 1, 4
-    assert deferred.nbytes == (x_of_qkv + x_of_o + dy) * SIZE
-    deferred.run()
-    assert deferred.nbytes == 0
 
 
 def test_a_hook_that_is_registered_between_the_halves_sees_the_gradient() -> None:
@@ -56,14 +23,6 @@ def test_a_hook_that_is_registered_between_the_halves_sees_the_gradient() -> Non
     one.weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
     deferred.run()
     torch.testing.assert_close(seen, [one.weight.grad])
-
-
-def test_parameters_are_not_counted() -> None:
-    table, one = nn.Parameter(torch.randn(ROWS, WIDTH)), nn.Linear(WIDTH, WIDTH)
-    with deferring() as tape:
-        output = one(table)
-    _, deferred = input_backward(hold([], [output], tape), given())
-    assert deferred.nbytes == SIZE
 
 
 def test_i_keeps_nothing_that_w_does_not_need() -> None:
@@ -126,18 +85,6 @@ def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert module.weight.grad.data_ptr() == made[0]
 
 
-def test_a_forward_that_was_not_deferring_takes_a_whole_backward() -> None:
-    module = Attention()
-    with torch.no_grad():
-        x = torch.randn(ROWS, WIDTH)
-    output = module(x.requires_grad_())
-    gradients, deferred = input_backward(hold([x], [output]), given())
-    assert len(gradients) == 1
-    assert deferred.nbytes == 0
-    assert all(p.grad is not None for p in module.parameters())
-    deferred.run()
-
-
 def test_nothing_that_needs_a_gradient() -> None:
     with deferring() as tape:
         output = nn.Linear(WIDTH, WIDTH).requires_grad_(False)(torch.ones(ROWS, WIDTH))
@@ -155,28 +102,6 @@ def test_a_failed_i_leaves_the_tape_as_it_was() -> None:
     assert live.tape._task is None
     whole_backward(forward(module, torch.randn(ROWS, WIDTH)), given())
     assert module.weight.grad is not None
-
-
-def test_stages_of_one_process_do_not_mix() -> None:
-    """Two stages with a shared module, the second one's I between the first one's F and I."""
-    shared = nn.Linear(WIDTH, WIDTH)
-    x, gradient = torch.randn(ROWS, WIDTH), given()
-    reference = x.clone().requires_grad_()
-    shared(shared(reference)).backward(gradient[0])
-    expected = shared.weight.grad
-    shared.zero_grad()
-    with deferring() as tape:
-        middle = shared(x.requires_grad_())
-    first = hold([x], [middle], tape)
-    second = forward(shared, received := middle.detach())
-    (back,), late = input_backward(second, gradient)
-    assert back is received.grad
-    (found,), later = input_backward(first, [back])
-    assert shared.weight.grad is None
-    later.run()
-    late.run()
-    torch.testing.assert_close(shared.weight.grad, expected)
-    torch.testing.assert_close(found, reference.grad)
 
 
 @pytest.mark.parametrize(

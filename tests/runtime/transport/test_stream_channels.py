@@ -24,7 +24,6 @@ from penstock import AutoPipeline, Pipeline, StageInfo
 from penstock.errors import ConfigError, PeerLostError, ScheduleError, StalledPeerError
 from penstock.parallel import nccl
 from penstock.runtime.health import watch
-from penstock.runtime.health.limits import is_late
 from penstock.runtime.ranks import GroupRanks
 from penstock.runtime.transport import distributed, stream_channels
 from penstock.runtime.transport.distributed import DistributedTransport
@@ -506,23 +505,6 @@ def test_a_rank_that_does_not_come_to_the_sum_of_shared_gradients() -> None:
 
     found, _ = on_gpus(job, 2, patient=True)
     assert isinstance(found[0], StalledPeerError), found
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "Watchdog caught collective operation timeout: WorkNCCL(OpType=RECV) ran for 1001 milliseconds",
-        "store->get('0') got error: wait timeout after 1000ms, keys: /0",
-        "Timed out waiting 1000ms for recv operation to complete",
-    ],
-)
-def test_the_words_for_a_late_rank(words: str) -> None:
-    assert is_late(RuntimeError(words))
-
-
-def test_the_words_for_a_lost_rank() -> None:
-    lost = "NCCL communicator was aborted on rank 0. WorkNCCL(OpType=RECV, Timeout(ms)=600000)"
-    assert not is_late(RuntimeError(lost))
 
 
 def test_emulated_gpus_leave_no_mode_behind() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import random
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,44 +19,12 @@ from penstock.errors import ConfigError
 from penstock.train.config import load
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig, _Dumper
-from penstock.train.config.values import CheckpointingSection, CompileSection
 from penstock.train.optimizers.optimizer import MuonSection
-from support.mutations import CASES, ODD_VALUES, seeded
+from support.configs import MINIMAL, loaded, pair, refused, same_as_yaml
+from support.mutations import CASES, seeded
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-MINIMAL = """
-model: {config: {model_type: qwen3, hidden_size: 64}}
-data: {path: text.txt, tokenizer: bytes}
-"""
 MUON = "optimizer.name=muon"
-
-
-def loaded(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> TrainConfig:
-    file = tmp_path / "config.yaml"
-    file.write_text(text)
-    return load_config(file, overrides)
-
-
-def refused(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        loaded(tmp_path, text, *overrides)
-    assert caught.value.exit_code == 2
-    assert caught.value.value
-    assert caught.value.rule
-    assert caught.value.remedy
-    return str(caught.value)
-
-
-def same_as_yaml(config: TrainConfig) -> TrainConfig:
-    """`config`, which its own YAML gives again."""
-    assert TrainConfig.model_validate(load._parse(config.to_yaml())) == config
-    return config
-
-
-def test_what_is_left_out_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
-    config = same_as_yaml(loaded(tmp_path))
-    assert config.pipeline.ranks == 1
-    assert config.train.clip_norm == 1.0
 
 
 def test_overrides_go_over_the_file_and_are_yaml(tmp_path: Path) -> None:
@@ -225,46 +192,6 @@ def test_muon_has_defaults_and_all_of_it_is_shown(tmp_path: Path) -> None:
     same_as_yaml(config)
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("false", None),
-        ("none", None),
-        ("null", None),
-        ("true", {}),
-        ("full", {}),
-        ("selective", {"save": ["matmul", "attention"]}),
-        ("{}", {}),
-        ("{every: 2, save: [attention], in_flight: 2}", {"every": 2, "save": ["attention"], "in_flight": 2}),
-        ("{in_flight: [2, 1, 0, 0]}", {"in_flight": [2, 1, 0, 0]}),
-        ("{memory_limit: 8 GiB}", {"memory_limit": 8 * 2**30}),
-        ("{memory_limit: 1.5gb}", {"memory_limit": 1.5e9}),
-        ("{memory_limit: 4096}", {"memory_limit": 4096}),
-    ],
-)
-def test_every_form_of_activation_checkpointing(
-    tmp_path: Path, given: str, meant: dict[str, Any] | None
-) -> None:
-    config = loaded(tmp_path, MINIMAL, f"train.activation_checkpointing={given}")
-    expected = None if meant is None else CheckpointingSection.model_validate(meant)
-    assert config.train.activation_checkpointing == expected
-    same_as_yaml(config)
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("true", {}), ("none", None), ("null", None), ("layers", {"loss": False}),
-        ("loss", {"layers": "none"}),
-        ("{layers: products, backend: aot_eager}", {"layers": "products", "backend": "aot_eager"}),
-    ],
-)  # fmt: skip
-def test_every_form_of_compile(tmp_path: Path, given: str, meant: dict[str, Any] | None) -> None:
-    config = loaded(tmp_path, MINIMAL, f"train.compile={given}")
-    assert config.train.compile == (None if meant is None else CompileSection.model_validate(meant))
-    same_as_yaml(config)
-
-
 def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     message = refused(tmp_path, MINIMAL + "train: {stps: 3, batch_size: x}\nnope: 1\n")
     assert "3 things are wrong with it" in message
@@ -343,21 +270,6 @@ def test_of_many_wrong_keys_the_first_are_named(tmp_path: Path) -> None:
     assert len(found) < 10_000
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            "train: {batch_size: 1000000000000}",
-            "are more than 1,000,000,000,000 tokens a step; give fewer",
-        ),
-        ("parallel: {dp_shard: 100000000}\ntrain: {batch_size: 400000000}", "make 100,000,000 processes"),
-    ],
-)
-def test_sizes_that_nobody_has_are_refused(tmp_path: Path, keys: str, message: str) -> None:
-    """0.5.0: a RuntimeError of torch, and gigabytes for the groups of a mesh: both had no upper end."""
-    assert message.partition(";")[0] in refused(tmp_path, MINIMAL + keys + "\n")
-
-
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "nowhere.yaml")
@@ -395,22 +307,6 @@ def test_a_section_is_replaced_or_left_out(tmp_path: Path) -> None:
     assert found is not None
     assert (found.r, found.alpha) == (2, 32)
     assert loaded(tmp_path, text, "adapter=null").adapter is None
-
-
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        ("[12, 10]", r"steps=\[12, 10\]: the first step to profile comes after the last. Write \[10, 12\]"),
-        ("[0, 2]", "train.profile.steps"),
-        ("[10]", "train.profile.steps"),
-        ("[90, 101]", r"profile.steps=\[90, 101\] goes beyond steps=100.* Profile steps up to 100"),
-    ],
-)
-def test_steps_to_profile_are_a_range_of_the_run(tmp_path: Path, steps: str, message: str) -> None:
-    assert re.search(message, refused(tmp_path, MINIMAL, f"train.profile={{steps: {steps}}}"))
-    profile = loaded(tmp_path, MINIMAL, "train.profile={steps: [10, 12]}").train.profile
-    assert profile is not None
-    assert profile.steps == (10, 12)
 
 
 # ---- What a value is
@@ -459,50 +355,6 @@ def test_minutes_are_no_number_of_steps(tmp_path: Path) -> None:
     assert message in refused(tmp_path, MINIMAL + "train: {steps: 1:30}\n")
 
 
-PATHS = (
-    "output.folder", "data.path", "data.cache", "data.tokenizer", "data.chat_template", "data.images",
-    "model.path", "data.validation.path", "output.trackers.0.folder",
-)  # fmt: skip
-NO_PATHS = {
-    "empty": ("", "an empty path would be the working folder"),
-    "blank": ("  ", "an empty path would be the working folder"),
-    "a long name": ("a" * 256, "a name has at most 255 bytes"),
-    "a long name of few characters": ("\u00e9" * 128, "a name has at most 255 bytes"),
-    "a long path": ("a/" * 2000, "and a path 3,000 characters"),
-    "nobody's home": ("~nobody-of-this-name/x", "there is no such user"),
-    "a variable": ("/scratch/$USER/x", "$USER would be a folder of that very name"),
-    "a variable in braces": ("${HOME}/x", "${HOME} would be a folder of that very name"),
-    "a NUL": ("a\0b", "a NUL or half a surrogate pair"),
-    "half a surrogate pair": ("a\ud800", "a NUL or half a surrogate pair"),
-}
-
-
-@pytest.mark.parametrize("key", PATHS)
-@pytest.mark.parametrize("case", NO_PATHS)
-def test_a_path_that_no_file_can_have_is_refused(tmp_path: Path, key: str, case: str) -> None:
-    """0.5.0: an empty one wrote into the working folder, and the others ended with tracebacks of Python's."""
-    text, message = NO_PATHS[case]
-    if key == "output.trackers.0.folder":
-        override = f"output.trackers=[{{name: tensorboard, folder: {json.dumps(text)}}}]"
-    else:
-        override = f"{key}={json.dumps(text)}"
-    assert message in refused(tmp_path, MINIMAL, override)
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "train.steps", "train.seed", "model.seed", "train.log_every", "train.evaluate_batches",
-        "data.workers",
-        "pipeline.head_weight", "pipeline.embedding_weight", "pipeline.timeout_seconds", "train.stop_seconds",
-        "output.sample_tokens",
-    ],
-)  # fmt: skip
-def test_a_number_beyond_any_run_is_refused(tmp_path: Path, key: str) -> None:
-    """0.5.0: a weight of 10^30 layers ran for ever, such a seed or timeout was an OverflowError."""
-    assert f"{key}: 1e+30 is more than any run has. Give" in refused(tmp_path, MINIMAL, f"{key}={10**30}")
-
-
 # ---- A fuzzer of overrides
 
 TEXTS = (
@@ -518,16 +370,6 @@ def leaves(tree: dict[str, Any], name: str = "") -> Iterator[tuple[str, Any]]:
         yield f"{name}{key}", value
         if isinstance(value, dict):
             yield from leaves(value, f"{name}{key}.")
-
-
-def pair(choices: random.Random, keys: list[str], good: list[tuple[str, Any]]) -> tuple[str, Any]:
-    """A key, which mostly exists, and a value."""
-    if choices.random() < 0.6:
-        return choices.choice(good)
-    key = choices.choice(keys)
-    if choices.random() < 0.1:
-        key += choices.choice((".x", "s", "..", ".", " ", "é", "-"))
-    return key, choices.choice([*ODD_VALUES, 4, 8, 64, 0.1, 1e-3, "auto", "bytes", [8, 8], {"multiple": 8}])
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> bool:

@@ -21,7 +21,6 @@ from penstock.train.config.load import load_config
 from penstock.train.preflight import preflight
 from penstock.train.records import trackers as module
 from penstock.train.records.metrics import MetricsRow
-from penstock.train.records.tracker_process import _row, numbers
 from penstock.train.records.trackers import (
     AnyTracker,
     MlflowSection,
@@ -78,16 +77,6 @@ class FakeRun:
 
 def step(number: int, **more: Any) -> MetricsRow:
     return {"step": number, **ROW, "loss": 3 - number / 4, **more}
-
-
-def test_numbers_have_flat_names_that_every_library_takes() -> None:
-    assert numbers({"step": 3, **ROW}) == {
-        "loss": 2.5, "learning_rates/adamw": 1e-3, "learning_rates/head_norm": 1e-4, "peak_resident/0": 7.0,
-        "peak_resident/1": 9.0, "tokens": 64.0,
-    }  # fmt: skip
-    held_out = {"step": 0, "held_out_loss": 5.5, "seconds": 0.5, "tokens": 3}
-    assert set(numbers(held_out)) == {"held_out_loss", "evaluation/seconds", "evaluation/tokens"}
-    assert set(numbers({"step": 4, "checkpoint": "step-4", "seconds": 0.5})) == {"checkpoint/seconds"}
 
 
 SECTIONS: dict[str, AnyTracker] = {
@@ -308,10 +297,3 @@ def test_a_wrong_section_is_refused(tmp_path: Path, value: str, message: str) ->
     with pytest.raises(ConfigError) as caught:
         load_config(file, [f"output.trackers={value}"])
     assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("bad", [b"\x00\xff", b"[" * 100_000, b"[1]", b'{"loss": 1}', b""])
-def test_a_bad_line_costs_its_own_row(bad: bytes) -> None:
-    """0.5.0: it ended the tracker, with all rows after it: each line was read as our own."""
-    assert _row(bad) is None
-    assert _row(b'{"step": 1}') == {"step": 1}

@@ -15,47 +15,14 @@ from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
 from penstock.train.preflight import preflight
 from penstock.train.records.metrics import MetricsRow
-from penstock.train.report.charts import Chart, Line, draw
-from penstock.train.report.page import charts, page, report, seconds_by_part, state
+from penstock.train.report.page import charts, report, seconds_by_part, state
 from penstock.train.report.recorded import read_run
 from penstock.train.run import run
 from schedule.render.test_page import Page
+from support.recorded_runs import CONFIG, html, row, write
 from support.tiny import config, metrics
 
-CONFIG = {
-    "train": {"steps": 4},
-    "pipeline": {"schedule": "1f1b", "ranks": 2, "microbatches": 4},
-    "model": {"path": "<script>alert(1)</script>"},
-}
 EVIL = "</script><img src=x onerror=alert(1)>\"'"
-
-
-def row(step: int, **more: Any) -> MetricsRow:
-    return {
-        "step": step, "loss": 5.0 - step, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_second": 1e4,
-        "bubble": 0.1, "padding": 0.0, "seconds": 2.0, "tflops_per_device": 0.5,
-        "seconds_by_part": {"data": 0.25, "step": 1.0, "clip": 0.125, "optimizer": 0.5},
-        "peak_resident": [2**30, 3 * 2**30], **more,
-    }  # fmt: skip
-
-
-def write(folder: Path, *rows: MetricsRow | str, timeline: bool = True, **about: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    lines = [each if isinstance(each, str) else json.dumps(each) for each in rows]
-    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    start = {"at": "2026-01-02T03:04:05+0000", "step": 0, "ranks": 2, "processes": 2}
-    known = {"id": "x", "config": CONFIG, "environment": {"torch": "2.11"}, "starts": [start], **about}
-    (folder / "run.json").write_text(json.dumps(known))
-    if timeline:
-        schedule = build("1f1b", ranks=2, microbatches=4)
-        both = {"measured": simulate(schedule, Costs(0.02, 0.02, 0.03)), "predicted": simulate(schedule)}
-        data = {name: each.to_data() for name, each in both.items()}
-        (folder / "timeline.json").write_text(json.dumps({"step": 4, **data}))
-    return folder
-
-
-def html(*folders: Path) -> str:
-    return page([read_run(folder) for folder in folders])
 
 
 WHOLE: tuple[MetricsRow, ...] = (
@@ -149,36 +116,6 @@ def test_losses_that_are_not_finite_leave_a_gap_and_are_said(tmp_path: Path) -> 
     assert "steps skipped, for their loss or gradients: 1 (step 3)" in text
 
 
-BROKEN: dict[str, tuple[MetricsRow | str, ...]] = {
-    "no row": (),
-    "one row": (row(1),),
-    "only a held-out loss": ({"step": 0, "held_out_loss": 5.5},),
-    "no number in it": ({"step": 1, "loss": "x", "seconds": None, "peak_resident": ["a", None]},),
-    "other kinds": ("[]", "3", "null", '{"step": true}', '{"step": -1}', '{"loss": 1}', "\x00", row(2)),
-    "numbers beyond all": tuple(row(1, loss=loss) for loss in (1e308, -1e308, 10**400, 5e-324)),
-    "numbers next to each other": (row(1, loss=1.0), row(2, loss=1.0000000000000002)),
-    "a huge step": ({**row(1), "step": 10**300}, row(1)),
-    "mappings for lists": (row(1, peak_resident={"a": 1}, seconds_by_part=[1], learning_rates=3),),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BROKEN)
-def test_whatever_the_rows_hold_gives_a_page(tmp_path: Path, case: str) -> None:
-    text = html(write(tmp_path, *BROKEN[case]))
-    Page(text)
-    assert "nan" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
-
-
-@pytest.mark.parametrize(
-    "about", [{"config": 3, "starts": 4}, {"starts": [{"end": 3}, 5]}, {"config": {"pipeline": {}}}]
-)
-def test_whatever_run_json_holds_gives_a_page(tmp_path: Path, about: dict[str, Any]) -> None:
-    Page(html(write(tmp_path, row(1), timeline=False, **about)))
-    (tmp_path / "run.json").write_text("[1")
-    (tmp_path / "timeline.json").write_text('{"step": 1, "measured": {"name": 3}}')
-    assert "no schedule that could be drawn" in html(tmp_path)
-
-
 def test_several_runs_share_the_charts_and_what_differs_is_shown(tmp_path: Path) -> None:
     other = {**CONFIG, "train": {"steps": 9}}
     folders = [write(tmp_path / "a", *WHOLE), write(tmp_path / "b", *WHOLE, config=other)]
@@ -189,23 +126,6 @@ def test_several_runs_share_the_charts_and_what_differs_is_shown(tmp_path: Path)
     assert ["train.steps", "4", "9"] in Page(text).cells
     assert [panel["label"] for panel in json.loads(Page(text).texts["drawing"])["panels"]] == ["a", "b"]
     assert "times the predicted step" not in text
-
-
-def test_a_long_curve_is_thinned_and_keeps_its_least_and_most() -> None:
-    points = [(step, 1.0) for step in range(1, 10_001)]
-    points[5000], points[7000] = (5001, 9.0), (7001, -3.0)
-    drawn = draw(Chart("Loss", "", [Line("training", points)]))
-    assert len(drawn) < 12_000
-    ys = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", drawn.split('data-label="training"')[1])]
-    assert min(ys) < 100  # of 1000, downwards
-    assert max(ys) > 850
-
-
-def test_a_wide_range_is_logarithmic_where_the_chart_may_be() -> None:
-    points = [(1, 1e-3), (2, 1.0), (3, 1e3)]
-    assert 'data-log="1"' in draw(Chart("Norm", "", [Line("norm", points)], log=True))
-    assert 'data-log="0"' in draw(Chart("Norm", "", [Line("norm", points)]))
-    assert 'data-log="0"' in draw(Chart("Norm", "", [Line("norm", [*points, (4, -1.0)])], log=True))
 
 
 def test_a_run_of_the_trainer_has_all_that_the_page_shows(tmp_path: Path) -> None:
@@ -231,15 +151,3 @@ def test_a_run_of_the_trainer_has_all_that_the_page_shows(tmp_path: Path) -> Non
     again = read_run(out)
     assert (again.about["id"], [start["step"] for start in again.starts]) == (identity, [0, 2])
     assert report([out]) == out / "report.html"
-
-
-def test_how_a_run_failed_is_in_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock import Pipeline
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Pipeline, "step", fail)
-    with pytest.raises(KeyboardInterrupt):
-        run(preflight(config(tmp_path, steps=2)))
-    assert state(read_run(tmp_path / "out"))[0] == "interrupted"

@@ -1,0 +1,101 @@
+"""The chain of a model's layers: which list it is, and models that are none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config
+
+from penstock import AutoPipeline
+from penstock.errors import ModelError, PartitionError
+from penstock.models.tracing.chain import find_chain
+from penstock.models.tracing.probe import register_chain
+from support.families import ragged_batch, tiny_config, tiny_model
+from support.rewired import rewired, through
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon", "mpt"])
+def test_layers_that_return_tuples(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+    assert find_chain(model).output_form == "tuple"
+    pipe = AutoPipeline(ranks=3, microbatches=4).build(model)
+    pipe.verify_against(model.train(), ragged_batch())
+
+
+def test_models_that_are_refused() -> None:
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (T5Config(vocab_size=64, d_model=16, num_layers=2, num_heads=2), {},
+         "transformers builds no causal LM from it"),
+        (3, {}, "model given as int"),
+        ("/nowhere/at/all", {}, "there is no such folder"),
+        (tiny_model("llama"), {"dtype": torch.float64}, "taken as it is"),
+        (tiny_model("llama"), {"attention": "eager"}, "attention=eager for a model object with sdpa"),
+    ]  # fmt: skip
+    for model, options, message in cases:
+        with pytest.raises(ModelError, match=message):
+            AutoPipeline(ranks=2, microbatches=2, **options).build_plan(model)
+    with pytest.raises(PartitionError, match="6 stages for 4 layers"):
+        AutoPipeline(ranks=6, microbatches=2).build_plan(tiny_config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (lambda layers, h: through(layers[2:], through(layers[:2], h) + h),
+         "layer 2 does not take what layer 1 returned"),
+        (lambda layers, h: through([*layers[2:], *layers[:2]], h),
+         r"the layers run in the order \[2, 3, 0, 1\]"),
+        (lambda layers, h: through(layers[:2], h), r"the order \[0, 1\]"),
+        (lambda layers, h: through([layers[0], *layers], h), r"the order \[0, 0, 1, 2, 3\]"),
+    ],
+)  # fmt: skip
+def test_layers_that_do_not_run_once_each_in_order(order: Callable[[Any, Any], Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        find_chain(rewired(lambda model, hidden: order([*model.layers], hidden)))
+
+
+def test_a_registered_rule_names_the_list_of_layers() -> None:
+    """Where its config does not tell which list is the layers'."""
+    model = tiny_model("llama")
+    mine: Any = type("Mine", (type(model),), {})
+    model.__class__ = mine
+    model.model.experts = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(4))
+    with pytest.raises(ModelError, match="the layers run in the order"):
+        find_chain(model)
+    register_chain(mine, lambda model: "model.layers")
+    assert find_chain(model).layers == "model.layers"
+    register_chain(mine, lambda model: "model.blocks")
+    rule = r"Mine, whose rule returns 'model.blocks': .* names the nn.ModuleList .* Return 'model.layers' or"
+    with pytest.raises(ModelError, match=rule):
+        find_chain(model)
+
+
+def test_layers_dropped_at_random_are_refused() -> None:
+    """0.1.0: a placeholder that was passed by gave a loss without gradients."""
+    with pytest.raises(ModelError, match=r"layerdrop=0.3: .* Set layerdrop=0"):
+        AutoPipeline(ranks=2, microbatches=2).build(tiny_config("opt", layerdrop=0.3))
+    model = tiny_model("opt")
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    for module in pipe.modules.values():
+        module.model.decoder.layerdrop = 1.0  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="Set the config's layer dropping to 0"):
+        pipe.step(ragged_batch())
+
+
+def test_torch_logs_nothing_for_ops_that_fail_without_values() -> None:
+    """The grouped product of the default experts takes float32, but not in torch's rules for shapes."""
+    records: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
+    log.addHandler(handler)
+    try:
+        config = tiny_config("mixtral", num_local_experts=4, hidden_size=64)
+        AutoPipeline(ranks=2, microbatches=2).build(AutoModelForCausalLM.from_config(config))
+    finally:
+        log.removeHandler(handler)
+    assert not records
