@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from models.split.test_partition import counts
 from penstock.errors import PartitionError
 from penstock.models.module_names import ModuleNames, named_split
+from support.layer_counts import counts
 
 NAMES = ModuleNames(
     ("model.embed_tokens",), tuple(f"model.layers.{i}" for i in range(3)), ("model.norm", "lm_head")
