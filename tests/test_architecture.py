@@ -39,6 +39,7 @@ def test_the_page_of_the_public_api_is_the_codes() -> None:
     assert not runpy.run_path(str(ROOT / "docs" / "api.py"))["stale"](), "run python docs/api.py"
 
 
+# _HOMES is the table itself
 def test_each_public_name_is_looked_up_in_the_file_that_defines_it() -> None:
     for name, home in penstock._HOMES.items():
         assert getattr(penstock, name).__module__ == home

@@ -1,16 +1,22 @@
-"""Private names of other libraries stand in `penstock.private` only, and installed versions have them."""
+"""Private names of other libraries stand in `penstock.private` only, and installed versions have them.
+
+A test that uses a private name of penstock itself says why in a comment.
+"""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import io
 import pkgutil
 import re
 import subprocess
 import sys
+import tokenize
 import types
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -294,3 +300,97 @@ def test_importing_the_file_imports_nothing_more(before: str) -> None:
     command = [sys.executable, "-c", script]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert printed.stdout.strip() == "set()"
+
+
+def of_penstock(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every private name of penstock that a test file imports, reads, sets or patches, with its line."""
+    others, here = set(roots(tree)), set(defined(tree))
+    for node in nodes(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            if str(node.module).startswith("penstock"):
+                names = [alias.name for alias in node.names]
+            else:
+                others |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            root = (dotted(node) or "").partition(".")[0]
+            names = [] if root in others or node.attr in here else [node.attr]
+        elif isinstance(node, ast.Call | ast.Tuple):  # an owner and a name, as for `monkeypatch.setattr`
+            parts = node.args if isinstance(node, ast.Call) else node.elts
+            after = [part for before, part in pairwise(parts) if dotted(before) or is_path(before)]
+            names = [str(part.value) for part in after if isinstance(part, ast.Constant)]
+        yield from ((name, getattr(node, "lineno", 0)) for name in names if name in of_source())
+
+
+def is_path(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and str(node.value).startswith("penstock.")
+
+
+@cache
+def of_source() -> frozenset[str]:
+    """The private names that the source defines for itself alone."""
+    names = {name for tree in trees().values() for name in defined(tree) if is_private(name)}
+    return frozenset(names - DOCUMENTED - LISTED - PUT_ON - {"_"})
+
+
+def commented(source: str, tree: ast.Module) -> set[int]:
+    """The lines whose code has a comment: on the line itself, or above a statement around it."""
+    notes = {
+        token.start[0]: token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and not re.match(r"# (type:|fmt:|noqa)", token.string)
+    }
+    lines, explained = source.splitlines(), set(notes)
+    for node in nodes(tree):
+        if isinstance(node, ast.stmt):
+            first = min([node.lineno, *(of.lineno for of in getattr(node, "decorator_list", []))])
+            if first - 1 in notes and lines[first - 2].lstrip().startswith("#"):
+                explained |= set(range(first, (node.end_lineno or first) + 1))
+    return explained
+
+
+def unexplained(source: str) -> list[str]:
+    tree = ast.parse(source)
+    explained = commented(source, tree)
+    return sorted({f"{line}: {name}" for name, line in of_penstock(tree) if line not in explained})
+
+
+def test_a_test_says_why_it_uses_a_private_name_of_penstock() -> None:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    wrong = [f"{path.name}:{line}" for path in files for line in unexplained(path.read_text("utf-8"))]
+    assert not wrong, "use a public call, or say in a comment why not:\n" + "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pipe._world",
+        "def f():\n  pipe._world.transport",
+        "pipe._world = 1",
+        "from penstock.pipeline.pipeline import _world",
+        "monkeypatch.setattr(pipeline, '_world', 1)",
+        "POINTS = (('penstock.pipeline', '_world'),)",
+        "pipe._world  # type: ignore[attr-defined]",
+        "# of another line\n\npipe._world",
+        "a = 1  # of the line before\npipe._world",
+    ],
+)
+def test_every_use_of_a_private_name_of_penstock_is_seen(source: str) -> None:
+    assert [line.partition(": ")[2] for line in unexplained(source)] == ["_world"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "pipe._world  # which no result shows",
+        "# which no result shows\npipe._world",
+        "# which no result shows\n@decorated\ndef f():\n  x = 1\n  pipe._world",
+        "import torch\ntorch.distributed._world",
+        "from benchmarks import cost\ncost._world()",
+        "class Own:\n  def f(self):\n    self._world = 1\n    return other._world",
+        "pipe._replace(a=1)",
+        "print('_world')",
+    ],
+)
+def test_a_use_that_is_explained_or_of_another_is_let_pass(source: str) -> None:
+    assert unexplained(source) == []

@@ -72,6 +72,7 @@ def test_a_json_file_is_utf_8_without_a_mark(tmp_path: Path, encoding: str) -> N
         read_json(tmp_path / "file")
 
 
+# _MOST_NESTED: fewer lists are too many
 def test_json_of_very_many_small_lists_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: 100 MB of empty lists took 2.6 GB."""
     monkeypatch.setattr(reading, "_MOST_NESTED", 10)

@@ -80,6 +80,7 @@ def test_loss_and_gradients_are_those_of_whole_logits(
     torch.testing.assert_close(blocks, whole, rtol=1e-12, atol=1e-12)
 
 
+# counts _linear, the product of the head, which no public call shows
 def test_a_recorded_forward_never_runs_the_head_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     linear = head_logits._linear

@@ -234,6 +234,7 @@ def test_a_provider_is_refused() -> None:
         Pipeline.from_provider(provider, ranks=2, microbatches=4, chunked_loss="liger")
 
 
+# a model that is made fails at _Build._model, before any public call returns
 @pytest.mark.parametrize(
     ("found", "refusal"),
     [

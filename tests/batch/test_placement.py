@@ -81,12 +81,14 @@ def test_what_is_no_view_of_what_was_sent_is_not_taken() -> None:
         assert sent_ahead(ids, device) is None
 
 
+# whether something was sent is in _sent alone
 def test_where_nothing_was_sent_a_tensor_without_a_storage_is_no_error() -> None:
     gc.collect()
     assert not placement._sent
     assert sent_ahead(torch.eye(3).to_sparse(), CPU) is None
 
 
+# how long a copy lives is in _sent alone
 def test_copies_live_as_long_as_the_batch() -> None:
     ids, before = torch.arange(60).reshape(6, 10), len(placement._sent)
     send_ahead([ids], Copies().up)

@@ -19,6 +19,7 @@ from support.jobs_checkpoint import make
 from support.writing import Made
 
 
+# _random_states is asked for a GPU that this machine does not have
 def test_the_random_state_is_that_of_the_pipelines_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: with device="cuda:1" in one process the state of GPU 0 was saved and restored."""
     asked: list[tuple[str, torch.device]] = []

@@ -131,6 +131,7 @@ def test_an_adapter_goes_on_from_memory(
     assert_same_tensors(checkpoint(tmp_path / "whole", STEPS), checkpoint(tmp_path, STEPS))
 
 
+# holds up _keep, which a thread runs
 def test_no_weight_changes_before_it_is_copied(
     memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -227,6 +228,7 @@ def test_damaged_memory_is_passed_over_by_name(
     assert_same_tensors(whole, checkpoint(tmp_path, STEPS))
 
 
+# spoils the weights that are held, and not those of the pipeline
 def test_weights_that_are_not_finite_are_not_loaded(
     memory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -90,6 +90,7 @@ def test_what_is_written_in_the_background_is_what_was_there_at_save(
     assert files(tmp_path / "at once") == files(tmp_path / "later")
 
 
+# _is_on_host: the host stands for a GPU
 class LateCopies:
     """Copies from a GPU that read its memory once somebody waits for them, and no sooner.
 
@@ -181,6 +182,7 @@ def test_other_changes_of_weights_wait_too(
     assert of_training(tmp_path / "later") == of_training(tmp_path / "at once")
 
 
+# _take runs out of memory
 def test_what_cannot_be_copied_is_told_by_the_write_and_training_goes_on(
     alone: Made, tmp_path: Path, late: LateCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_what_cannot_be_copied_is_told_by_the_write_and_training_goes_on(
     check_folder(tmp_path / "checkpoint")
 
 
+# one pinned piece, and _write, which a thread runs
 def test_copies_that_are_given_up_leave_neither_thread_nor_checkpoint(
     alone: Made, tmp_path: Path, late: LateCopies, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, monkeypatch: py
         host()
 
 
+# _PATIENCE: a shorter wait
 def test_a_process_of_the_last_attempt_that_lives_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "_PATIENCE", 0.1)
     other = slots_of()

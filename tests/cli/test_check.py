@@ -75,6 +75,7 @@ def test_a_schedule_may_come_from_a_file(folder: Path, tmp_path: Path, penstock:
     assert "\nNCCL: 1 communicator a rank, for all messages" in out
 
 
+# the stages alone are spoilt as _Build._model makes them
 def test_gradients_that_differ_are_listed_worst_first_and_not_all(
     folder: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:

@@ -86,6 +86,7 @@ def test_bad_input_ends_with_code_2_and_one_error(tmp_path: Path, penstock: Comm
 # ---- What is an override, and what is a checkpoint's path
 
 
+# _sort_arguments is what the command does before it reads a config or a checkpoint
 @pytest.mark.parametrize(
     ("arguments", "checkpoint"),
     [
@@ -107,6 +108,7 @@ def test_a_resume_takes_what_a_first_launch_takes(arguments: list[str], checkpoi
     assert main._sort_arguments(arguments, False) == (arguments, None)
 
 
+# _sort_arguments, in many orders: a command for each would take minutes
 @pytest.mark.parametrize("cases", CASES)
 def test_an_override_means_the_same_wherever_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range

@@ -194,6 +194,7 @@ def test_a_folder_of_another_model_is_refused_from_its_headers(
     assert "11 that the model has no place for: model.layers.2." in err
 
 
+# _memory makes the table of a plan whose sizes no small model has
 def test_every_column_of_memory_is_whole_in_80_columns() -> None:
     """The widest table: gathered weights, and weights in host memory, of more ranks than it has lines."""
     wide = RankMemory(*[size * 2**30 for size in (99, 99, 99, 99, 99, 90, 500)])
@@ -229,6 +230,7 @@ def test_a_mesh_is_shown_by_its_groups() -> None:
     }
 
 
+# _MEANING is the table of words itself
 def test_a_dry_run_has_words_for_every_axis() -> None:
     assert list(plan._MEANING) == list(MESH)
 

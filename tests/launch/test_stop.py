@@ -83,6 +83,7 @@ def test_a_signal_that_comes_twice_at_a_time_is_one(tmp_path: Path) -> None:
     assert process.exitcode == 9
 
 
+# _thread: that it has ended is seen in no other way
 def test_handlers_are_as_before_and_nothing_listens() -> None:
     numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]

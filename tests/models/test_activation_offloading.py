@@ -67,6 +67,7 @@ def activations(pipe: Pipeline) -> list[int]:
 DEFAULT = ("1f1b", "dualpipe")
 
 
+# _built: what stages still hold after a step is seen there alone
 @pytest.mark.parametrize("form", [
     pytest.param(form, marks=() if form in DEFAULT else pytest.mark.sweep) for form in FORMS
 ])  # fmt: skip
@@ -243,6 +244,7 @@ def test_stages_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pipe.costs().offloaded == [[2 * 2 * 32 * 8] * 6] * 2  # two blocks, 2 rows of what enters `act`
 
 
+# _built: what stages still hold after a step is seen there alone
 @pytest.mark.parametrize("offloading", [False, ALL])
 def test_what_a_stage_changes_in_place_is_an_error_with_and_without(offloading: bool | Offloading) -> None:
     pipe = provided(Spoils, offloading)

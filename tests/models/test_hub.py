@@ -323,6 +323,7 @@ def test_a_fetch_leaves_a_readable_note_beside_the_caches_own_locks(hub: Hub, tm
     assert json.loads(note.read_text()) == {"launch": None, "folder": str(folder)}
 
 
+# _fetched and _launch stand for the other rank of this launch, and its note
 @pytest.mark.parametrize("cases", CASES)
 def test_the_note_of_another_rank_names_no_folder_outside_the_cache(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cases: range

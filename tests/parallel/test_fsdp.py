@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock import Axes, Sharded
 from penstock.errors import EquivalenceError
+
+# which layers are sharded by themselves, without processes
 from penstock.parallel.fsdp import _with_own_weights
 from support.families import tiny_model
 from support.mesh import batch, build_whole, model_of, own_part

@@ -84,6 +84,7 @@ def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.Monk
         init_process_group(torch.device("cpu"), 1.0)
 
 
+# _START_SECONDS, _SPARE: shorter waits
 def test_a_store_that_does_not_answer_at_the_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: the process hung for ever, where that of rank 0 was stopped: torch waits for its answer."""
     monkeypatch.setattr(mesh, "_START_SECONDS", 0.3)
@@ -97,6 +98,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_named(monkeypatch: pytest.
             init_process_group(torch.device("cpu"), 0.3)
 
 
+# _attempt, in threads of one process instead of under agents
 def test_all_processes_of_an_attempt_have_one_name_for_it_whatever_their_agents_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,11 +119,13 @@ def test_all_processes_of_an_attempt_have_one_name_for_it_whatever_their_agents_
             names.add(name)
 
 
+# _attempt, in one process instead of under an agent
 def test_the_ranks_of_one_agent_take_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert mesh._attempt(HashStore(), 1, 2, 20.0) == "3"
 
 
+# _attempt, in one process instead of under an agent
 def test_a_rank_0_that_does_not_name_the_attempt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     store = HashStore()

@@ -19,6 +19,7 @@ from support.pool import Pool
 CLOCK = 0.1  # seconds that the processes' clocks may seem to differ
 
 
+# _training: the recorder of a rank is reached there alone
 def timed_steps(folder: str) -> tuple[Timeline, float]:
     """The timeline of the second of two steps at pp=2 x dp_shard=2, and its bubble.
 

@@ -21,6 +21,7 @@ from support.programs import written
 LOOPED = build("1f1b", ranks=16, microbatches=32, stages_per_rank=2)
 
 
+# _rendezvous: no other process comes
 @pytest.mark.parametrize(
     ("device", "backend", "taken"),
     [("cuda:0", None, "chosen"), ("cuda:0", "nccl", "nccl"), ("cpu", None, "gloo")],
@@ -39,6 +40,7 @@ def test_a_job_on_gpus_takes_the_backend_that_these_allow(
     assert asked == [taken]
 
 
+# _all_ranks: a world of torch, which is made without a mesh
 def test_a_job_without_a_backend_takes_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: torch calls it "undefined", which was taken for a backend without tags."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

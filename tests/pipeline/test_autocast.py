@@ -426,6 +426,7 @@ def test_compiled_layers() -> None:
         assert_same_bits(gradients_of(pipe), expected)
 
 
+# _built: the casts that stages keep are seen there alone
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_a_step_that_fails_keeps_no_casts(schedule: str) -> None:
     class Fails(Piece):
@@ -448,6 +449,7 @@ def test_a_step_that_fails_keeps_no_casts(schedule: str) -> None:
 # ---- AutoPipeline(autocast=)
 
 
+# _built: the casts that stages keep are seen there alone
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_the_option_is_a_region_around_every_forward(schedule: str) -> None:
     """A region of the caller's own, on or off, changes nothing; a loss that is not finite neither."""
@@ -499,6 +501,7 @@ def test_what_autocast_cannot_be(options: dict[str, Any], message: str) -> None:
         AutoPipeline(ranks=2, **options).build_plan(made())
 
 
+# _built: the casts that stages keep are seen there alone
 @pytest.mark.sweep
 def test_the_bytes_under_autocast_are_predicted() -> None:
     """0.5.0 left autocast out: casts of weights were missing, and activations counted in float32."""

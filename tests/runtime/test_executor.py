@@ -69,6 +69,7 @@ def test_several_stages_on_a_rank_in_any_order() -> None:
         torch.testing.assert_close(weight(module).grad, weight(reference[stage]).grad)
 
 
+# _training: what a step leaves behind is seen there alone
 @pytest.mark.parametrize(
     ("schedule", "ranks"),
     # on one rank of two stages, results for the second stage wait in the inbox when the sixth forward fails

@@ -144,12 +144,14 @@ def peaks(
     return reported, predicted, counted, hosted
 
 
+# _world, _pool: idle buffers of an earlier step go
 def forget_buffers(pipe: Pipeline) -> None:
     """Those of the step before would not be counted."""
     channels: Any = pipe._world.transport.messages
     channels._pool._buffers.clear()
 
 
+# _training, _messages: bytes are counted at each op, where a step looks at what it holds
 def count_bytes(pipe: Pipeline, batch: Sequence[Any]) -> int:
     most = 0
     (executor,) = pipe._training.executors

@@ -230,6 +230,7 @@ def test_a_layer_that_runs_again_finds_and_leaves_what_it_keeps(save: tuple[str,
         assert_gradients(gradients_of(again), gradients_of(plain), 1e-10)
 
 
+# _before: what is remembered is seen there alone
 def test_what_a_forward_leaves_alone_is_forgotten() -> None:
     """Copies of buffers are held from a forward to its backward only where it changes them."""
     layer = nn.BatchNorm1d(4)

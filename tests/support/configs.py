@@ -36,6 +36,7 @@ def refused(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
     return str(caught.value)
 
 
+# _parse reads a text as a file is read
 def same_as_yaml(config: TrainConfig) -> TrainConfig:
     """`config`, which its own YAML gives again."""
     assert TrainConfig.model_validate(load._parse(config.to_yaml())) == config

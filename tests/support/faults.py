@@ -128,6 +128,7 @@ def _text(file: Path) -> str:
     return file.read_text() if file.exists() else ""
 
 
+# _START_SECONDS: a start as short as the run's timeout
 def _rank(made: Tree, rank: int, ranks: int, port: int, strikes: list[Strike], resume: str | None) -> None:
     """One rank of a run; ends the process."""
     import torch

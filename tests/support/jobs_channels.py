@@ -204,6 +204,7 @@ class Slow(NamedTuple):
     buffers: tuple[int, ...]
 
 
+# _sending: whether a send is over is seen there alone
 def slow_sends(last: str, microbatches: int, seconds: float) -> Slow:
     """Two exact steps of gpipe on two ranks, over connections whose sends are over after `seconds`."""
     sends: list[SlowSend] = []

@@ -13,6 +13,7 @@ from penstock.train import loop
 from support.jobs_train import trained
 
 
+# _step: a run is lost in a chosen step
 def lost(patch: pytest.MonkeyPatch, step: int | None) -> None:
     """The run ends before this step, as it does where another process is lost."""
     original = loop._step

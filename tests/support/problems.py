@@ -8,6 +8,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, loop, wave
+
+# one policy as the search draws it
 from penstock.schedule.search.listing import _drawn, follow, reserves
 from penstock.schedule.search.problem import Problem, Programs, problem
 

@@ -56,6 +56,7 @@ def _types(key: object) -> Iterator[type]:
             yield from _types(each)
 
 
+# _found, _known: what one process has found out, all know
 def share(folder: Path) -> None:
     """Let this process, and those that it starts and that call `share_again`, remember in `folder`."""
     from penstock.models.split import multiply_adds

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # where a run may be struck: the module, and what is called there
+# some of the places are private: a strike hits a run within a public call
 POINTS = {
     "the look for a checkpoint": ("penstock.train.preflight", "find_start"),
     "the data": ("penstock.train.preflight", "load_data"),
@@ -230,6 +231,7 @@ def _arm_of_attempt() -> None:
         arm([Strike(*each) for each in plan["strikes"][attempt]], rank, folder)
 
 
+# _step: a run is killed in chosen steps
 def _kill_at_steps(rank: int) -> None:
     """The soak's kills: each once over all attempts, in the step and at the place that the plan has."""
     from penstock.train import loop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+# a config of an older version, with the keys that it lacks
 from penstock.train.checkpoints import (
     _with_defaults,
     changes,

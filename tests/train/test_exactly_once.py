@@ -55,6 +55,7 @@ class Strike(NamedTuple):
     after: bool = False
 
 
+# some of the places are private: a kill comes within a public call
 STRIKES = {
     "data": Strike(Data, "batch"),
     "step": Strike(Pipeline, "step"),
@@ -195,6 +196,7 @@ def put_back(folder: Path) -> bool:
     return True
 
 
+# _chosen: the rows of a step by their numbers, which a batch does not have
 def record(patch: pytest.MonkeyPatch, history: dict[int, Rows]) -> None:
     batch, take, streamed = Data.batch, RowStream.take, list[Rows]()
 

@@ -99,6 +99,7 @@ def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 12))
 
 
+# _squared_norm: a gradient is spoilt after the backward, before the norm
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int

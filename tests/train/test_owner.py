@@ -31,6 +31,7 @@ def facts(folder: Path) -> dict[str, Any]:
     return found
 
 
+# _here: this process, as a file of another owner names it
 def write(folder: Path, **changed: Any) -> None:
     """An owner's file, of this process but for what has `changed`."""
     mine = {"run": "other", **owner._here(), "token": "x", "ended": False}
@@ -141,6 +142,7 @@ def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> Non
         assert sorted(found) == ["owned", "refused", "refused", "refused"]
 
 
+# _thread: that it has ended is seen in no other way
 @pytest.mark.fault("two jobs and one output folder", "the owner stands still, and another takes over")
 def test_a_run_that_stood_still_ends_where_another_has_taken_over(tmp_path: Path) -> None:
     """It was stopped for longer than its heartbeat was waited for; on its return it writes nothing more."""
@@ -155,6 +157,7 @@ def test_a_run_that_stood_still_ends_where_another_has_taken_over(tmp_path: Path
     assert not facts(tmp_path)["ended"]
 
 
+# _touch: one beat of the thread, now
 def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
     with owned(tmp_path, "mine", print, beat=0.02) as mine:
         (tmp_path / OWNER).unlink()
@@ -218,6 +221,7 @@ def test_ranks_that_write_into_several_folders_are_refused(
     assert len(seen) == 1
 
 
+# _create: the file goes just before it is made
 def test_a_file_that_somebody_removes_meanwhile_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

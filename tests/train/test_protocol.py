@@ -205,6 +205,7 @@ def _removed(path: Path, ignore_errors: bool = False) -> None:
         os.rmdir(path)
 
 
+# the points at which processes take turns, and a machine for each
 @pytest.fixture
 def in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """What changes files pauses before it does so; an owner lives as long as its process here."""
@@ -359,6 +360,7 @@ def broken_protocol(play: Play) -> str:
     return "nothing"
 
 
+# _alive is broken on purpose
 def test_the_drawn_orders_find_a_takeover_of_a_live_owner(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:

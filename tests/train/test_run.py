@@ -24,6 +24,8 @@ from penstock.errors import (
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import Prepared, preflight
+
+# the notes on data alone, for a checkpoint that does not say its data
 from penstock.train.preflight import _data_notes as data_notes
 from penstock.train.run import run
 from support.folders import check_folder, flip

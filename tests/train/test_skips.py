@@ -266,6 +266,7 @@ def test_a_run_without_a_checkpoint_skips(tmp_path: Path) -> None:
     assert back_to == tmp_path
 
 
+# _count: a run that comes back, without the steps
 def test_a_run_that_comes_back_too_often_ends_with_a_remedy(tmp_path: Path) -> None:
     spikes = spikes_of(SpikeSection(window=2, then="rewind"))
     for _ in range(REWINDS):

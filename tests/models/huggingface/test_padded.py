@@ -103,6 +103,7 @@ def test_a_large_model_is_seen_by_a_small_one(model_type: str) -> None:
     assert (random.getstate(), str(np.random.get_state())) == states[1:]
 
 
+# _look: a second look fails
 def test_an_effect_is_remembered_by_class_and_config(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.tiny_model("llama")
     first = effect_of_padding(model, Padding(multiple=3))
@@ -112,6 +113,7 @@ def test_an_effect_is_remembered_by_class_and_config(monkeypatch: pytest.MonkeyP
         effect_of_padding(zoo.tiny_model("llama", layers=5), Padding(multiple=3))
 
 
+# _MOST: fewer weights are too many
 def test_a_model_that_no_small_one_stands_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(padded, "_MOST", 10)
     model = zoo.tiny_model("llama", layers=6)

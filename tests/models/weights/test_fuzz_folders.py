@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
+# an adapter's config as `penstock merge` reads it, without the whole command
 from penstock.cli.merge import _adapter_config
 from penstock.errors import PenstockError
 from penstock.models.adapters import names_in_file

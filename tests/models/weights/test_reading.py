@@ -149,6 +149,7 @@ def test_the_pieces_are_pinned_and_weights_for_a_gpu_go_by_way_of_them(
     assert isinstance(reader_for(CPU), HostReader)
 
 
+# _PIECE: smaller pieces, so that a small tensor is large
 def test_the_pages_of_a_large_tensor_are_there_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,6 +165,7 @@ def test_the_pages_of_a_large_tensor_are_there_before_it_is_written(
     assert sum(page & 1 for page in resident) == count
 
 
+# _libc stands for another kernel
 def test_a_kernel_that_makes_no_pages_ahead_makes_them_as_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -63,6 +63,7 @@ def piece(monkeypatch: pytest.MonkeyPatch) -> int:
     return 1 << 12
 
 
+# _describe makes an entry of a manifest from a file alone
 def test_a_file_of_several_pieces_has_the_hash_of_their_hashes(tmp_path: Path, piece: int) -> None:
     """0.5.0: one thread hashed a file from its first byte to its last, at 1.1 GB/s, and the disk waited."""
     numbers = torch.arange(3_000)

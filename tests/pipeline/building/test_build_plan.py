@@ -52,6 +52,7 @@ def test_a_build_leaves_the_garbage_collector_as_it_was(on: bool, frozen: bool) 
         gc.freeze()  # as conftest.py does
 
 
+# counts the calls of _built, the work that is to be done once
 def work_of_a_build(layers: int) -> Counter[str]:
     """How often the parts of a build that cost time run, up to what the first forward asks for."""
     met = Counter[str]()

@@ -39,6 +39,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+# _layers: compiled layers are in no public list
 def layers_of(pipe: Pipeline) -> list[nn.Module]:
     return [layer for numbered in pipe._layers.values() for _, layer in numbered]
 

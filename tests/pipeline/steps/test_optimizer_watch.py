@@ -50,6 +50,7 @@ def test_weights_that_are_changed_by_hand_are_trained() -> None:
         other.step()
 
 
+# _parts: the watch of an optimizer is in no public list
 @pytest.mark.parametrize("end", ["close", "trained"])
 def test_no_optimizer_is_looked_at_any_more(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: a hook of torch on all optimizers stayed for ever."""

@@ -64,6 +64,7 @@ def hooked(name: str) -> Prepare:
     return prepare
 
 
+# _parts: the counts of this part are in no public result
 def put_off_by(pipe: Pipeline) -> list[PutOff | None]:
     """How much the I of each stage left for W in the first step."""
     (watch,) = (part for part in pipe._parts if isinstance(part, WholeBackwards))

@@ -38,6 +38,7 @@ from support.schedules import FORMS, takes
 COUNTS = (4, 1, 6, 3, 6)  # the pipeline is built for 4
 
 
+# _training: the schedule of the last step, which `schedule` is not
 def check_counts(form: str, layers: int = 4, **options: Any) -> None:
     """Each count is exact, holds as many activations as its own schedule is proven to, and runs its ops."""
     model = tiny_model("llama", torch.float64, layers=layers)
@@ -108,6 +109,7 @@ def test_a_stage_that_trains_nothing_has_no_w_whatever_the_count() -> None:
     pipe.close()
 
 
+# _training: the plan of the last step is in no public result
 @pytest.mark.sweep
 def test_a_memory_limit_chooses_anew_for_each_count() -> None:
     """The model that the limit is computed from does not live on: the caller's may be dropped."""
@@ -439,6 +441,7 @@ def living() -> tuple[int, int, int]:
     return sum(type(each) in (Tensor, nn.Parameter) for each in everything), len(everything), resident
 
 
+# _training, _world: what a step leaves behind is seen there alone
 def random_calls(ranks: int, schedule: str, calls: int, most: int) -> tuple[list[int], int]:
     """What lives after random calls less what lived before, and how often anything was made or measured anew.
 

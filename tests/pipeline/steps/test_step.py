@@ -50,6 +50,7 @@ class Traced(StepPart):
         self._add("close")
 
 
+# _parts: parts of the test's own are put into the pipeline's list
 def pipeline(*parts: StepPart) -> Pipeline:
     pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama", layers=2))
     pipe._parts = [*pipe._parts, *parts]
@@ -64,6 +65,7 @@ def test_a_part_sees_a_step_from_the_check_to_the_end() -> None:
     assert part.trace == ["check", "begin", "around", "left", "end", "close"]
 
 
+# _parts: the part that refuses is taken out
 def test_a_part_that_refuses_leaves_a_pipeline_that_goes_on() -> None:
     refusing = Traced("check", ConfigError("a part", "it refuses", "Leave it out"))
     pipe = pipeline(refusing)
@@ -74,6 +76,7 @@ def test_a_part_that_refuses_leaves_a_pipeline_that_goes_on() -> None:
     pipe.step(ragged_batch())
 
 
+# _training: what a step leaves behind is seen there alone
 @pytest.mark.parametrize("where", ["begin", "around", "left", "end"])
 def test_all_parts_learn_of_a_failure(where: str) -> None:
     first, failing = Traced(), Traced(where, PeerLostError("rank 1", "it is gone", "Look at its log"))

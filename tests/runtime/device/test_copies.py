@@ -189,6 +189,7 @@ class Arriving:
 HELD = [torch.arange(10_000), torch.arange(6.0).view(2, 3).t(), torch.tensor(2.5), torch.empty(0, 4)]
 
 
+# _PINNED, _is_on_host: small pieces, and the host stands for a GPU
 @pytest.mark.parametrize("later", [False, True])
 def test_bytes_come_by_a_few_pinned_pieces_each_once(monkeypatch: pytest.MonkeyPatch, later: bool) -> None:
     monkeypatch.setattr(copies, "PIECE", 1 << 10)
@@ -214,6 +215,7 @@ def test_a_process_that_keeps_nothing_copies_nothing() -> None:
     made.result()
 
 
+# _is_on_host: the host stands for a GPU
 def test_pieces_are_pinned_where_the_device_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     empty = torch.empty

@@ -48,6 +48,7 @@ def mixed(kind: str) -> float:
     return LAUNCH / 4 if kind == "F" else 3 * LAUNCH
 
 
+# _training: the op that a rank is in is seen there alone
 def ran(kernel: Kernel, steps: str, schedule: ScheduleLike = "1f1b", ranks: int = 2) -> list[Ran]:
     """By rank. steps: a letter each, m for a step that measures the device"""
     pipes: dict[int, Pipeline] = {}

@@ -89,6 +89,7 @@ def forward_key(rows: int, length: int) -> ForwardKey:
     return ForwardKey(microbatch_key(batch), split=False, recompute=False, training=True, autocast=False)
 
 
+# _REMEMBERED: fewer, so that some are forgotten
 def test_of_too_many_shapes_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(footprints, "_REMEMBERED", 2)
     known = Footprints()

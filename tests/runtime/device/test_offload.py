@@ -70,6 +70,7 @@ def test_a_storage_leaves_once_and_its_views_come_back_as_they_were() -> None:
     assert len({address for *_, address in seen}) == 1
 
 
+# _away: memory in the host is seen there alone
 def test_memory_is_freed_while_it_is_away_and_after_its_last_use() -> None:
     offload, x = Offload(CPU, 0), leaf(8)
     with forward(offload):

@@ -65,6 +65,7 @@ def start(store: Store) -> Iterator[Start]:
         watch.close()
 
 
+# _CEASED: notes count for longer
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Notes count for longer: on a busy machine a thread may leave none for some periods."""
@@ -187,6 +188,7 @@ def test_a_rank_that_can_blame_nobody_blames_no_rank_of_its_own(store: Store, st
     assert f"from the other ranks: {waiting}: some rank has been silent" in lost
 
 
+# _CEASED: notes cease sooner
 @pytest.mark.usefixtures("patient")
 def test_a_rank_of_another_pipeline_whose_notes_have_ceased_is_named(
     start: Start, monkeypatch: pytest.MonkeyPatch
@@ -217,6 +219,7 @@ def test_a_wait_whose_limit_is_the_timeout_names_who_is_silent(store: Store) -> 
     waiting.close()
 
 
+# _notes, _boot, _store: the notes of another machine, with its clock
 def test_notes_of_a_machine_whose_clock_is_wrong_count_as_others(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +286,7 @@ def other() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+# _notes: the watch passes for that of another process
 def as_process(watch: Watch, other: subprocess.Popen[bytes], on: str = "") -> None:
     """From now on the watch speaks for that process. on: its machine; this one if empty"""
     watch._notes.process_id = ProcessId(on or machine(), other.pid, began(other.pid))
@@ -326,6 +330,7 @@ def test_a_wait_that_nothing_breaks_ends_with_the_process_of_its_peer(
     assert isinstance(error, PeerLostError if how == "killed" else StalledPeerError)
 
 
+# _pulse, _notice_deaths: one round of the thread, now
 def test_a_process_that_has_closed_its_pipeline_may_end(start: Start, other: subprocess.Popen[bytes]) -> None:
     waiting, closed = start(0), start(1)
     as_process(closed, other)

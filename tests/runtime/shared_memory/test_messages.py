@@ -122,6 +122,7 @@ def test_floats_travel_in_the_wires_dtype_and_integers_in_their_own(
     ends.close()
 
 
+# _blocks: the memory of free blocks is in no public count
 def test_memory_is_used_again_once_its_receiver_holds_it_no_more(ends: Ends) -> None:
     held = [over(ends, number, payload(torch.full((1024,), float(number)))) for number in range(3)]
     assert ends.first._blocks.nbytes == 3 * PAGE
@@ -151,6 +152,7 @@ def test_a_graph_holds_what_it_saved_of_a_message(ends: Ends) -> None:
     assert weight.grad.tolist() == [3.0] * 1024
 
 
+# _blocks: the memory of free blocks is in no public count
 @given(st.lists(st.tuples(st.integers(0, 9000), st.integers(0, 4), st.booleans()), max_size=60))
 def test_no_message_is_overwritten_and_no_memory_is_lost(messages: list[tuple[int, int, bool]]) -> None:
     """Random lengths, each held over a random number of later messages, with ends of steps in between."""
@@ -173,6 +175,7 @@ def test_no_message_is_overwritten_and_no_memory_is_lost(messages: list[tuple[in
     ends.close()
 
 
+# _blocks: the memory of free blocks is in no public count
 def test_lengths_that_differ_gather_no_idle_memory(ends: Ends) -> None:
     longest = 64 * PAGE
     for number, pages in enumerate((64, 2, 50, 9, 33, 17, 61, 5, 40)):
@@ -193,6 +196,7 @@ def test_more_microbatches_than_a_channel_has_entries(ends: Ends, monkeypatch: p
         over(ends, 2, payload(torch.ones(1)))
 
 
+# _limit: a shorter one
 def test_a_message_that_does_not_come_is_an_error(ends: Ends) -> None:
     ends.second._limit = timedelta(seconds=0.01)
     ends.second.post(forth(0), payload(torch.ones(1)).specs)

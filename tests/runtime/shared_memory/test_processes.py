@@ -22,6 +22,7 @@ from support.pool import Pool
 from support.reference import plain_step
 
 
+# _world, _everyone: values between ranks, without a step
 def gathered(rounds: int, slot: int) -> list[list[list[float]]]:
     """Vectors of all lengths, each of a rank and a round.
 
@@ -52,12 +53,14 @@ def test_everyone_gets_every_vector(pool: Pool) -> None:
             assert vector == [10.0 * number + rank] * ((7 * number + 3 * rank) % 11)
 
 
+# _HEAD: a slot that is just too small is in bytes
 def test_what_has_no_room_goes_over_gloo(pool: Pool) -> None:
     first, *others = pool.run(2, gathered, 20, shared_processes._HEAD + 5 * 8)
     assert others == [first]
     assert [len(vectors[1]) for vectors in first] == [7 * number % 11 for number in range(20)]
 
 
+# _world: which transport a pipeline took
 def messages_of(options: Mapping[str, Any]) -> str:
     """After two steps with the loss and the gradients of one process."""
     model, whole = tiny_model("llama", torch.float64, layers=2), batch()
@@ -73,6 +76,7 @@ def messages_of(options: Mapping[str, Any]) -> str:
     return type(messages).__name__
 
 
+# _create stands for a system without shared memory
 def without_segments(*ranks: int, **options: Any) -> str:
     """As if the hosts of these ranks had none."""
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from support.pool import start
 SOON = timedelta(seconds=30)
 
 
+# _create and _open are the two halves of `meet`, here in one process
 def segment(maker: int | None = None) -> Segment:
     """A new one, as if the process `maker` had made it."""
     descriptor = shared._create(token=7)
@@ -68,6 +69,7 @@ def test_a_wait_for_a_process_that_is_killed() -> None:
     waited.close()
 
 
+# _create: its descriptor tells how much memory there is
 def test_memory_comes_when_it_is_touched_and_goes_when_it_is_freed() -> None:
     descriptor = shared._create(token=7)
     own = Segment(descriptor, os.getpid())
@@ -82,6 +84,7 @@ def test_memory_comes_when_it_is_touched_and_goes_when_it_is_freed() -> None:
     own.close()
 
 
+# _create and _open, here in one process
 def test_a_segment_of_another_host_is_not_taken_for_ones_own() -> None:
     """There its process and descriptor may be anything here."""
     descriptor = shared._create(token=7)
@@ -105,6 +108,7 @@ def test_a_closed_segment_keeps_what_tensors_hold() -> None:
     assert kept.tolist() == [0, 1, 2, 3]
 
 
+# _create and _open, here in one process
 @pytest.mark.parametrize("missing", ["memfd_create", "pidfd_open"])
 def test_a_python_without_all_functions_has_no_segment(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     """Such as one that was built for an old system."""
@@ -116,6 +120,7 @@ def test_a_python_without_all_functions_has_no_segment(monkeypatch: pytest.Monke
     os.close(descriptor)
 
 
+# _create and _open, here in one process
 def test_a_sandbox_that_frees_no_shared_memory_has_no_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Segment, at: int, nbytes: int) -> None:
         raise OSError(38, "Function not implemented")
@@ -137,6 +142,7 @@ def test_a_wait_sees_the_end_of_a_process_that_it_does_not_wait_for_yet(own: Seg
     other.close()
 
 
+# _futex: a wait that ends at a chosen moment
 def test_a_word_that_came_just_before_the_end_counts(own: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(self: Segment, word: int, op: int, value: int, pause: object) -> int:
         self.words[word] = 1  # while this one sleeps its peer says its last word and ends

@@ -25,6 +25,7 @@ def test_a_hook_that_is_registered_between_the_halves_sees_the_gradient() -> Non
     torch.testing.assert_close(seen, [one.weight.grad])
 
 
+# _groups: what is kept for W is seen there alone
 def test_i_keeps_nothing_that_w_does_not_need() -> None:
     kept: list[weakref.ref[object]] = []
 
@@ -66,6 +67,7 @@ def test_w_runs_once() -> None:
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+# _groups: what is kept for W is seen there alone
 def test_a_first_gradient_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine keeps the product that it is given: one that Python held as well it would have to copy."""
     made: list[int] = []
@@ -93,6 +95,7 @@ def test_nothing_that_needs_a_gradient() -> None:
     assert (gradients, deferred.nbytes) == ((), 0)
 
 
+# _task: that the tape is free again is seen there alone
 def test_a_failed_i_leaves_the_tape_as_it_was() -> None:
     module = nn.Linear(WIDTH, WIDTH)
     live = forward(module, torch.randn(ROWS, WIDTH))

@@ -151,6 +151,7 @@ def test_what_is_sent_is_held_until_it_is_sent_and_let_go_before_its_free(ends: 
     assert ends.first.pending == 0
 
 
+# _p2p_groups: one channel gets a group that stands still
 def test_a_channel_does_not_hold_up_what_goes_over_another(ends: Ends) -> None:
     ends.second.send(BACK, payload(torch.ones(4)), with_specs=False)
     other = Mail()
@@ -177,6 +178,7 @@ def test_a_copy_made_to_be_sent_is_counted_whatever_its_original(ends: Ends) -> 
     assert ends.first.buffer_bytes == 32
 
 
+# _limit: a shorter one
 def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
     ends.first._limit = timedelta(seconds=0.05)
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
@@ -184,6 +186,7 @@ def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
         ends.first.free(FORTH)
 
 
+# _staging, _pool: a stream on paper in place of a GPU's
 def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None:
     copies = Stream()
     ends.first._staging = Staging(ends.first._pool, copies)
@@ -198,6 +201,7 @@ def test_a_staged_send_begins_when_the_device_has_come_to_it(ends: Ends) -> None
     assert not ends.mail.sends[0].died
 
 
+# _staging, _pool, _p2p_groups: a stream on paper, and a group that fails
 def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> None:
     """In 0.3.0 the error ended the thread that sends; the Free waited for the whole timeout and reported one.
 

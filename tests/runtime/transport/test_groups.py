@@ -63,6 +63,7 @@ def test_the_backend_of_a_device(
     assert [options["backend"] for options in asked] == ([] if kept else [expected]) + for_values
 
 
+# _device: a collective there would need the GPU
 @pytest.mark.parametrize(
     ("backends", "at"), [({"cuda": "nccl"}, "cuda:1"), ({"cpu": "gloo", "cuda": "nccl"}, "cpu")]
 )
@@ -118,6 +119,7 @@ def test_messages_have_groups_of_their_own(batched: bool, made: list[tuple[int, 
     assert "the pipeline's" not in {str(each.group) for each in found.values()}
 
 
+# _made: groups of NCCL, which this machine cannot make
 @pytest.mark.parametrize("debugging", [False, True])
 def test_an_abort_ends_nccls_groups_together_and_once(debugging: bool) -> None:
     """A group of gloo, for another thread, knows no abort; neither does a process that is in none."""

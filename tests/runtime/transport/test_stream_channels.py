@@ -116,6 +116,7 @@ def test_a_value_is_there_when_the_stream_has_come_to_it_and_until_its_last_user
     assert value == 4
 
 
+# _start, _finish: a gathering that has begun and is not over
 def test_another_group_comes_after_a_gathering_that_has_begun() -> None:
     """torch's rule; FSDP2 may gather weights before the ranks' fingerprints are read."""
     cluster = Cluster(2)
@@ -304,6 +305,7 @@ def test_a_step_queues_no_more_on_nccl_than_torchs(ranks: int, monkeypatch: pyte
     assert all(0 < ours["batch"] <= other for ours, other in zip(found, theirs, strict=True)), (found, theirs)
 
 
+# _sum_first is counted, with buckets of _BUCKET_BYTES: several, of a small model
 def test_the_sum_of_shared_gradients_holds_up_a_host_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: once for each bucket."""
     called = Counter[str]()
@@ -329,6 +331,7 @@ def test_the_sum_of_shared_gradients_holds_up_a_host_once(monkeypatch: pytest.Mo
     assert 0 < called["hold_up_until"] == called["_sum_first"] < called["allreduce"]
 
 
+# _freed, _AHEAD: how far a host is ahead is seen there alone
 def test_a_host_runs_ahead_of_its_gpu_but_not_without_end() -> None:
     ahead: list[int] = []
 
@@ -343,6 +346,7 @@ def test_a_host_runs_ahead_of_its_gpu_but_not_without_end() -> None:
     assert 1 < max(ahead) <= stream_channels._AHEAD
 
 
+# _connect is left out, and _PATIENCE shorter: the hang that this prevents
 @pytest.mark.parametrize("ranks", every(2, [2, 8, 4]))
 def test_communicators_are_connected_when_a_pipeline_is_built(ranks: int) -> None:
     """0.5.0: the first step connected them. In dualpipe both ends of it are stages of two directions, whose
@@ -360,6 +364,7 @@ def test_communicators_are_connected_when_a_pipeline_is_built(ranks: int) -> Non
 LOOPED = build("1f1b", ranks=4, microbatches=8, stages_per_rank=2, zero_bubble=True)
 
 
+# _PATIENCE: a shorter wait
 def test_one_hardware_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: with CUDA_DEVICE_MAX_CONNECTIONS=1 the receives that are posted ahead held up the ops."""
     monkeypatch.setattr(watch, "_PATIENCE", 0.0)
@@ -419,6 +424,7 @@ class Failing(nn.Module):
         return result
 
 
+# _NOTICES, _world, _period: shorter waits
 @pytest.mark.parametrize(
     ("kind", "exchange", "reads"),
     [
@@ -489,6 +495,7 @@ def test_a_rank_that_does_not_step() -> None:
     assert isinstance(found[0], StalledPeerError)
 
 
+# _shared: one rank leaves its part out
 def test_a_rank_that_does_not_come_to_the_sum_of_shared_gradients() -> None:
     """The step raises the error, before an optimizer may use a sum that is none."""
 

@@ -7,6 +7,8 @@ import pytest
 
 from penstock.schedule import Costs, Schedule, simulate, verify
 from penstock.schedule.builders import v_list
+
+# _repeated is replaced, so that no steady state is repeated
 from penstock.schedule.builders.v_list import (
     DispatchRule,
     TimedPrograms,
@@ -50,6 +52,7 @@ def test_a_program_run_again_is_the_same() -> None:
     assert run(WORK, LIMITS, order, patience=None) == found
 
 
+# _repeated is replaced, so that no steady state is repeated
 @pytest.mark.parametrize("build", [zb_v, v_half, v_min])
 def test_a_steady_state_repeated_is_the_whole_run(
     build: Callable[..., Schedule], monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, simulate
+
+# one move of the annealing, whose times are compared
 from penstock.schedule.search.anneal import _first_difference, _moved
 from penstock.schedule.search.evaluate import fits, key, levels, tails, times, times_after
 from penstock.schedule.search.problem import Problem

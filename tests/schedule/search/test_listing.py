@@ -8,6 +8,8 @@ import pytest
 
 from penstock.schedule import Costs, Placement, loop, wave
 from penstock.schedule.search.evaluate import fits
+
+# one policy as the search draws it
 from penstock.schedule.search.listing import _drawn, follow, reserves
 from penstock.schedule.search.problem import problem
 

@@ -18,6 +18,8 @@ from pydantic import ValidationError
 from penstock.errors import ConfigError
 from penstock.train.config import load
 from penstock.train.config.load import load_config
+
+# the form in which a config is written, given values that no config has
 from penstock.train.config.sections import TrainConfig, _Dumper
 from penstock.train.optimizers.optimizer import MuonSection
 from support.configs import MINIMAL, loaded, pair, refused, same_as_yaml
@@ -395,6 +397,7 @@ def outcome(file: Path, overrides: list[str]) -> TrainConfig | None:
         return None
 
 
+# _names: all keys of a config
 @pytest.mark.parametrize("cases", CASES)
 def test_overrides_are_the_values_that_they_show(tmp_path: Path, cases: range) -> None:
     """A config equals the one that pydantic makes of the same values; or both are refused, ours by name."""

@@ -346,6 +346,7 @@ def test_a_record_that_nests_too_deep_is_named(tmp_path: Path) -> None:
     assert "entry 2: it is not JSON: its lists" in refused(tmp_path / "a.json", kind="jsonl")
 
 
+# _LONGEST, _READ: shorter records are too long
 def test_a_record_of_json_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: a line was read whole, however long: here of a file of a terabyte."""
     monkeypatch.setattr(sources, "_LONGEST", 1 << 16)
@@ -357,6 +358,7 @@ def test_a_record_of_json_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
             next(open_source(SourceSection(path=str(tmp_path / name), kind="jsonl")).records())
 
 
+# _READ: reads of a few bytes end within an entry
 @pytest.mark.parametrize("read", [1, 7, 1 << 20])
 def test_the_entries_of_a_list_are_parsed_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: int

@@ -66,6 +66,7 @@ def test_the_record_of_the_highest_token_is_the_one_before_the_first_separator(t
     assert open_store(tmp_path).facts[-4:-1] == (0, 8, "c")
 
 
+# _SMALL: small files are mapped, too
 @pytest.mark.parametrize("small", [0, store._SMALL])  # bytes up to which a file is read and not mapped
 def test_labels_are_kept_where_some_token_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: int
@@ -152,6 +153,7 @@ def test_a_cache_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
         Cache(tmp_path).entry("key", full, made)
 
 
+# _SETTLED: a file that has just been written is known by its stamps
 def test_a_changed_file_has_another_digest_and_a_known_one_is_not_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_changed_file_has_another_digest_and_a_known_one_is_not_read_again(
     assert cache.digest(source) != first
 
 
+# _SETTLED: a file that has just been written is known by its stamps
 def test_an_edit_that_keeps_size_and_time_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: the tokens of the old text were trained: files were known by names, sizes and times that
     everybody can set."""
@@ -277,6 +280,7 @@ def test_an_entry_is_known_by_its_key(tmp_path: Path) -> None:
     assert [cache.entry(text, build(text), made) for text in ("one", "two")] == ["one", "two"]
 
 
+# _LARGE, _BLOCK: small entries are large; _checksum is counted
 def test_a_large_entry_is_hashed_again_where_it_has_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,6 +339,7 @@ def test_a_cache_that_is_only_read_is_used_where_it_is_whole(
         cache.entry("other", build_chats, open_store)
 
 
+# _Loader._tokenise: the file changes just before it is read
 def test_a_source_that_changes_while_it_is_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from penstock.runtime.step_report import OpSeconds
 from penstock.schedule import Op, Schedule, build
 from penstock.train.data.rows import Fill
 from penstock.train.preflight import preflight
+
+# medians of others, of a table by hand
 from penstock.train.records.slow_ranks import IN_A_ROW, KINDS, Host, SlowRanks, _medians_of_others
 from penstock.train.run import run
 from support import jobs_train

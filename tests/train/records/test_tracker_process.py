@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+# one line of a file, without a process
 from penstock.train.records.tracker_process import _row, numbers
 
 ROW = {

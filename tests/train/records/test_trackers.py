@@ -86,6 +86,7 @@ SECTIONS: dict[str, AnyTracker] = {
 }
 
 
+# _trackers, _process: a tracker's process is waited for
 @pytest.mark.parametrize(
     "name",
     [
@@ -178,6 +179,7 @@ def check_mlflow(output: Path) -> None:
     assert history == [(1, 2.75), (2, 2.5), (3, 1.0), (3, 2.25), (5, 1.75)]
 
 
+# _trackers, _process: a tracker's process is waited for
 @pytest.mark.long
 def test_a_tracker_that_cannot_write_is_warned_of_once_and_named_in_the_summary(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -193,6 +195,7 @@ def test_a_tracker_that_cannot_write_is_warned_of_once_and_named_in_the_summary(
     assert trackers.lines[0].startswith("tensorboard dropped: ")
 
 
+# _trackers, _process: that it has ended is seen there alone
 @pytest.mark.long
 def test_a_tracker_that_does_not_finish_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, as a library is that waits for a network."""
