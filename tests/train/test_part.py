@@ -16,8 +16,13 @@ class Batches:
 
     def __init__(self) -> None:
         self.open = 0
+        self.kept: list[Generator[Any]] = []  # none is closed because nothing holds it
 
     def batches(self, steps: range, device: torch.device) -> Generator[Any]:
+        self.kept.append(self.numbers(steps))
+        return self.kept[-1]
+
+    def numbers(self, steps: range) -> Generator[Any]:
         self.open += 1
         try:
             yield from steps
