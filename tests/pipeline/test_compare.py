@@ -9,6 +9,7 @@ import pickle
 import pytest
 import torch
 
+from penstock import AutoPipeline
 from penstock.errors import DifferenceError, EquivalenceError
 from penstock.pipeline.compare import Compared, Report
 from penstock.runtime.device.free_memory import free_memory
@@ -41,6 +42,14 @@ def test_a_comparison_leaves_gradients_as_they_were() -> None:
     before = gradients_of(pipe)
     pipe.verify_against(model, batch)
     torch.testing.assert_close(gradients_of(pipe), before, rtol=0, atol=0)
+
+
+def test_a_parameter_of_whole_numbers_is_compared_too() -> None:
+    """It has no gradient, and its dtype no rounding."""
+    model = tiny_model("llama")
+    model.model.norm.codes = torch.nn.Parameter(torch.arange(3, dtype=torch.int8), requires_grad=False)
+    pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+    assert pipe.verify_against(model, ragged_batch())
 
 
 def test_what_differs_comes_first_and_the_error_has_all_of_it() -> None:

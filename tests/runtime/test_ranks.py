@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import Event
 
 import pytest
+from torch import Tensor
 
 from penstock.errors import (
     AlteredError,
@@ -68,6 +69,35 @@ def test_any_other_error_stays_on_its_rank_and_the_others_name_it() -> None:
     for other in (first, last):
         assert isinstance(other, RunError)
         assert str(other) == "process 1: it could not try it: OSError: disk full. Fix that first"
+
+
+def test_an_error_that_is_not_to_be_shared_is_raised_at_once() -> None:
+    """In a build the others may wait for this rank within the work: its process has to end."""
+
+    def fail() -> None:
+        raise MemoryError("of the GPU")
+
+    class Never(Ranks):
+        def all_gather(self, mine: Tensor, waits_for: str = "") -> list[Tensor]:
+            raise AssertionError("it waits for the others")
+
+    with pytest.raises(MemoryError):
+        Never().attempt("try it", fail, ConfigError)
+
+
+def test_a_rank_that_is_lost_while_it_tells_its_error_names_both() -> None:
+    """What failed here is why the others did not come."""
+
+    class Alone(Ranks):
+        def all_gather(self, mine: Tensor, waits_for: str = "") -> list[Tensor]:
+            raise PeerLostError("rank 1", "it ended", "Look at it")
+
+    def fail() -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(PeerLostError) as caught:
+        Alone().attempt("try it", fail)
+    assert isinstance(caught.value.__cause__, OSError)
 
 
 def test_an_error_that_takes_more_than_words_becomes_its_base_on_all() -> None:

@@ -177,7 +177,7 @@ def compare(
                 whole[place[0]].grad,
                 entries,
                 tolerance,
-                rounding=torch.finfo(p.dtype).eps * largest,
+                rounding=0.0 if p.grad is None else torch.finfo(p.dtype).eps * largest,
             )
             for place, p in placed
         ]

@@ -34,10 +34,12 @@ from penstock.pipeline.summary import layer_costs, step_costs, summary
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import Held, PeakMemory
 from penstock.runtime.executor import run_together
-from penstock.runtime.ranks import collective
+from penstock.runtime.ranks import collective, named_call
 from penstock.runtime.stage import without_gradients
 from penstock.schedule import Costs, Proof, Schedule, Timeline
 from penstock.schedule.ops import check_size
+
+_STEP = named_call("step()")
 
 
 class Pipeline(SplitModel):
@@ -55,12 +57,9 @@ class Pipeline(SplitModel):
         self._shared, self._routed = SharedGradients(built, self.modules), RoutedExperts(built)
         self._seeds = Seeds(built)
         every_step = [SameWeights(built), Edges(built), self._seeds, Autocast(built)]
-        self._parts: Sequence[StepPart] = (  # of the steps that train, after those of every step
-            OptimizerWatch(self.parameters()),
-            self._shared,
-            self._routed,
-            WholeBackwards(self.stages),
-        )
+        # of the steps that train, after those of every step; the optimizer's step comes between these two
+        self._parts: Sequence[StepPart] = (OptimizerWatch(self.parameters()), self._shared, self._routed)
+        self._last_part = WholeBackwards(self.stages)  # it may warn, which may be an error of this rank alone
         self._steps = StepRunner(built, every_step)
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
         self._proof = self._training.proof
@@ -143,8 +142,9 @@ class Pipeline(SplitModel):
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
-        with self.processes.calling("step()"):
-            parts = [*self._parts, *optimizer_step(self, optimizer, max_norm, max_loss)]
+        with self.processes.calling(_STEP):
+            update = optimizer_step(self, optimizer, max_norm, max_loss)
+            parts = [*self._parts, *update, self._last_part]
             lowered, batch = self._scheduled(self._with(batch, entries), microbatches)
             with self._steps.running(lowered, batch, parts, total_tokens=total_tokens) as step:
                 run_together(lowered.executors, step.input)
@@ -243,7 +243,7 @@ class Pipeline(SplitModel):
 
     def close(self) -> None:
         """Release the pipeline's process groups; the modules stay usable."""
-        for part in self._parts:
+        for part in (*self._parts, self._last_part):
             part.close()
         self._world.transport.close()
 

@@ -119,7 +119,7 @@ class Ranks:
             "\nStart every rank with the same versions, config and arguments",
         )
 
-    def attempt(self, action: str, work: Callable[[], T]) -> T:
+    def attempt(self, action: str, work: Callable[[], T], only: type[Exception] = Exception) -> T:
         """What `work` returns on this rank, once no rank has failed. Collective: one exchange.
 
         A typed error of one rank is raised on all, and says of which rank it is. After any other error that
@@ -127,19 +127,25 @@ class Ranks:
         several errors it is that of the first rank. A rank that has lost another one does not wait for the
         rest.
 
-        action: what `work` does, for the error: "read checkpoint 3"
+        Args:
+            action: what `work` does, for the error: "read checkpoint 3"
+            only: errors that this rank brings to the others. It raises any other at once, and ends: for work
+                in which the others may wait for this rank.
         """
         failure: Exception | None = None
         try:
             result = work()
         except PeerError:
             raise
-        except Exception as error:
+        except only as error:
             failure = error
         failed = torch.tensor([failure is not None], dtype=torch.float64)
-        if not any(map(bool, self.all_gather(failed))):
-            return result
-        words = self.gather(None if failure is None else self._words(failure, action))
+        try:
+            if not any(map(bool, self.all_gather(failed))):
+                return result
+            words = self.gather(None if failure is None else self._words(failure, action))
+        except Exception as lost:
+            raise lost from failure  # which is why others may have waited for this rank
         if failure is not None and (self.count == 1 or not isinstance(failure, PenstockError)):
             raise failure
         first = first_error(dict(enumerate(words)), "on process")
@@ -192,7 +198,7 @@ class Ranks:
         The ranks of one pipeline notice another call in their first exchange. On a mesh a call may begin with
         any group, so that ranks in different calls would wait in different ones: there all compare first.
         """
-        _NAMES[call_number(name)] = name
+        named_call(name)
         if self.call:
             yield
             return
@@ -441,6 +447,12 @@ def first_error(by_rank: Mapping[int, Words | None], who: str) -> PenstockError 
 _NAMES: dict[int, str] = {}  # of calls, by their numbers
 
 
+def named_call(name: str) -> str:
+    """The name of a call that ranks make together: from now on errors know it by its number."""
+    _NAMES[call_number(name)] = name
+    return name
+
+
 def call_number(name: str) -> int:
     """A call as a number, by which the ranks compare them."""
     return zlib.crc32(name.encode()) if name else 0
@@ -469,8 +481,7 @@ class _CallsTogether(Protocol):
 
 def collective(method: F) -> F:
     """Mark a method of a pipeline that every rank calls."""
-    name = f"{method.__name__}()"
-    _NAMES[call_number(name)] = name
+    name = named_call(f"{method.__name__}()")
 
     @functools.wraps(method)
     def called(self: _CallsTogether, /, *args: Any, **kwargs: Any) -> Any:

@@ -65,8 +65,8 @@ class HeldOutEvaluation(RunPart):
         return loss
 
 
-class Signals(RunPart):
-    """Ends the run where a signal asks one of its processes to save and to end.
+class SignalsWait(RunPart):
+    """Lets signals ask for the end, from before the first evaluation on, in place of ending the process.
 
     Args:
         stop: what signals ask of this process
@@ -75,7 +75,7 @@ class Signals(RunPart):
     def __init__(self, run: Run, stop: Stop) -> None:
         super().__init__(run)
         self._stop = stop
-        run.pipe.reductions.asks = lambda: stop.number  # each step brings it to all processes
+        run.pipe.reductions.asks = lambda: stop.number  # each step and evaluation brings it to all processes
 
     def training(self) -> AbstractContextManager[None]:
         """Let signals ask. Once one has, the run ends within train.stop_seconds, or with an error."""
@@ -87,6 +87,10 @@ class Signals(RunPart):
             "the signal",
         )
         return self._stop.saves(seconds, late)
+
+
+class Signals(RunPart):
+    """Ends the run where a signal has asked one of its processes to save and to end."""
 
     def after(self, step: TrainStep) -> None:
         """End the run in words that name the signal and who got it. Collective where one came."""

@@ -7,7 +7,13 @@ from penstock.launch.stop import Stop
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.schedule import Schedule
-from penstock.train.between_steps import Checkpoints, HeldOutEvaluation, InMemoryCheckpoints, Signals
+from penstock.train.between_steps import (
+    Checkpoints,
+    HeldOutEvaluation,
+    InMemoryCheckpoints,
+    Signals,
+    SignalsWait,
+)
 from penstock.train.part import Run, RunPart
 from penstock.train.preflight import Prepared
 from penstock.train.records.profile import StepProfiler
@@ -39,11 +45,12 @@ def parts_of(
         StepTimeline(run, schedule_of),
         usage,
         Skips(run),
+        InMemoryCheckpoints(run, memory) if memory else None,  # it forgets before a spike takes the run back
         Spikes(run),
         SlowRankWatch(run, usage.throughput.works, measured),
-        Signals(run, stop),
+        SignalsWait(run, stop),
         HeldOutEvaluation(run),
-        InMemoryCheckpoints(run, memory) if memory else None,
+        Signals(run),  # after an evaluation, during which a signal may come
         Sample(run),
     )
     return [part for part in parts if part is not None]

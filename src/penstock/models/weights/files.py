@@ -36,7 +36,7 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, InputError
 from penstock.models.tracing.meta import destinations
 from penstock.models.weights.folder import UNREADABLE
 from penstock.models.weights.reading import HostReader, maps_for_results, reader_for
@@ -187,7 +187,9 @@ def load(
     reader, unread = reader_for(device), dict[str, Unread]()
     with ExitStack() as opened:
         processes = Ranks() if reads is None else reads.processes
-        file_of = processes.attempt("open its files", lambda: opened.enter_context(open_all(files)))
+        file_of = processes.attempt(
+            "open its files", lambda: opened.enter_context(open_all(files)), InputError
+        )
         if reads is not None:
             processes.same("load()", _facts_of_files(file_of))
         for name, file in file_of.items():

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from penstock.batch.liger import check_liger
 from penstock.batch.loss import OwnLoss
+from penstock.errors import InputError
 from penstock.models.adapters import names_in_file
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
@@ -83,7 +84,7 @@ class StagesBuild:
         # an altered file must not load silently
         hashed = nullcontext() if source.written is None else hashed_meanwhile(source.written, everyone)
         with hashed:
-            return everyone.attempt("build its stages", self._built)
+            return everyone.attempt("build its stages", self._built, InputError)
 
     def _built(self) -> BuiltStages:
         with self._plan.source.with_room():

@@ -13,7 +13,7 @@ from torch import nn
 
 from penstock.batch.loss import Loss
 from penstock.batch.shapes import EdgeShapes
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import ConfigError, InputError, ModelError
 from penstock.models import activation_offloading
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.activation_offloading import Offloading
@@ -346,7 +346,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
         modules = _modules(stages)
         return stages, modules, _weights(schedule.placement, modules, on_every_stage)
 
-    stages, modules, weights = world.everyone.attempt("make its stages", make)
+    stages, modules, weights = world.everyone.attempt("make its stages", make, InputError)
     edges = None
     if options.shapes != "exchanged":
         edges = provided_edges(provider, modules, depth, world.processes, options.autocast)

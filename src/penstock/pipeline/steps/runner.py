@@ -159,7 +159,8 @@ class StepRunner:
             return sum(self._weight(built.splitter.unpadded(on_host(b, device), count)) for b in batches)
 
         reductions = self._world.reductions
-        return reductions.sum_tokens(reductions.everyone.attempt("count its tokens", count_own))
+        tokens = reductions.everyone.attempt("count its tokens", count_own)
+        return reductions.agree(BatchFacts(len(batches), has_labels=True, tokens=tokens))
 
     def _weight(self, microbatches: Sequence[Microbatch]) -> int:
         """The valid items of microbatches.
