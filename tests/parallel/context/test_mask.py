@@ -70,7 +70,13 @@ def test_queries_without_any_key_are_those_before_the_first_valid_token() -> Non
 
 @pytest.mark.parametrize(
     "use",
-    [lambda mask: mask.shape, lambda mask: mask[:, 0], lambda mask: mask + 1, lambda mask: bool(mask)],
+    [
+        lambda mask: mask.shape,
+        lambda mask: mask[0],
+        lambda mask: mask[:, 0],
+        lambda mask: mask + 1,
+        lambda mask: bool(mask),
+    ],
 )
 def test_a_model_that_reads_the_mask_itself_is_refused(use: Any) -> None:
     with pytest.raises(ModelError, match="its attention mask by itself"):

@@ -43,7 +43,8 @@ class Mask:
         raise _untouchable(f"asks for the {name!r} of")
 
     def __getitem__(self, index: Any) -> Mask:
-        if all(isinstance(one, slice) and one in _ALL for one in index):
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(part, slice) and part in _ALL for part in parts):
             return self  # all of it, as where all logits are kept
         raise _untouchable("takes a part of")
 
