@@ -59,7 +59,8 @@ class Pipeline(SplitModel):
         every_step = [SameWeights(built), Edges(built), self._seeds, Autocast(built)]
         # of the steps that train, after those of every step; the optimizer's step comes between these two
         self._parts: Sequence[StepPart] = (OptimizerWatch(self.parameters()), self._shared, self._routed)
-        self._last_part = WholeBackwards(self.stages)  # it may warn, which may be an error of this rank alone
+        # the last part: its warning may be an error, of this rank alone
+        self._whole_backwards = WholeBackwards(self.stages)
         self._steps = StepRunner(built, every_step)
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
         self._proof = self._training.proof
@@ -144,7 +145,7 @@ class Pipeline(SplitModel):
             raise ModelError("step() of a model", rule, "Unfreeze a part before build, or call evaluate()")
         with self.processes.calling(_STEP):
             update = optimizer_step(self, optimizer, max_norm, max_loss)
-            parts = [*self._parts, *update, self._last_part]
+            parts = [*self._parts, *update, self._whole_backwards]
             lowered, batch = self._scheduled(self._with(batch, entries), microbatches)
             with self._steps.running(lowered, batch, parts, total_tokens=total_tokens) as step:
                 run_together(lowered.executors, step.input)
@@ -243,7 +244,7 @@ class Pipeline(SplitModel):
 
     def close(self) -> None:
         """Release the pipeline's process groups; the modules stay usable."""
-        for part in (*self._parts, self._last_part):
+        for part in (*self._parts, self._whole_backwards):
             part.close()
         self._world.transport.close()
 

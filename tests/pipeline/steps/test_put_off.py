@@ -15,7 +15,6 @@ from penstock import Axes, Pipeline
 from penstock.batch import head_logits
 from penstock.batch.shapes import Microbatch
 from penstock.models.stage import StageInfo
-from penstock.pipeline.steps.put_off import WholeBackwards
 from penstock.runtime.split_backward.deferred import PutOff
 from support import pictures
 from support.families import each_layer, pipeline, ragged_batch, tiny_model
@@ -64,11 +63,10 @@ def hooked(name: str) -> Prepare:
     return prepare
 
 
-# _parts: the counts of this part are in no public result
+# _whole_backwards: its counts are in no public result
 def put_off_by(pipe: Pipeline) -> list[PutOff | None]:
     """How much the I of each stage left for W in the first step."""
-    (watch,) = (part for part in pipe._parts if isinstance(part, WholeBackwards))
-    return [counter.put_off for counter in watch.counters]
+    return [counter.put_off for counter in pipe._whole_backwards.counters]
 
 
 def said(pipe: Pipeline, batch: Any) -> list[str]:
