@@ -336,7 +336,7 @@ class CompileOptions:
     """What torch.compile compiles, and how.
 
     Args:
-        layers: whole: each layer as one graph. products: around its products, so that split backwards put off
+        layers: whole: each layer as one graph. products: around its products, so that split backwards defer
             their weight gradients. auto: around products where the schedule splits backwards and the layer
             allows it, else whole. none: no layer
         loss: whether the next-token loss of whole logits is compiled. A loss_fn of your own stays as it is,

@@ -50,7 +50,7 @@ def test_in_another_order_than_sent(mode: str, pool: Pool) -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
 def test_what_was_received_as_the_factor_of_a_product(schedule: str) -> None:
-    """0.2.0: it was taken for a weight, its gradient put off to W, and zeros sent in its place."""
+    """0.2.0: it was taken for a weight, its gradient deferred to W, and zeros sent in its place."""
     edges.assert_exact(edges.SentFactor, "declared", schedule, 2)
 
 

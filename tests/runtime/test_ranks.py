@@ -90,7 +90,7 @@ def test_a_rank_that_is_lost_while_it_tells_its_error_names_both() -> None:
 
     class Alone(Ranks):
         def all_gather(self, mine: Tensor, waits_for: str = "") -> list[Tensor]:
-            raise PeerLostError("rank 1", "it ended", "Look at it")
+            raise PeerLostError("rank 1", "it ended", "Look at it") from RuntimeError("closed")
 
     def fail() -> None:
         raise OSError("disk full")
@@ -98,6 +98,9 @@ def test_a_rank_that_is_lost_while_it_tells_its_error_names_both() -> None:
     with pytest.raises(PeerLostError) as caught:
         Alone().attempt("try it", fail)
     assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(PeerLostError) as caught:
+        Alone().attempt("try it", lambda: None)
+    assert isinstance(caught.value.__cause__, RuntimeError)  # its own cause stays
 
 
 def test_an_error_that_takes_more_than_words_becomes_its_base_on_all() -> None:

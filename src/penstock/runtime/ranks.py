@@ -145,6 +145,8 @@ class Ranks:
                 return result
             words = self.gather(None if failure is None else self._words(failure, action))
         except Exception as lost:
+            if failure is None:
+                raise
             raise lost from failure  # which is why others may have waited for this rank
         if failure is not None and (self.count == 1 or not isinstance(failure, PenstockError)):
             raise failure

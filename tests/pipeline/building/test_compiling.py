@@ -58,7 +58,7 @@ def assert_exact(model: Any, pipe: Pipeline, batch: Any, tolerance: float, steps
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("error:Stage")  # says that little was put off
+@pytest.mark.filterwarnings("error:Stage")  # says that little was deferred
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_h1"])
 def test_layers_and_loss_are_exact_and_compiled_once(schedule: str) -> None:
     model, batch = tiny_model("llama", torch.float64, layers=2), ragged_batch()

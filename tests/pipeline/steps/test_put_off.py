@@ -73,7 +73,7 @@ def said(pipe: Pipeline, batch: Any) -> list[str]:
     """The warnings of the first of two steps; the second has none."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", "Stage . puts off")
+        warnings.filterwarnings("always", "Stage . defers")
         pipe.step(batch)
     pipe.step(batch)
     assert all(each.filename == __file__ for each in caught), "it names the caller's line"
@@ -91,12 +91,12 @@ def test_plain_products_are_put_off_and_nothing_is_said() -> None:
 @pytest.mark.parametrize(("name", "share"), [("narrow", None), ("wide", "20%")])
 def test_less_than_four_fifths_is_said_with_its_cause(name: str, share: str | None) -> None:
     found = said(two_products(prepare=hooked(name)), batch())
-    if share is None:  # four fifths are put off
+    if share is None:  # four fifths are deferred
         assert found == []
         return
     assert len(found) == 2, "one for each stage"
     causes = "hooks on gradients 80%. .* To gain more, take a schedule .* such as 1f1b."
-    pattern = f"Stage 1 puts off {share} of .* at once: {causes}"
+    pattern = f"Stage 1 defers {share} of .* at once: {causes}"
     assert re.fullmatch(pattern, found[1])
 
 
@@ -171,10 +171,10 @@ def test_plain_models_say_nothing(family: str) -> None:
 
 
 def on_a_mesh(family: str, axes: Axes) -> list[tuple[float, list[str]]]:
-    """The share that each stage of this process puts off by its own count, and what is said."""
+    """The share that each stage of this process defers by its own count, and what is said."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
-        warnings.filterwarnings("always", "Stage . puts off")
+        warnings.filterwarnings("always", "Stage . defers")
         pipe = build_pipe(family, 2, axes, {"schedule": "zb_h1"})
         pipe.step(own_part(mesh_batch(), *pipe.batch_part))
     totals = [0 if put_off is None else put_off.total for put_off in put_off_by(pipe)]

@@ -1,4 +1,4 @@
-"""Layers compiled around their products: the same gradients, put off, and compiled once."""
+"""Layers compiled around their products: the same gradients, deferred, and compiled once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.filterwarnings("error:Stage")  # says that little was put off
+@pytest.mark.filterwarnings("error:Stage")  # says that little was deferred
 @pytest.mark.sweep
 @pytest.mark.parametrize(("family", "schedule"), every(5, [(f, s) for f in DENSE for s in ("zb_h1", "zb_v")]))
 def test_gradients_are_exact_and_put_off(family: str, schedule: str) -> None:

@@ -293,7 +293,7 @@ zb_h2 ranks=2 microbatches=4
     rank 1 | .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
 zb_h2 ranks=3 microbatches=3
-    rank 1 puts off one weight gradient instead of two: all three would hold up the gradients
+    rank 1 defers one weight gradient instead of two: all three would hold up the gradients
     rank 0 | F0 F1 F2 .  .  I0 W0 I1 W1 I2 W2
     rank 1 | .  F0 F1 F2 I0 .  I1 W0 I2 W1 W2
     rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 W1 W2

@@ -63,7 +63,7 @@ class PutOffCounter(StagePart):
 
 
 def _warning(stage: Stage, put_off: PutOff) -> str:
-    """What to say of a stage; nothing where enough is put off."""
+    """What to say of a stage; nothing where enough is deferred."""
     at_once = _at_once(stage, put_off)
     everything = put_off.total + at_once.total()
     share = put_off.total / everything if everything else 1.0
@@ -73,8 +73,8 @@ def _warning(stage: Stage, put_off: PutOff) -> str:
     remedies = [remedy for cause, remedy in _REMEDIES.items() if cause in at_once]
     remedies.append("take a schedule with whole backwards, such as 1f1b")
     return (
-        f"Stage {stage.index} puts off {share:.0%} of the FLOPs of its weight gradients, "
-        f"and I computes the rest at once: {causes}. A zero-bubble schedule gains by what is put off. "
+        f"Stage {stage.index} defers {share:.0%} of the FLOPs of its weight gradients, "
+        f"and I computes the rest at once: {causes}. A zero-bubble schedule gains by what is deferred. "
         f"To gain more, {', or '.join(remedies)}."
     )
 

@@ -1,4 +1,4 @@
-"""Layers compiled around their products, so that split backwards put off the weights' gradients.
+"""Layers compiled around their products, so that split backwards defer the weights' gradients.
 
 A layer that is compiled whole is one node of autograd's graph: its backward computes all gradients at once,
 and leaves W nothing. Here the graph ends at each product. Norms, activations and residuals, which a compiler
@@ -20,7 +20,7 @@ from penstock.runtime.around import around
 def compile_around_products(layer: nn.Module, **options: Any) -> None:
     """Compile `layer` in place, but for its modules that hold a weight of a product, such as nn.Linear.
 
-    Zero-bubble schedules gain by what a split backward puts off: of a layer compiled whole, nothing.
+    Zero-bubble schedules gain by what a split backward defers: of a layer compiled whole, nothing.
 
     Args:
         options: of torch.compile, such as backend and mode

@@ -61,7 +61,7 @@ class Product(NamedTuple):
 
 
 class PutOff(NamedTuple):
-    """How much the I of a microbatch put off.
+    """How much the I of a microbatch deferred.
 
     flops: of the weight gradients, by the id of their parameter; rows: of the longest product's x
     """

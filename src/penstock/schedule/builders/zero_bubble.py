@@ -17,7 +17,7 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
         rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    With w = P - 1 - r warm-up forwards and d = r weight gradients put off on rank r:
+    With w = P - 1 - r warm-up forwards and d = r weight gradients deferred on rank r:
 
         warm-up    F_0 ... F_{w-1}
         filling    F_{w+i} I_i                for i = 0 ... d-1
@@ -50,7 +50,7 @@ def zb_h2(ranks: int, microbatches: int) -> Schedule:
         rank 2 | .  .  F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 W0 W1 W2 W3 W4
 
     The phases are those of `zb_h1` with twice its numbers: w = 2(P - 1 - r) warm-up forwards, and d = 2r
-    weight gradients put off on rank r.
+    weight gradients deferred on rank r.
 
     Rank 0 fills its wait for the first gradient with forwards; the last rank ends with weight gradients, as
     much later than rank 0 as it began. With m < 2P-1 there are too few forwards: d is m-1-w, between r and
@@ -84,7 +84,7 @@ def interleaved_zero_bubble(
         rank 2 | .   .   2F0 2F1 2F2 5F0 5I0 5F1 5I1 5F2 5I2 5W0 2I0 5W1 2I1 5W2 2I2 2W0 2W1 2W2
 
     The groups, and the order of F_0 to F_{vm-1} and of the others, are those of `interleaved_1f1b`; the
-    largest group holds g. With w = P - 1 - r + (v-1) g warm-up forwards and d = r weight gradients put off
+    largest group holds g. With w = P - 1 - r + (v-1) g warm-up forwards and d = r weight gradients deferred
     on rank r:
 
         warm-up    F_0 ... F_{w-1}

@@ -3,7 +3,7 @@
 Each is for one rank with the stages s_1 < ... < s_v; its time counts from the offset of the rank.
 
     busy        arrival of its first op + its work + idle before its first I + idle after its last F
-    way home    arrival + idle before its first I + its work, less the W that it can put off,
+    way home    arrival + idle before its first I + its work, less the W that it can defer,
                 + the way from its last I to the W of the first stage
     residence   arrival + the sum over its activations of size x the least time held, divided by the limit
     chain       the way of one microbatch there and back
