@@ -3,7 +3,7 @@
 One decoder layer of Qwen3 in float32 on one thread, between two stages: its input has a gradient. Each way
 runs a forward, I and W in turn with the others, and gradients accumulate, as over a step's microbatches.
 
-- penstock: products put off in the forward (`penstock.runtime.split_backward.deferred`).
+- penstock: products deferred in the forward (`penstock.runtime.split_backward.deferred`).
 - walk: the rival that needs nothing in the forward. I walks the graph from its roots for matrix products
   whose weight is a parameter, has the engine leave those out, and keeps what came in and what came back.
 - torch: `stage_backward_input` and `stage_backward_weight` of `torch.distributed.pipelining`.

@@ -20,10 +20,10 @@ from penstock.pipeline.building.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.compare import TOLERANCE, Report, compare
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_model import SplitModel
+from penstock.pipeline.steps.deferral import WholeBackwards
 from penstock.pipeline.steps.evaluate import Evaluation, Evaluations, RoutedExperts
 from penstock.pipeline.steps.optimizer_step import optimizer_step
 from penstock.pipeline.steps.optimizer_watch import OptimizerWatch
-from penstock.pipeline.steps.put_off import WholeBackwards
 from penstock.pipeline.steps.run_parts import Autocast, Edges, SameWeights, Seeds
 from penstock.pipeline.steps.runner import StepRunner
 from penstock.pipeline.steps.schedules import LoweredSchedule

@@ -47,7 +47,7 @@ def graphs() -> int:
 @pytest.mark.filterwarnings("error:Stage")  # says that little was deferred
 @pytest.mark.sweep
 @pytest.mark.parametrize(("family", "schedule"), every(5, [(f, s) for f in DENSE for s in ("zb_h1", "zb_v")]))
-def test_gradients_are_exact_and_put_off(family: str, schedule: str) -> None:
+def test_gradients_are_exact_and_deferred(family: str, schedule: str) -> None:
     model, batch = tiny_model(family, torch.float64), ragged_batch()
     loss, expected = plain_step(model, batch)
     pipe = pipeline(model, schedule=schedule, parallelize_fn=around(family))

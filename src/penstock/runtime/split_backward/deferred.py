@@ -60,7 +60,7 @@ class Product(NamedTuple):
             )
 
 
-class PutOff(NamedTuple):
+class Deferral(NamedTuple):
     """How much the I of a microbatch deferred.
 
     flops: of the weight gradients, by the id of their parameter; rows: of the longest product's x
@@ -69,9 +69,9 @@ class PutOff(NamedTuple):
     flops: Mapping[int, int]
     rows: int
 
-    def after(self, first: PutOff | None) -> PutOff:
+    def after(self, first: Deferral | None) -> Deferral:
         """`first`, with the weights that only a later microbatch uses: one of images, or of other experts."""
-        return self if first is None else PutOff({**self.flops, **first.flops}, first.rows or self.rows)
+        return self if first is None else Deferral({**self.flops, **first.flops}, first.rows or self.rows)
 
     @property
     def total(self) -> int:
@@ -100,13 +100,13 @@ class Deferred:
         return sum(storages.values())
 
     @property
-    def put_off(self) -> PutOff:
+    def deferral(self) -> Deferral:
         flops: Counter[int] = Counter()
         rows = [0]
         for product in (product for group in self._groups for product in group):
             flops[id(product.parameter)] += 2 * product.x.numel() * product.dy.shape[-1]
             rows.append(product.x.numel() // product.x.shape[-1])
-        return PutOff(flops, max(rows))
+        return Deferral(flops, max(rows))
 
     def run(self) -> None:
         """Accumulate the deferred weight gradients, and free all that was held.

@@ -15,7 +15,7 @@ from penstock import Axes, Pipeline
 from penstock.batch import head_logits
 from penstock.batch.shapes import Microbatch
 from penstock.models.stage import StageInfo
-from penstock.runtime.split_backward.deferred import PutOff
+from penstock.runtime.split_backward.deferred import Deferral
 from support import pictures
 from support.families import each_layer, pipeline, ragged_batch, tiny_model
 from support.mesh import batch as mesh_batch
@@ -64,9 +64,9 @@ def hooked(name: str) -> Prepare:
 
 
 # _whole_backwards: its counts are in no public result
-def put_off_by(pipe: Pipeline) -> list[PutOff | None]:
+def deferrals(pipe: Pipeline) -> list[Deferral | None]:
     """How much the I of each stage left for W in the first step."""
-    return [counter.put_off for counter in pipe._whole_backwards.counters]
+    return [counter.deferral for counter in pipe._whole_backwards.counters]
 
 
 def said(pipe: Pipeline, batch: Any) -> list[str]:
@@ -80,12 +80,12 @@ def said(pipe: Pipeline, batch: Any) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def test_plain_products_are_put_off_and_nothing_is_said() -> None:
+def test_plain_products_are_deferred_and_nothing_is_said() -> None:
     pipe = two_products()
     assert said(pipe, batch()) == []
-    for put_off in put_off_by(pipe):
-        assert put_off is not None
-        assert (put_off.rows, put_off.total) == (10, 2 * 10 * (NARROW + WIDE))
+    for deferral in deferrals(pipe):
+        assert deferral is not None
+        assert (deferral.rows, deferral.total) == (10, 2 * 10 * (NARROW + WIDE))
 
 
 @pytest.mark.parametrize(("name", "share"), [("narrow", None), ("wide", "20%")])
@@ -100,7 +100,7 @@ def test_less_than_four_fifths_is_said_with_its_cause(name: str, share: str | No
     assert re.fullmatch(pattern, found[1])
 
 
-def test_whole_backwards_have_nothing_to_put_off() -> None:
+def test_whole_backwards_have_nothing_to_defer() -> None:
     assert said(two_products("1f1b", hooked("wide")), batch()) == []
 
 
@@ -177,7 +177,7 @@ def on_a_mesh(family: str, axes: Axes) -> list[tuple[float, list[str]]]:
         warnings.filterwarnings("always", "Stage . defers")
         pipe = build_pipe(family, 2, axes, {"schedule": "zb_h1"})
         pipe.step(own_part(mesh_batch(), *pipe.batch_part))
-    totals = [0 if put_off is None else put_off.total for put_off in put_off_by(pipe)]
+    totals = [0 if deferral is None else deferral.total for deferral in deferrals(pipe)]
     pipe.close()
     return [(total, [str(each.message) for each in caught]) for total in totals]
 
@@ -187,14 +187,14 @@ def on_a_mesh(family: str, axes: Axes) -> list[tuple[float, list[str]]]:
     [("llama", Axes(dp_shard=2)), ("llama", Axes(tp=2)), ("mixtral", Axes(dp_shard=2, ep=2))],
     ids=str,
 )
-def test_gathered_and_split_weights_are_put_off_too(pool: Pool, family: str, axes: Axes) -> None:
+def test_gathered_and_split_weights_are_deferred_too(pool: Pool, family: str, axes: Axes) -> None:
     for stages in pool.run(4, on_a_mesh, family, axes):
         for total, found in stages:
             assert total > 0
             assert found == []
 
 
-def test_weights_that_a_later_microbatch_uses_first_are_put_off_too() -> None:
+def test_weights_that_a_later_microbatch_uses_first_are_deferred_too() -> None:
     """0.5.0: where the first microbatch had no images, its tower was said to be computed at once."""
     model = pictures.tiny_model("smolvlm")
     seen = pictures.microbatches(model)
@@ -203,6 +203,6 @@ def test_weights_that_a_later_microbatch_uses_first_are_put_off_too() -> None:
     assert said(pipe, [*text, *(each for each in seen if "pixel_values" in each)]) == []
     tower = pipe.modules[0].get_submodule("model.vision_model")
     used = {id(each) for each in tower.parameters()}
-    put_off = put_off_by(pipe)[0]
-    assert put_off is not None
-    assert used & put_off.flops.keys()
+    deferral = deferrals(pipe)[0]
+    assert deferral is not None
+    assert used & deferral.flops.keys()

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.models.huggingface.head import deferred
 from penstock.pipeline.steps.step import Step, StepPart
 from penstock.runtime.around import is_around
-from penstock.runtime.split_backward.deferred import PLAIN, PutOff, is_hooked
+from penstock.runtime.split_backward.deferred import PLAIN, Deferral, is_hooked
 from penstock.runtime.split_backward.modules import is_compiled
 from penstock.runtime.stage import Stage
 from penstock.runtime.stage_part import StagePart
@@ -37,36 +37,36 @@ class WholeBackwards(StepPart):
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self.counters = [PutOffCounter(stage) for stage in stages]
+        self.counters = [DeferralCounter(stage) for stage in stages]
         self._counts = True
 
     def end(self, step: Step) -> None:
         for counter in self.counters if self._counts else ():
             stage = counter.stage
             stage.use([part for part in stage.parts if part is not counter])
-            if counter.put_off is not None and (warning := _warning(stage, counter.put_off)):
+            if counter.deferral is not None and (warning := _warning(stage, counter.deferral)):
                 warnings.warn(warning, stacklevel=5)  # of the call of step()
         self._counts = False
 
 
-class PutOffCounter(StagePart):
+class DeferralCounter(StagePart):
     """Counts how much the I of a stage leaves for W; None where its backwards are not split."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.put_off: PutOff | None = None
+        self.deferral: Deferral | None = None
         stage.use([*stage.parts, self])
 
     def after_backward(self, number: int, kind: Kind) -> None:
         if kind == "I":
-            self.put_off = self.stage.deferred[number].put_off.after(self.put_off)
+            self.deferral = self.stage.deferred[number].deferral.after(self.deferral)
 
 
-def _warning(stage: Stage, put_off: PutOff) -> str:
+def _warning(stage: Stage, deferral: Deferral) -> str:
     """What to say of a stage; nothing where enough is deferred."""
-    at_once = _at_once(stage, put_off)
-    everything = put_off.total + at_once.total()
-    share = put_off.total / everything if everything else 1.0
+    at_once = _at_once(stage, deferral)
+    everything = deferral.total + at_once.total()
+    share = deferral.total / everything if everything else 1.0
     if share >= _LEAST:
         return ""
     causes = ", ".join(f"{cause} {flops / everything:.0%}" for cause, flops in at_once.most_common(4))
@@ -79,7 +79,7 @@ def _warning(stage: Stage, put_off: PutOff) -> str:
     )
 
 
-def _at_once(stage: Stage, put_off: PutOff) -> Counter[str]:
+def _at_once(stage: Stage, deferral: Deferral) -> Counter[str]:
     """The FLOPs of weight gradients that the stage's I computed for a microbatch, by their cause.
 
     Two for each entry of a weight and row of the microbatch. Of a bank of experts as many work on a row as
@@ -88,7 +88,7 @@ def _at_once(stage: Stage, put_off: PutOff) -> Counter[str]:
     config = getattr(stage.module, "config", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
     gathered = stage.sharding.gathered_by_shard
-    known = set(put_off.flops)
+    known = set(deferral.flops)
     flops: Counter[str] = Counter()
     for module, parameter, compiled in _matrices(stage.module):
         key = id(gathered.get(id(parameter), parameter))
@@ -98,7 +98,7 @@ def _at_once(stage: Stage, put_off: PutOff) -> Counter[str]:
         entries = parameter.numel()
         if parameter.dim() > 2:
             entries = entries // parameter.shape[0] * experts
-        flops[_cause(module, parameter, compiled)] += 2 * entries * max(1, put_off.rows)
+        flops[_cause(module, parameter, compiled)] += 2 * entries * max(1, deferral.rows)
     return flops
 
 
