@@ -165,7 +165,7 @@ def _no_json(subject: str) -> CheckpointError:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The loop's JSON of the checkpoint `path`. Raises CheckpointError where it cannot be read."""
+    """The loop's JSON of the checkpoint `path`. Raises CheckpointError if it cannot be read."""
     try:
         return dict(read_json(path / STATE))
     except UNREADABLE as error:

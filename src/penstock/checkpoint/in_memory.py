@@ -89,8 +89,8 @@ class MemoryCheckpoints:
         output: its output folder
         timeout: seconds that a rank waits for another
 
-    Raises ConfigError where a host has no such memory; RunError on the other processes, and where a process
-    of an earlier attempt lives and could write there.
+    Raises ConfigError if a host has no such memory; RunError on the other processes, and if a process of an
+    earlier attempt lives, which could write there.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MemoryCheckpoints:
             state: returns the loop's state, in JSON; called in another thread
             after: the shard is complete only once this is done
 
-        Raises ConfigError where the memory is too small; CheckpointError for state that cannot be kept.
+        Raises ConfigError if the memory is too small; CheckpointError for state that cannot be kept.
         """
         assert self._job is None, "settle comes before save"
         live = self._holdings.now()
@@ -170,7 +170,7 @@ class MemoryCheckpoints:
     def settle(self, *, exchanged: bool) -> None:
         """Wait until weights may change. exchanged: also until the neighbour has its copy, before a `save`
 
-        Raises PeerError where a neighbour is gone or late.
+        Raises PeerError if a neighbour is gone or late.
         """
         if (job := self._job) is None:
             return

@@ -139,7 +139,7 @@ def check_identity(saved: Mapping[str, str], own: StateDigests) -> None:
 
 
 def check_finite(tensors: Mapping[str, Tensor], passing: Sequence[str]) -> None:
-    """Raise CheckpointError where a weight or a moment holds NaN or infinity, as a mask may."""
+    """Raise CheckpointError if a weight or a moment holds NaN or infinity, as a mask may."""
     for name, tensor in tensors.items():
         if name not in passing and not is_finite(tensor.reshape(-1)):
             rule = "it holds NaN or infinity, and a run would train on nothing else"

@@ -76,7 +76,7 @@ class Neighbours:
         return about
 
     def finish(self, under_way: Sequence[UnderWay]) -> None:
-        """Wait for messages. Raises RuntimeError where a rank is gone or late."""
+        """Wait for messages. Raises RuntimeError if a rank is gone or late."""
         for work, _ in under_way:
             work.wait(self._limit)
 

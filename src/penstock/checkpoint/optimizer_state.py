@@ -203,7 +203,7 @@ class StoredState:
     """The optimizer state in the checkpoint `path`. Tensors are read when they are needed.
 
     ties: a tied weight may be stored under another of its names
-    Raises CheckpointError where there is none, or a file is damaged.
+    Raises CheckpointError if there is none, or a file is damaged.
     """
 
     def __init__(self, path: Path, ties: Ties) -> None:
@@ -275,8 +275,8 @@ class StoredState:
 
         The options of the optimizers stay as they were made, except that with `learning_rates` each group
         gets the rate that its parameters had.
-        Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
-        lacks a part that an option needs, or where parameters of one group had several learning rates.
+        Raises CheckpointError if state of a trained parameter is missing or another optimizer's, if it lacks
+        a part that an option needs, or if parameters of one group had several learning rates.
         """
         groups = []
         for optimizer, group, members in _groups(optimizers, named):

@@ -91,8 +91,8 @@ def load_checkpoint(
         learning_rates: give each group the rate that its parameters had. Make a scheduler before this call,
             and give it its part of the returned state.
 
-    Raises CheckpointError where a file is missing or of another length, or cannot be read; UnfitError, a
-    CheckpointError, where it is of another model or optimizer: before anything is changed on any process.
+    Raises CheckpointError if a file is missing or of another length, or cannot be read; UnfitError, a
+    CheckpointError, if it is of another model or optimizer: before anything is changed on any process.
     AlteredError, on all processes, if a file's contents are not what was written. Files are hashed while
     they are read, so weights have changed by then, as they have if the disk fails meanwhile. The weights are
     NaN until another checkpoint is loaded.

@@ -67,7 +67,7 @@ class HeldShard:
     written: float = 0.0
 
     def read(self) -> Tensor:
-        """The bytes. Raises CheckpointError where they are not what was written."""
+        """The bytes. Raises CheckpointError if they are not what was written."""
         shard_bytes = self.mapped()
         if shard_bytes.numel() != self.size or checksum(shard_bytes) != self.checksum:
             rule = "its contents differ from what was written (checksum)"
@@ -105,7 +105,7 @@ class HostMemory:
     """The folder of a run on this host, held open by this process. name: the same on all its processes"""
 
     def __init__(self, run: str, output: Path) -> None:
-        """Raises ConfigError where nothing can be written there."""
+        """Raises ConfigError if nothing can be written there."""
         self.folder = folder_of(run)
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
@@ -228,7 +228,7 @@ class ShardFiles:
     def begin(self, size: int) -> tuple[str, Tensor]:
         """The name and the bytes of the next shard, in place of the older one. size: a multiple of 8
 
-        Raises ConfigError where the memory has too little room for both.
+        Raises ConfigError if the memory has too little room for both.
         """
         older, newer = sorted(self._names, key=self._written)
         (self._folder / f"{older}{_WHOLE}").unlink(missing_ok=True)

@@ -347,7 +347,7 @@ def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
 
 
 def need(module: str, value: str, rule: str, extra: str) -> Any:
-    """Import a module that an extra of penstock installs. Raises DataError where it is not installed.
+    """Import a module that an extra of penstock installs. Raises DataError if it is not installed.
 
     value, rule: of the error
     """

@@ -36,7 +36,7 @@ _AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker then finishes
 class TensorBoardSection(Section):
     """Event files for TensorBoard."""
 
-    name: Literal["tensorboard"] = "tensorboard"  # the word alone stands for all defaults
+    name: Literal["tensorboard"] = "tensorboard"  # the name alone means all defaults
     folder: PathText | None = None  # of several runs, for --logdir; null: tensorboard in output.folder
     run: str | None = None  # the run's folder in it; null: the id that the run gives itself
 
