@@ -120,8 +120,8 @@ def test_padding_has_documents_of_its_own_where_one_would_get_too_long() -> None
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"packing": "stream"}, "data.packing=stream makes none; take sequential or best_fit"),
-        ({"packing": "none"}, "data.packing=none makes others"),
+        ({"packing": "stream"}, "data.packing=stream makes no such rows; take sequential or best_fit"),
+        ({"packing": "none"}, "data.packing=none makes no such rows"),
         ({"document_length": ROW + 1}, f"above data.sequence_length={ROW}, the length of a row"),
     ],
 )

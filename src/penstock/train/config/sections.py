@@ -243,8 +243,8 @@ class DataSection(RecordSection):
         length = self.document_length
         if length is not None and self.packing not in ("sequential", "best_fit"):
             raise ValueError(
-                f"data.document_length={length} is for rows of several documents, and "
-                f"data.packing={self.packing} makes none; take sequential or best_fit, or leave it out"
+                f"data.document_length={length} is for rows of several documents, and data.packing="
+                f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
             )
         if length is not None and length > self.sequence_length:
             raise ValueError(
