@@ -137,7 +137,7 @@ Trust = Annotated[bool, typer.Option(
 @taking()
 def check(
     folder: Annotated[str, typer.Argument(metavar="MODEL", callback=usable, help=
-        "A local Hugging Face folder, or a Hub name. Without weights in it, they are random.")],
+        "A local Hugging Face folder, or a Hub name. Without files of weights they are random.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
     microbatches: Annotated[int | None, typer.Option(

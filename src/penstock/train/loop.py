@@ -63,8 +63,7 @@ def _follow(run: Run, step: TrainStep) -> None:
 
 
 def _step(run: Run, step_number: int) -> TrainStep:
-    """Run one step, and log its row. Returns it without its batch. A part may make the optimizers skip
-    it."""
+    """Run one step, and log its row. Returns it without its batch. A part may make optimizers skip it."""
     section, pipe, stopwatch = run.config.train, run.pipe, Stopwatch()
     seed_step(pipe, section.seed, step_number)
     taken = step_number - run.state.skipped  # skipped steps do not count for the learning rate
