@@ -53,7 +53,7 @@ def check(
     Raises: ConfigError, and what AutoPipeline raises.
     """
     if not schedule.trains:
-        raise ConfigError(f"--schedule {schedule.name}", "it has no backward", "Take one that trains: 1f1b")
+        raise ConfigError(f"--schedule {schedule.name}", "it holds no backward", "Take one that trains: 1f1b")
     if tolerance is not None and not tolerance > 0:
         rule = "it is a difference relative to a gradient's largest entry"
         raise ConfigError(f"--tolerance {tolerance}", rule, "Give a number above 0, such as 1e-5")
