@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import penstock
+from support.syntax import IN_ONE_WORKER, PACKAGE, modules, trees
 
-PACKAGE = Path(penstock.__file__).parent
+pytestmark = IN_ONE_WORKER
 
 # from the top down: a layer imports itself and what stands below it
 LAYERS = (
@@ -43,15 +43,6 @@ def layer_of(module: str) -> str:
     return "cli" if top == "__main__" else top
 
 
-def modules() -> dict[str, Path]:
-    """Every file of the package by its dotted name."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = ("penstock", *path.relative_to(PACKAGE).with_suffix("").parts)
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
-
-
 def imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[tuple[str, int]]:
     """The files of the package that a syntax tree imports, for whatever reason, with the lines."""
     for node in ast.walk(tree):
@@ -71,7 +62,7 @@ def imported(tree: ast.AST, known: Mapping[str, Path]) -> Iterator[tuple[str, in
 
 def graph() -> dict[str, list[tuple[str, int]]]:
     known = modules()
-    return {name: list(imported(ast.parse(path.read_text("utf-8")), known)) for name, path in known.items()}
+    return {name: list(imported(tree, known)) for name, tree in trees().items()}
 
 
 def allowed(importer: str, target: str) -> bool:
@@ -177,9 +168,10 @@ def test_every_form_of_import_is_seen() -> None:
 
 def test_schedule_names_no_torch() -> None:
     wrong = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sorted((PACKAGE / "schedule").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{name}:{node.lineno}"
+        for name, tree in trees().items()
+        if name.startswith("penstock.schedule")
+        for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         and {n.split(".")[0] for n in [getattr(node, "module", None) or "", *(a.name for a in node.names)]}
         & {"torch", "transformers"}
@@ -203,8 +195,8 @@ def test_nothing_waits_for_all_streams_of_a_gpu() -> None:
     """0.5.0: a step and `layer_costs` did, and so for receives that were posted and messages under way."""
     found = [
         f"{name}:{node.lineno}"
-        for name, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and node.attr == "synchronize"
         and ast.unparse(node.value) in ("torch.cuda", "torch.accelerator", "cuda")

@@ -6,11 +6,11 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import penstock
+from support.syntax import IN_ONE_WORKER, trees
 
-SOURCE = Path(penstock.__file__).parent
+pytestmark = IN_ONE_WORKER
+
 REFUSED = frozenset({"found"})  # say what was found
 _TYPE = re.compile(r"[A-Z](?=\w*[a-z])[A-Za-z0-9]*")  # CapWord; neither a constant nor private
 
@@ -35,9 +35,9 @@ def bound(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def test_names_say_what_they_name() -> None:
     wrong = [
-        f"{path.relative_to(SOURCE)}:{line} {name}"
-        for path in sorted(SOURCE.rglob("*.py"))
-        for line, name in bound(ast.parse(path.read_text(encoding="utf-8")))
+        f"{module}:{line} {name}"
+        for module, tree in trees().items()
+        for line, name in bound(tree)
         if name in REFUSED
     ]
     assert wrong == []
@@ -73,11 +73,11 @@ def types(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name) for name in named if _TYPE.fullmatch(name))
 
 
-def ambiguous(files: Iterable[tuple[str, str]]) -> list[str]:
-    """Each type name that several of the files, given as path and source, define; with all its places."""
+def ambiguous(files: Iterable[tuple[str, ast.Module]]) -> list[str]:
+    """Each type name that several of the files, given as name and tree, define; with all its places."""
     places: dict[str, dict[str, int]] = defaultdict(dict)
-    for path, source in files:
-        for line, name in types(ast.parse(source)):
+    for path, tree in files:
+        for line, name in types(tree):
             places[name].setdefault(path, line)
     return [
         f"{name}: {', '.join(f'{path}:{line}' for path, line in lines.items())}"
@@ -88,11 +88,11 @@ def ambiguous(files: Iterable[tuple[str, str]]) -> list[str]:
 
 def test_a_type_name_has_one_meaning() -> None:
     """Who reads `Batch` need not look up which. A word that is taken gets another before it: `P2PBatch`."""
-    files = [
-        (str(path.relative_to(SOURCE)), path.read_text(encoding="utf-8"))
-        for path in sorted(SOURCE.rglob("*.py"))
-    ]
-    assert ambiguous(files) == []
+    assert ambiguous(trees().items()) == []
+
+
+def said_of(files: Iterable[tuple[str, str]]) -> list[str]:
+    return ambiguous((name, ast.parse(source)) for name, source in files)
 
 
 def test_a_second_definition_of_a_type_name_is_seen() -> None:
@@ -102,13 +102,13 @@ def test_a_second_definition_of_a_type_name_is_seen() -> None:
         "A = Batch = list[int]", "if TYPE_CHECKING:\n Batch = int",
         "try:\n pass\nexcept ImportError:\n Batch = int",
     )  # fmt: skip
-    assert [way for way in ways if not ambiguous([("a.py", first), ("b.py", f"\n{way}")])] == []
+    assert [way for way in ways if not said_of([("a.py", first), ("b.py", f"\n{way}")])] == []
     two = [("a.py", first), ("b.py", f"\n{ways[0]}")]
-    assert ambiguous(two) == ["Batch: a.py:1, b.py:2"]
+    assert said_of(two) == ["Batch: a.py:1, b.py:2"]
 
     others = (
         "from a import Batch", "class _Batch: pass", "BATCH = 1", "B = TypeVar('B')",
         "def f():\n class Batch: pass", "class Other:\n Batch = int", "Batch.size = 1", "batch = 1",
     )  # fmt: skip
     planted = [(f"{number}.py", f"{way}\n{way}") for number, way in enumerate(others)]
-    assert ambiguous([("a.py", first), *planted]) == []
+    assert said_of([("a.py", first), *planted]) == []

@@ -24,7 +24,10 @@ import pytest
 import torch
 
 from penstock import private
-from test_layers import modules
+from support.syntax import IN_ONE_WORKER
+from support.syntax import trees as all_trees
+
+pytestmark = IN_ONE_WORKER
 
 LIBRARIES = {
     "torch",
@@ -164,8 +167,8 @@ def defined(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """The source by module. Read by the tests alone: importing this file is a cost of each test process."""
-    return {name: ast.parse(path.read_text("utf-8")) for name, path in modules().items() if name != HERE}
+    """The other files' source by module. Read by the tests alone: each test process imports this file."""
+    return {name: tree for name, tree in all_trees().items() if name != HERE}
 
 
 @cache
@@ -351,8 +354,9 @@ def commented(source: str, tree: ast.Module) -> set[int]:
 
 def unexplained(source: str) -> list[str]:
     tree = ast.parse(source)
-    explained = commented(source, tree)
-    return sorted({f"{line}: {name}" for name, line in of_penstock(tree) if line not in explained})
+    uses = set(of_penstock(tree))
+    explained = commented(source, tree) if uses else set()
+    return sorted(f"{line}: {name}" for name, line in uses if line not in explained)
 
 
 def test_a_test_says_why_it_uses_a_private_name_of_penstock() -> None:
