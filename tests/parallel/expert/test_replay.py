@@ -19,6 +19,7 @@ from penstock.parallel.expert.replay import ModelRouting, StageRouting
 from penstock.runtime.stage_part import WHOLE
 from penstock.schedule.ops import Kind
 from support import zoo
+from support.covering import every
 from support.families import ragged_batch
 from support.mixtures import (
     Batch,
@@ -104,7 +105,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", every(2, KINDS))
 def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
     """Other choices without replay, the same with it, from a router whose input has changed in between."""
     model = model_of(model_type)
@@ -138,7 +139,7 @@ def test_recomputation_chooses_as_the_forward_did(model_type: str) -> None:
     assert all(torch.equal(recorded[:, place], layer) for place, layer in enumerate(first))
 
 
-@pytest.mark.parametrize("model_type", KINDS)
+@pytest.mark.parametrize("model_type", every(2, KINDS))
 def test_replay_changes_no_gradient(model_type: str) -> None:
     """Neither where the routers choose nor where the batch has the choices that they made."""
     model = model_of(model_type)
