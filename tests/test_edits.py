@@ -208,7 +208,7 @@ EXACT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("edit", every(3, sorted(EDITS)))
+@pytest.mark.parametrize("edit", every(4, sorted(EDITS)))
 def test_each_edit(edit: str) -> None:
     found = outcome(Case("qwen3", (edit,), "plain", "zb_v", False, 5))
     assert (found == "exact") is (edit in EXACT), found

@@ -1,8 +1,8 @@
 """Every schedule runs: exact gradients, the proven order, the proven memory, and nothing left behind.
 
 The products of schedules, families, sizes and options are taken as covering arrays (support/covering.py):
-in the default run every pair of a form and a size occurs on plain stages, and every pair of a family and an
-option. `make sweep` has every pair of all, and the full product of forms and sizes.
+in the default run every pair of a form and one of a few sizes occurs on plain stages, and every pair of one
+of a few families and an option. `make sweep` has every pair of all, and the full product of forms and sizes.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from support.schedules import FORMS, built, takes
 
 WIDTH = 4
 SIZES = {"form": list(FORMS), "ranks": (1, 2, 3, 4), "microbatches": (1, 2, 3, 5, 8)}
+FEWER_SIZES = SIZES | {"microbatches": (1, 2, 5, 8)}  # the sweep has the product of SIZES
 LARGE = ((5, 7), (6, 12), (8, 4), (8, 20), (16, 8))
 
 
@@ -107,7 +108,7 @@ def assert_runs_exactly(schedule: Schedule, steps: int = 2) -> None:
         assert [found > 0 for found in pipe.deferred_bytes] == [count > 0 for count in proven]
 
 
-@pytest.mark.parametrize("row", pairs(SIZES, exists), ids=named)
+@pytest.mark.parametrize("row", pairs(FEWER_SIZES, exists), ids=named)
 def test_in_process(row: Row) -> None:
     assert_runs_exactly(built(**row))
 
@@ -121,7 +122,7 @@ def test_in_process_in_every_size(row: Row) -> None:
 NOT_SEARCHED = [form for form in FORMS if "searched" not in form]
 
 
-@pytest.mark.parametrize(("turn", "form"), every(2, enumerate(NOT_SEARCHED)))
+@pytest.mark.parametrize(("turn", "form"), every(3, enumerate(NOT_SEARCHED)))
 def test_many_ranks_in_process(turn: int, form: str) -> None:
     ranks, microbatches = (6, 12) if form == "dualpipe" else LARGE[turn % 5]
     assert_runs_exactly(built(form, ranks, microbatches), steps=1)
@@ -219,7 +220,7 @@ def assert_model_is_exact(row: Row) -> None:
 
 # the sweep adds families, rows of one fixed length, every second layer, and each pair with a form
 FEWER = OPTIONS | {
-    "family": ["llama", "mixtral", "gemma3_text", "gpt2"],
+    "family": ["llama", "mixtral", "gpt2"],
     "shapes": OPTIONS["shapes"][:3],
     "checkpointing": OPTIONS["checkpointing"][:3],
 }

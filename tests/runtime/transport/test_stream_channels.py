@@ -137,7 +137,7 @@ def test_another_group_comes_after_a_gathering_that_has_begun() -> None:
 # ---- exact
 
 
-@pytest.mark.parametrize("form", every(3, FORMS))
+@pytest.mark.parametrize("form", every(5, FORMS))
 def test_every_schedule(form: str) -> None:
     assert_exact(built(form, 2, MICROBATCHES), seed=1)
 
