@@ -187,7 +187,7 @@ def exact(ranks: int, schedule: str, folder: Path) -> None:
     pipe.close()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_two_clients_train_as_one_plain_process(schedule: str, tmp_path: Path) -> None:
     exact(2, schedule, tmp_path)
 

@@ -17,14 +17,16 @@ from support.pool import Pool
 from support.reference import assert_every_gradient, assert_gradients, gradients_of, plain_step
 
 ALL = list(product(("gpipe", "1f1b"), range(1, 9)))
-# every pair of these; `test_gloo_everything` has the product
+# in the sweep every pair of these, and their product in `test_gloo_everything`
 GLOO = pairs({
     "ranks": (2, 3, 4), "schedule": ("gpipe", "1f1b"), "microbatches": (1, 2, 5, 8), "tied": (True, False)
 })  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+# the other three in the sweep
+@pytest.mark.parametrize(
+    ("ranks", "tied"), every(2, [(2, True), (2, False), (3, False), (3, True), (4, True), (4, False)])
+)
 def test_gloo_all_sizes(pool: Pool, ranks: int, tied: bool) -> None:
     rows = [row for row in GLOO if row["ranks"] == ranks and row["tied"] == tied]
     cases = [(row["schedule"], row["microbatches"]) for row in rows]

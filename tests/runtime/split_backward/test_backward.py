@@ -109,7 +109,11 @@ def test_a_failed_i_leaves_the_tape_as_it_was() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "reshard", "checkpointed"),  # each pair of values once
-    [(1, False, False), (1, True, True), (2, False, True), (2, True, False)],
+    [
+        *(pytest.param(1, *rest, marks=pytest.mark.sweep) for rest in ((False, False), (True, True))),
+        (2, False, True),
+        (2, True, False),
+    ],
 )
 def test_fsdp2(pool: Pool, ranks: int, reshard: bool, checkpointed: bool) -> None:
     for order in ("interleaved", "delayed", "whole"):
