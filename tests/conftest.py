@@ -17,8 +17,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from support import pool as processes
 from support import remembered
-from support.faults import Row, results
+from support.faults import Row, attempt, results
 from support.pool import Pool
 
 if "PENSTOCK_CACHE" not in os.environ:  # the workers of xdist have it of the process that started them
@@ -80,17 +81,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put all tests that use the pool into one xdist worker, so that there is one pool.
+    """Put all tests that use the pool, or the server that forks its processes, into one xdist worker.
 
-    xdist reads groups in this hook too, and must come after.
+    So there is one pool, and one server, which imports torch and transformers. The other tests of a file are
+    together too, as they share fixtures and what they import late; of the sweep and of `make faults`, which
+    have long files, they are not. xdist reads groups in this hook too, and must come after.
     """
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
+        alone = config.getoption("faults") or item.get_closest_marker("sweep")
+        if "pool" in getattr(item, "fixturenames", ()) or (_forks(item) and not alone):
             item.add_marker(pytest.mark.xdist_group("pool"))
+        elif not alone and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(_file(item.nodeid)))
     if config.getoption("fast"):
         kept = _fast(items, config.getoption("cases"))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
+
+
+def _forks(item: pytest.Item) -> bool:
+    """Does the test's file start processes by the pool's server? Of few such files, all tests are counted."""
+    ways = {"start": processes.start, "attempt": attempt, "PRELOADED": processes.PRELOADED}
+    module = getattr(item, "module", None)
+    return any(getattr(module, name, None) is way for name, way in ways.items())
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
 
 
 def _fast(items: list[pytest.Item], most: int) -> list[pytest.Item]:
@@ -125,7 +142,10 @@ class Durations:
         self._took: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._took[report.nodeid] = self._took.get(report.nodeid, 0.0) + report.duration
+        name, _, group = report.nodeid.rpartition("@")  # as xdist writes it, with the test's group
+        if group not in ("pool", "syntax", _file(report.nodeid)):
+            name = report.nodeid
+        self._took[name] = self._took.get(name, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
         rounded = {name: round(seconds, 2) for name, seconds in self._took.items()}
