@@ -109,7 +109,7 @@ def _adamw(pipe: Any) -> AdamW:
     return AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2, 4])
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_at_any_split(ranks: int, tmp_path: Path) -> None:
     folder, pipe, optimizer, batch = checkpoint(tmp_path)
     frozen = {n for n, p in pipe.named_parameters() if not p.requires_grad}
@@ -140,6 +140,13 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     assert all(torch.equal(p, before[n]) for n, p in pipe.named_parameters())
 
 
+@pytest.fixture(scope="module")
+def plain_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    _, pipe = made("lora")
+    pipe.save_pretrained(folder := tmp_path_factory.mktemp("lora") / "saved")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("options", "refusal"),
     [
@@ -149,12 +156,10 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
         ({"target_modules": ["q_proj"]}, r"adapter_model.safetensors: it holds base_model.*mlp\.down_proj"),
     ],
 )
-def test_another_adapter_is_refused(options: dict[str, Any], refusal: str, tmp_path: Path) -> None:
-    _, pipe = made("lora")
-    pipe.save_pretrained(tmp_path / "saved")
+def test_another_adapter_is_refused(options: dict[str, Any], refusal: str, plain_lora: Path) -> None:
     other = AutoPipeline(ranks=2, microbatches=2).build(adapted(zoo.tiny_model("llama"), lora(**options)))
     with pytest.raises(CheckpointError, match=refusal):
-        other.load_weights(tmp_path / "saved")
+        other.load_weights(plain_lora)
 
 
 def test_a_folder_of_pefts_own_is_loaded(tmp_path: Path) -> None:
