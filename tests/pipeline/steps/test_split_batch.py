@@ -29,6 +29,13 @@ def test_a_batch_of_tensors_is_split_into_as_many_as_are_asked_for() -> None:
     assert len(pipe.costs().activation[0]) == 8  # type: ignore[index, arg-type]
 
 
+@pytest.fixture(scope="module")
+def built() -> tuple[Any, Any]:
+    """A model and its pipeline."""
+    model = tiny_model("llama", torch.float64)
+    return model, made(model)
+
+
 @pytest.mark.parametrize(
     ("batch", "count", "error", "said"),
     [
@@ -42,10 +49,9 @@ def test_a_batch_of_tensors_is_split_into_as_many_as_are_asked_for() -> None:
     ],
 )
 def test_a_number_that_is_none_or_that_a_batch_does_not_have(
-    batch: Any, count: Any, error: type[InputError], said: str
+    built: tuple[Any, Any], batch: Any, count: Any, error: type[InputError], said: str
 ) -> None:
-    model = tiny_model("llama", torch.float64)
-    pipe = made(model)
+    model, pipe = built
     with pytest.raises(error, match=said):
         pipe.step(batch, microbatches=count)
     assert_exact(pipe, model, ragged(5))
