@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,12 @@ def record(folder: Path, content: list[Any], **more: Any) -> None:
 TEXT = {"type": "text", "text": "?"}
 
 
+@pytest.fixture(scope="module")
+def one_picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    drawn(folder := tmp_path_factory.mktemp("one"), count=1)
+    return folder / "pictures"
+
+
 @pytest.mark.parametrize(
     ("content", "more", "message"),
     [
@@ -183,8 +190,11 @@ TEXT = {"type": "text", "text": "?"}
         ),
     ],
 )
-def test_a_record_that_cannot_be_read(tmp_path: Path, content: Any, more: Any, message: str) -> None:
-    made = drawn(tmp_path, count=1)
+def test_a_record_that_cannot_be_read(
+    tmp_path: Path, one_picture: Path, content: Any, more: Any, message: str
+) -> None:
+    shutil.copytree(one_picture, tmp_path / "pictures")
+    made = drawn(tmp_path)
     record(tmp_path, content, **more)
     with pytest.raises(DataError, match=message):
         preflight(made)
