@@ -64,9 +64,12 @@ class FakeRun:
             "starts": [],
         }
 
-    def start(self, done: int = 0) -> Trackers:
+    def begin(self, done: int = 0) -> None:
         self.about["starts"].append({"step": done})
         (self.folder / "run.json").write_text(json.dumps(self.about))
+
+    def start(self, done: int = 0) -> Trackers:
+        self.begin(done)
         size = self.rows.stat().st_size
         return Trackers(self.sections, self.folder / "run.json", size, self.said.append)
 
@@ -225,7 +228,7 @@ time.sleep(60)
 @pytest.mark.long
 def test_the_tracker_of_a_killed_run_logs_what_is_left_and_ends(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, TensorBoardSection())
-    run.start().finish("finished")
+    run.begin()
     run.write(step(1))
     process = subprocess.Popen(
         [sys.executable, "-c", _KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
