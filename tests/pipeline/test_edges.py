@@ -128,7 +128,7 @@ class Spreading(Part):
     ("case", "mode", "error", "message"),
     [
         (OtherKeys, "declared", ShapeError, r"0F0 gave .* 'more': tensor\}: the next rank expects "),
-        (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage expects none"),
+        (NotDetached, "declared", ShapeError, "and the next stage sends none"),
         (Strange, "learnt", ShapeError, "a StageInfo in a stage's output"),
         (Strange, "declared", ModelError, "stages 0 and 1 declare .*: a StageInfo in a stage's output"),
         (Strange, "exchanged", ShapeError, "a StageInfo in a stage's output"),

@@ -89,13 +89,13 @@ class BatchCheck:
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int64, torch.int32):
-            raise BatchError(f"input_ids of {ids.dtype}", "they are the numbers of tokens", "Give int64")
+            raise BatchError(f"input_ids of {ids.dtype}", "they are token ids", "Give int64")
         if self._tokens is None or ids.dim() != PER_TOKEN or not ids.numel():
             return
         if bool((ids < 0).any()):
             raise BatchError(
                 f"input_ids with {int(ids[ids < 0][0])}, at {(ids < 0).nonzero()[0].tolist()}",
-                "a token's number is 0 or more",
+                "a token id is 0 or more",
                 "Put the padding token there, and -100 in labels alone",
             )
         check_tokens("input_ids", ids, self._tokens, "the model's embedding has")
