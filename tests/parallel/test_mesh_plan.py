@@ -164,7 +164,7 @@ def modules_of_ones_own(ranks: int, axes: Axes, schedule: str) -> tuple[str, lis
     return refused, differences
 
 
-REPLICAS = "HandshakeError: ranks that were given models with other values"
+REPLICAS = "HandshakeError: ranks whose models have different values"
 
 
 @pytest.mark.parametrize(
