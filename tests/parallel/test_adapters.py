@@ -125,7 +125,7 @@ def test_initial_values_do_not_depend_on_the_mesh(
             "llama",
             {"lora_dropout": 0.1},
             Axes(cp=2),
-            r"p=0\.1 of .*lora_dropout.* with cp: each rank holds a part",
+            r"p=0\.1 of .*lora_dropout.* with cp: each rank has a part",
         ),
     ],
 )

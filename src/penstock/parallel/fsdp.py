@@ -214,7 +214,7 @@ class StageShards(StagePart):
                 stream.wait_event(last.event)
             context.all_gather_state = None
 
-    def after_backward(self, number: int, kind: Kind) -> None:
+    def after_backward(self, index: int, kind: Kind) -> None:
         """Add the gradients that W has computed in the weights' dtype to the sums in reduce_dtype.
 
         FSDP2 does so after a whole backward. Otherwise the next W would add in the narrower dtype.

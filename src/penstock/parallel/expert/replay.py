@@ -214,13 +214,13 @@ class StageRouting(StagePart):
     def begin_step(self) -> None:
         self.reset()  # an equal microbatch index may belong to another copy of the model
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
         """Keep the choices of this forward for its backward."""
-        self.recorded.pop(number, None)
+        self.recorded.pop(index, None)
         full = microbatch.get(FULL_SEQUENCE)
         rows, tokens = model_input(microbatch).shape[:2]
         kept: dict[str, Tensor] = {}
-        self._microbatches[number] = _MicrobatchChoices(
+        self._microbatches[index] = _MicrobatchChoices(
             rows, tokens, None if full is None else full.length, kept
         )
         self._forward = self._batch_choices(microbatch), kept
@@ -235,23 +235,23 @@ class StageRouting(StagePart):
     def after_inference(self) -> None:
         self._forward = None, None
 
-    def before_backward(self, number: int) -> None:
+    def before_backward(self, index: int) -> None:
         """Replay the choices in forwards that run again in this backward."""
-        self._backward = number
+        self._backward = index
 
-    def after_backward(self, number: int, kind: Kind) -> None:
+    def after_backward(self, index: int, kind: Kind) -> None:
         self._backward = None
         if kind != "I":  # after I, W follows
-            self._release(number)
+            self._release(index)
 
     @property
     def left_over(self) -> int:
         """Microbatches whose backward has not ended: none between steps."""
         return len(self._microbatches)
 
-    def kept(self, number: int) -> Choices:
+    def kept(self, index: int) -> Choices:
         """The choices of a microbatch whose backward has not ended; none in evaluation mode."""
-        return self._microbatches[number].kept
+        return self._microbatches[index].kept
 
     def reset(self) -> None:
         """Forget the choices of the last step, complete or failed."""
@@ -259,11 +259,11 @@ class StageRouting(StagePart):
         self.recorded.clear()
         self._forward, self._backward = (None, None), None
 
-    def _release(self, number: int) -> None:
-        rows, tokens, length, kept = self._microbatches.pop(number)
+    def _release(self, index: int) -> None:
+        rows, tokens, length, kept = self._microbatches.pop(index)
         if kept:  # empty in evaluation mode
             chosen = torch.stack([kept[name].view(rows, tokens, -1) for name in self._places], 2)
-            self.recorded[number] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
+            self.recorded[index] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
 
     def _batch_choices(self, microbatch: Microbatch) -> Choices | None:
         if ROUTED not in microbatch:
