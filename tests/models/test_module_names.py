@@ -47,7 +47,7 @@ def test_the_names_on_each_stage() -> None:
         ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2. Take"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]], r"stage\[1\] .* part of model.layers.1, which"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]], "Name model.layers.1"),
-        ([FIRST, ["model.layers", *LAST]], "it holds modules of several stages. Name each, such"),
+        ([FIRST, ["model.layers", *LAST]], "it has modules of several stages. Name each, such"),
         ([["model.embed_token"], [*MIDDLE, *LAST]], "no such module. Did you mean 'model.embed_tokens'"),
         ([["model.rotary"], []], "no such module. Did you mean 'model.rotary_emb'"),
         ([["zzz"], []], "The modules are model.embed_tokens, "),

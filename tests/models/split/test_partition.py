@@ -83,7 +83,7 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
         (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Write 2 [|], or change"),
         (4, 1, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 1"),
         (5, 2, {"layout": "Ett|ttL"}, "it has 4 layers, and the model has 5. Write 5 t"),
-        (4, 2, {"layout": "Ett|ttmL"}, "built with none. Set mtp_loss_scaling_factor .* or take m away"),
+        (4, 2, {"layout": "Ett|ttmL"}, "built with none. Set mtp_loss_scaling_factor .* or remove m"),
         (5, 2, {"layout": "Ett|ttL", "prediction_layers": 1}, "built with 1. Write 1 m behind the last t"),
         (5, 2, {"layout": "Ett|tmL", "prediction_layers": 1}, "3 layers, and the model has 4. Write 4 t"),
         (4, 2, {"layout": "Ett|ttx"}, "layout, character 7: unknown symbol 'x'"),
