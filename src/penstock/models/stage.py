@@ -74,17 +74,17 @@ def numbered_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     if not lists:
         yield 0, module
     for layers in lists:
-        for place, (key, layer) in enumerate(layers.named_children()):
-            yield int(key) if key.isdigit() else place, layer
+        for index, (key, layer) in enumerate(layers.named_children()):
+            yield int(key) if key.isdigit() else index, layer
 
 
 def _layer_lists(module: nn.Module) -> Iterator[nn.Module]:
-    held = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not held:
+    inner = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not inner:
         yield module
         return
     # a dict that contains a list also contains modules that are no layers, such as nanoGPT's embedding
-    for child in held if isinstance(module, nn.ModuleDict) else module.children():
+    for child in inner if isinstance(module, nn.ModuleDict) else module.children():
         yield from _layer_lists(child)
 
 
@@ -366,7 +366,7 @@ def _described(specs: EdgeSpecs) -> str:
 
 def _compare(edge: int, ends: Sequence[Sequence[str | None]]) -> None:
     """Raise where the two stages at `edge` declare different shapes. ends: by process, from `_ends`"""
-    gives, takes, wrong = (next((each[i] for each in ends if each[i] is not None), None) for i in range(3))
+    gives, takes, wrong = (next((end[i] for end in ends if end[i] is not None), None) for i in range(3))
     if wrong is not None:
         raise ModelError(
             f"the shapes that stages {edge} and {edge + 1} declare for the edge between them",

@@ -157,7 +157,7 @@ def compare(
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
     placed = list(placed_parameters(pipe))
-    weights = [compared_weight(place, gathered(p), whole.get(place[0]), entries) for place, p in placed]
+    weights = [compared_weight(where, gathered(p), whole.get(where[0]), entries) for where, p in placed]
     weights = _of_all_processes(pipe, [weight for weight in weights if weight.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
@@ -172,14 +172,14 @@ def compare(
         largest = max((largest_entry(p.grad) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
             compared_gradient(
-                place,
+                where,
                 None if p.grad is None else gathered(p.grad),
-                whole[place[0]].grad,
+                whole[where[0]].grad,
                 entries,
                 tolerance,
                 rounding=0.0 if p.grad is None else torch.finfo(p.dtype).eps * largest,
             )
-            for place, p in placed
+            for where, p in placed
         ]
     report = Report.of((split_loss, expected), _of_all_processes(pipe, gradients), tolerance)
     return replace(report, note=not_own(loss, microbatches))

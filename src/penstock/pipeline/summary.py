@@ -40,11 +40,11 @@ def step_costs(
         [known.get((stage, index), none) for index in range(schedule.microbatches)]
         for stage in range(schedule.stages)
     ]
-    held = {
+    sizes_of = {
         name: [[getattr(sizes, name) for sizes in row] for row in table] for name in MicrobatchBytes._fields
     }
-    measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
-    return replace(measured, offload_ahead=offload_ahead, **held)  # type: ignore[arg-type]
+    measured = replace(Costs.measured(report.measured(*last)), bytes=sizes_of["buffer"])
+    return replace(measured, offload_ahead=offload_ahead, **sizes_of)  # type: ignore[arg-type]
 
 
 def layer_costs(
@@ -146,11 +146,11 @@ def summary(
     rows = [_HEAD]
     seen: set[int] = set()
     for stage, facts in enumerate(info):
-        held = "" if facts.rank in seen else _memory(facts.rank, info, memory)
+        shown = "" if facts.rank in seen else _memory(facts.rank, info, memory)
         seen.add(facts.rank)
         share = "" if times is None else f"{times[stage] / (sum(times) or 1):.1%}"
         rows.append(
-            (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", held, share)
+            (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", shown, share)
         )
     rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
     shared = sum(facts.parameters for facts in info) > weights

@@ -193,14 +193,14 @@ class _Lowering:
             yield from map(Free, sends)
 
     def _compute(self, op: Op, needed: Message | None, result: Message | None) -> Compute:
-        place = op.stage, op.microbatch
+        key = op.stage, op.microbatch
         return Compute(
             op,
             None if needed is None else needed.op,
             result is not None,
             result if self._is_remote(result) else None,
             self._placement.is_last(op.stage),
-            Forward(place in self._schedule.split, place in self._recomputed, place in self._offloaded),
+            Forward(key in self._schedule.split, key in self._recomputed, key in self._offloaded),
         )
 
     def _host(self, stage: int) -> int:

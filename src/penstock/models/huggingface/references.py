@@ -127,9 +127,9 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 continue
             hooks = isinstance(value, dict) and attribute.endswith("_hooks")
             for function in value.values() if hooks else (value,):
-                what = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
+                label = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
                 own = isinstance(function, types.MethodType) and function.__self__ is module
-                yield what, module, function.__func__ if own else function
+                yield label, module, function.__func__ if own else function
         if type(module) not in classes:
             classes.add(type(module))
             yield f"the forward of {type(module).__name__}", module, type(module).forward

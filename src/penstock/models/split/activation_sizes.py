@@ -118,7 +118,7 @@ def stage_sizes(
     if not edges.known:
         return None
     taken = (*shared, offload)
-    with shadow(part, {id(each): each for each in taken}) as model, _one_document(model):
+    with shadow(part, {id(original): original for original in taken}) as model, _one_document(model):
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
@@ -139,18 +139,18 @@ def stage_sizes(
                     sent = stage.forward(0, received, microbatch, edge, how).tensors
         except RuntimeError:  # torch's, in a forward that reads values
             return None
-        held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
+        kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         offloaded = 0
         if offload is not None:
             staying = stage.staying(0, microbatch)
-            offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
+            offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent
         with nullcontext() if lowered is None else lowered:  # layers that run again
             grown = _growth_in_backward(stage, gradients, measured)
         for_weight = stage.deferred[0].nbytes
-        sizes = MicrobatchBytes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
-        return sizes, held.activation + grown
+        sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
+        return sizes, kept.activation + grown
 
 
 def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured) -> int:

@@ -144,14 +144,14 @@ def _moved(
     """
 
     def judged(split: Sequence[range]) -> tuple[int, ...]:
-        costs = [cost(stage, each.start, each.stop) for stage, each in enumerate(split)]
+        costs = [cost(stage, layers.start, layers.stop) for stage, layers in enumerate(split)]
         of_rank = _by_rank(costs, holders).values()
         return max(of_rank), sum(c * c for c in of_rank), max(costs), sum(c * c for c in costs)
 
     def moves(split: Sequence[range]) -> Iterator[list[range]]:
-        of_rank = _by_rank([cost(s, each.start, each.stop) for s, each in enumerate(split)], holders)
+        of_rank = _by_rank([cost(s, layers.start, layers.stop) for s, layers in enumerate(split)], holders)
         slowest = max(of_rank, key=of_rank.__getitem__)
-        cuts = [0, *(each.stop for each in split)]
+        cuts = [0, *(layers.stop for layers in split)]
         ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
         for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
             shifted = cuts.copy()
@@ -161,7 +161,7 @@ def _moved(
                 new = [range(start, end) for start, end in pairwise(shifted)]
                 if _fits(new, has_room):
                     yield new
-        counts = [len(each) for each in split]
+        counts = list(map(len, split))
         for source, target in product(range(len(split)), repeat=2):
             if slowest in holders[source] and source != target and counts[source]:
                 new = ranges([n - (s == source) + (s == target) for s, n in enumerate(counts)])
@@ -237,12 +237,12 @@ def _held(memory: Memory, stages: int) -> tuple[_StageSum, int]:
     live, parts = _as_integers(memory.live or [1] * stages)
     activations = memory.activations or [0] * len(memory.weights)
     weights = (*memory.weights, memory.embedding[0], memory.head[0])
-    numbers, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
-    fixed = _stage_sums([parts * number for number in numbers[: len(weights)]], stages)
-    each = _stage_sums(numbers[len(weights) :], stages)
+    sizes, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
+    fixed = _stage_sums([parts * size for size in sizes[: len(weights)]], stages)
+    per_microbatch = _stage_sums(sizes[len(weights) :], stages)
 
     def held(stage: int, start: int, end: int) -> int:
-        return fixed(stage, start, end) + live[stage] * each(stage, start, end)
+        return fixed(stage, start, end) + live[stage] * per_microbatch(stage, start, end)
 
     return held, parts * unit
 

@@ -93,10 +93,10 @@ def _towers(model: PreTrainedModel, chain: Chain) -> list[str]:
 def _with_towers(embedding: MultiplyAdds, model: PreTrainedModel, chain: Chain) -> MultiplyAdds:
     """`embedding` with the towers' multiply-adds. A backward ends at their first trained parameter."""
     parts = (part for name in _towers(model, chain) for part in model.get_submodule(name).modules())
-    held = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
-    counts = [0 if isinstance(part, nn.Embedding) else parameter.numel() for part, parameter in held]
-    first = next((place for place, (_, each) in enumerate(held) if each.requires_grad), len(held))
-    image, trained = (float(sum(each)) * _patches(model.config) for each in (counts, counts[first:]))
+    owned = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
+    counts = [0 if isinstance(part, nn.Embedding) else parameter.numel() for part, parameter in owned]
+    first = next((at for at, (_, parameter) in enumerate(owned) if parameter.requires_grad), len(owned))
+    image, trained = (float(sum(sizes)) * _patches(model.config) for sizes in (counts, counts[first:]))
     return embedding._replace(image=image, trained=trained)
 
 
@@ -162,9 +162,9 @@ def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable])
         total = 0
         for module in modules:
             for name, part in module.named_modules():
-                held = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+                size = sum(parameter.numel() for parameter in part.parameters(recurse=False))
                 if not isinstance(part, nn.Embedding):  # whose rows are looked up
-                    total += held * chosen // experts if ".experts" in f".{name}" else held
+                    total += size * chosen // experts if ".experts" in f".{name}" else size
         return total
 
     layers = model.get_submodule(chain.layers).children()
@@ -196,7 +196,7 @@ def _counted(
             whole(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
         flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
         last = max(end for _, end in marks.values())
-        return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+        return [count // 2 for count in (*flops, marks[0][0], counter.get_total_flops() - last)]
 
     with shadow(model, alike) as whole, torch.no_grad():
         if "flash" in str(whole.config._attn_implementation):  # the same multiply-adds, but it needs a GPU

@@ -224,7 +224,7 @@ def _with_ends(
         )
     first, last = ([] if count is None else [count] for count in ends)
     embedding, head = (weight if count is None else 0 for weight, count in zip(weights, ends, strict=True))
-    middle = [len(each) for each in even_split(left, between, embedding, head)] if between else []
+    middle = list(map(len, even_split(left, between, embedding, head))) if between else []
     return ranges([*first, *middle, *last])
 
 

@@ -262,7 +262,7 @@ def _facts_of_files(file_of: Mapping[str, TensorFile]) -> dict[str, str]:
     for name, file in file_of.items():
         like = file.like(name)
         known[f"tensors of {file.path.name}"].append([name, [*like.shape], str(like.dtype)])
-    return {what: digest(json.dumps(tensors)) for what, tensors in known.items()}
+    return {name: digest(json.dumps(facts)) for name, facts in known.items()}
 
 
 def _fill(

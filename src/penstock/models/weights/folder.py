@@ -220,9 +220,9 @@ def _prepare(temporary: Path, target: Path) -> None:
 
 def check_replaceable(target: Path) -> None:
     """Raise CheckpointError unless `target` is a checkpoint: a mistyped path must not delete files."""
-    held = _files_in(target) if target.is_dir() else {target.name}
-    listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
-    if foreign := sorted(held - listed):
+    present = _files_in(target) if target.is_dir() else {target.name}
+    listed = {MANIFEST, *read_manifest(target)} if MANIFEST in present else set()
+    if foreign := sorted(present - listed):
         raise CheckpointError(
             f"folder {target}",
             f"it has {foreign[0]}, which is no part of a checkpoint and would be lost",
@@ -311,11 +311,11 @@ def read_manifest(path: Path) -> Hashed:
             raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
         text = read_text(file)
     try:
-        held = json.loads(text, object_pairs_hook=_each_once)
-        files = {name: _entry(name, **entry) for name, entry in held["files"].items()}
+        manifest = json.loads(text, object_pairs_hook=_each_once)
+        files = {name: _entry(name, **entry) for name, entry in manifest["files"].items()}
         if not files:
             raise ValueError("it lists no file")
-        if held.keys() != {"files"} and text != _manifest(files):
+        if manifest.keys() != {"files"} and text != _manifest(files):
             raise ValueError("its digest is another")
     except UNREADABLE as error:
         raise broken(path, MANIFEST, f"the manifest itself is damaged ({error})") from error

@@ -66,10 +66,10 @@ class SavedAdapter(SavedModel):
         self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
     ) -> dict[int, Any]:
         """By stage, the tensors by their names in the file."""
-        held = {i: (states or {}).get(i) or stage.module.state_dict() for i, stage in stages.items()}
+        full = {i: (states or {}).get(i) or stage.module.state_dict() for i, stage in stages.items()}
         return {
             index: {key: state[name] for name, key in self.names.items() if name in state}
-            for index, state in held.items()
+            for index, state in full.items()
         }
 
     def write(
@@ -82,7 +82,7 @@ class SavedAdapter(SavedModel):
         """Write this process's stages; process 0 joins them to one file. Collective. There are no shards."""
 
         def write_parts() -> list[str]:
-            files = {_PART.format(index): widest_first(held) for index, held in layouts.items()}
+            files = {_PART.format(index): widest_first(tensors) for index, tensors in layouts.items()}
             for file, tensors in files.items():
                 write_tensors(folder / file, tensors)
             return list(files)

@@ -238,7 +238,7 @@ class Account:
         fixed = [rank.fixed for rank in self.ranks()]
         everything = first_in_flight(schedule, None)
         least = simulate(schedule, mixed(schedule, *sizes, everything)).peak_memory
-        needed = [held + weight for held, weight in zip(least, fixed, strict=True)]
+        needed = [peak + weight for peak, weight in zip(least, fixed, strict=True)]
         if max(needed) > checkpointing.memory_limit:
             rank = needed.index(max(needed))
             raise ConfigError(

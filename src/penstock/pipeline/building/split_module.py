@@ -68,9 +68,11 @@ def names_per_stage(
 
     Raises ModelError, PartitionError, ConfigError; TypeError for an unknown keyword.
     """
-    before, held, after = module_names(model, layers)
+    before, inside, after = module_names(model, layers)
     kept = set(on_every_stage)
-    names = ModuleNames(*(tuple(name for name in side if name not in kept) for side in (before, held, after)))
+    names = ModuleNames(
+        *(tuple(name for name in side if name not in kept) for side in (before, inside, after))
+    )
     ranges = partition(len(names.layers), stages, SplitOptions(**description), balance=balance)
     return names.per_stage(ranges)
 

@@ -52,7 +52,7 @@ def _ranks(ranks: Sequence[int]) -> str:
         for _, run in groupby(enumerate(ranks), lambda placed: placed[1] - placed[0])
     ]
     shown = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
-    return ", ".join(each for run in shown for each in run)
+    return ", ".join(text for run in shown for text in run)
 
 
 def facts_of_schedule(schedule: Schedule) -> dict[str, str]:
@@ -84,7 +84,7 @@ def flat(name: str, value: Any) -> dict[str, str]:
     """A nested value, such as a model's config, as facts: ``{"config.rope.base": "10000"}``."""
     if not isinstance(value, Mapping):
         return {name: str(value)}
-    return {key: text for inner, held in value.items() for key, text in flat(f"{name}.{inner}", held).items()}
+    return {key: text for inner, part in value.items() for key, text in flat(f"{name}.{inner}", part).items()}
 
 
 def named(function: object) -> str:
