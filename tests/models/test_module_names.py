@@ -44,7 +44,7 @@ def test_the_names_on_each_stage() -> None:
         ([[*FIRST, "lm_head"], [*MIDDLE, "model.norm"]], "'lm_head': it runs after .* Move it to stage 1"),
         ([FIRST[1:], [*MIDDLE, *LAST, FIRST[0]]], "'model.embed_tokens': it runs before .* stage 0"),
         ([[FIRST[0], *MIDDLE], [FIRST[1], *LAST]], "'model.layers.1': model.layers.0 runs before it"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2. Take"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2. Remove"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]], r"stage\[1\] .* part of model.layers.1, which"),
         ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]], "Name model.layers.1"),
         ([FIRST, ["model.layers", *LAST]], "it has modules of several stages. Name each, such"),

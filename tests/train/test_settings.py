@@ -170,7 +170,7 @@ def test_pipeline_keys_reach_the_library(tmp_path: Path) -> None:
     auto = make_auto(tiny.config(tmp_path, keys={"pipeline": pipeline}))
     assert auto.shapes == Padding(multiple=24)
     assert (auto.transport, auto.exchange, auto.wire_dtype) == ("gloo", "batched", torch.bfloat16)
-    with pytest.raises(ConfigError, match="transport=local: it runs all ranks in one process"):
+    with pytest.raises(ConfigError, match="transport=local: it holds all ranks in one process"):
         make_auto(tiny.config(tmp_path, keys={"pipeline.transport": "local"}))
     plain = make_auto(tiny.config(tmp_path))
     found = (plain.shapes, plain.transport, plain.exchange, plain.wire_dtype)

@@ -96,7 +96,7 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
         (4, 2, {"first_stage_layers": 5}, "leaves -1 of 4 layers"),
         (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2}, "leaves 1 .* be other than 4 layers"),
         (4, 1, {"first_stage_layers": 2, "last_stage_layers": 2}, "the first stage is the last one here"),
-        (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage: each says by"),
+        (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage: each of them"),
         (4, 2, {"layout": "tt|tt", "last_stage_layers": 2}, "layout and last_stage_layers"),
         (4, 2, {"balance": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1}, "Give one of them"),
     ],
