@@ -97,7 +97,9 @@ def _bytes(value: object) -> object:
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 
-NamePatterns = Annotated[Sequence[str], AfterValidator(_frozen)]
+NamePatterns = Annotated[
+    Sequence[str], says("is no list of names; write [mlp, score.*]"), AfterValidator(_frozen)
+]
 LayoutLike = Annotated[
     str | Sequence[Sequence[str]] | None,
     says("is no layout; write Ett|ttL, or a list of names for each stage"),
