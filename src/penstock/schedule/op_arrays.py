@@ -51,8 +51,11 @@ class OpArrays:
         ops = [*chain.from_iterable(schedule.programs)]
         lengths = [*map(len, schedule.programs)]
         fields = [*chain.from_iterable(ops)]
-        known = (range(schedule.stages), KINDS, range(schedule.microbatches))
-        stage, kind, microbatch = (_column(fields[at::3], values) for at, values in enumerate(known))
+        stage, microbatch = (
+            _numbers(fields[::3], schedule.stages),
+            _numbers(fields[2::3], schedule.microbatches),
+        )
+        kind = _column(fields[1::3], KINDS)
         rank = np.repeat(np.arange(len(lengths)), lengths)
         return cls(schedule, ops, [*accumulate(lengths, initial=0)], stage, kind, microbatch, rank)
 
@@ -161,6 +164,19 @@ class OpArrays:
         sources = self.source.tolist()
         also_needs = {one: sources[one + 1] for one in self.pairs if sources[one + 1] != NOTHING}
         return run_all(self.bounds, sources, also_needs, done)
+
+
+def _numbers(values: Sequence[object], count: int) -> Integers:
+    """By entry, itself if it is one of the numbers from 0 to `count` - 1, or NOTHING."""
+    import numpy as np
+
+    if not {*map(type, values)} <= {int}:  # numpy would read a text as a number
+        return _column(values, range(count))
+    try:
+        numbers = np.array(values, np.intp)
+    except OverflowError:  # a number of very many digits
+        return _column(values, range(count))
+    return np.where((numbers >= 0) & (numbers < count), numbers, NOTHING)
 
 
 def _column(values: Sequence[object], known: Iterable[object]) -> Integers:

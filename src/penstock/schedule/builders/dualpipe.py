@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Op, Pair, Placement, Schedule, both_ways, wave
+from penstock.schedule.builders.one_f_one_b import row
+from penstock.schedule.ops import KINDS, Op, Pair, Placement, Schedule, both_ways, wave
 
 OpOrPair = tuple[Op, ...]  # one op, or an overlapped pair
 
@@ -54,7 +55,7 @@ def paired(
     programs, overlaps = [], set[Pair]()
     for of_rank in map(list, entries):
         programs.append(tuple(chain.from_iterable(of_rank)))
-        overlaps.update(Pair(*entry) for entry in of_rank if len(entry) == 2)
+        overlaps.update(map(Pair._make, (entry for entry in of_rank if len(entry) == 2)))
     return Schedule(name, placement, microbatches, tuple(programs), frozenset(overlaps))
 
 
@@ -66,27 +67,40 @@ def eight_phases(
     chunks: the stage of chunk 0 and of chunk 1, and the first microbatch that goes through it
     """
     left_out = max(0, 2 * ranks - microbatches)  # the phases are those of 2P without the first ones
-    forwards, backwards = [-left_out] * 2, [-left_out] * 2
-    reached: dict[str, list[int]] = {"F": forwards, "B": backwards, "I": backwards}
-    deferred = deque[Op | None]()
+    ops = _Ops(microbatches, left_out, chunks)
     phases = _phases(ranks, rank, microbatches + left_out)
     steps = {entry: entry.split("&") for entry in set(phases)}
     for entry in phases:
-        ops = []
-        for step in steps[entry]:
-            if step == "W":
-                op = deferred.popleft()
-            else:
-                kind, chunk = step[0], int(step[1])
-                at, (stage, first) = reached[kind][chunk], chunks[chunk]
-                reached[kind][chunk] += 1
-                op = Op(stage, kind, first + at) if at >= 0 else None  # type: ignore[arg-type]
-                if kind == "I":
-                    deferred.append(op and op._replace(kind="W"))
-            if op:
-                ops.append(op)
-        if ops:
-            yield tuple(ops)
+        taken = tuple(op for op in map(ops.take, steps[entry]) if op)
+        if taken:
+            yield taken
+
+
+class _Ops:
+    """The ops of one rank by step, each in the order of the microbatches; None for one that is left out."""
+
+    def __init__(self, microbatches: int, left_out: int, chunks: Sequence[tuple[int, int]]) -> None:
+        none: list[Op | None] = [None] * left_out
+        self._rows: dict[str, list[Op | None]] = {
+            f"{kind}{chunk}": [*none, *row(stage, kind, range(first, first + microbatches))]
+            for chunk, (stage, first) in enumerate(chunks) for kind in KINDS
+        }  # fmt: skip
+        self._reached = dict.fromkeys(self._rows, 0)
+        self._deferred = deque[Op | None]()
+
+    def take(self, step: str) -> Op | None:
+        """The next op of a step: a kind and a chunk, or W for the oldest that is deferred."""
+        if step == "W":
+            return self._deferred.popleft()
+        at = self._reached[step]
+        chunk = step[1]
+        if step[0] == "F":
+            self._reached[step] = at + 1
+        else:  # a backward is whole or split
+            self._reached[f"B{chunk}"] = self._reached[f"I{chunk}"] = at + 1
+            if step[0] == "I":
+                self._deferred.append(self._rows[f"W{chunk}"][at])
+        return self._rows[step][at]
 
 
 def _phases(ranks: int, rank: int, microbatches: int) -> list[str]:

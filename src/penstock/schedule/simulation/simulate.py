@@ -54,7 +54,7 @@ def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline
     """
     costs = costs or Costs()
     proof = schedule if isinstance(schedule, Proof) else verify(schedule)
-    with collector_paused():
+    with collector_paused(all_stay=True):
         run = _Run(proof, costs)
         return Timeline(
             proof.schedule.name,
@@ -275,9 +275,7 @@ class _Held:
         times = np.stack([run.start, run.end], axis=1)
         changes = np.stack([self._at_start, self._at_end], axis=1)
         by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
-        return tuple(
-            curve(time[change != 0].tolist(), change[change != 0].tolist()) for time, change in by_rank
-        )
+        return tuple(curve(time.ravel(), change.ravel()) for time, change in by_rank)
 
     def of_rank(self, rank: int) -> list[Change]:
         """By position, what the start and the end of the op change."""
