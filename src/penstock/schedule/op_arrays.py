@@ -147,12 +147,36 @@ class OpArrays:
         """The index of the first op of each overlapped pair whose ops are next to each other."""
         if not self.schedule.overlaps:
             return []
+        if self.is_indexed.all():  # each op is there once
+            return self._neighbours()
         return [
             start + at
             for start, program in zip(self.bounds, self.schedule.programs, strict=False)
             for at, two in enumerate(pairwise(program))
             if two in self.schedule.overlaps
         ]
+
+    def _neighbours(self) -> list[int]:
+        """`pairs`, looked up by their ops: there may be more than 100,000."""
+        import numpy as np
+
+        schedule = self.schedule
+        fields = [*chain.from_iterable(chain.from_iterable(schedule.overlaps))]
+        known = np.ones(len(schedule.overlaps), bool)
+        indices = []
+        for first in (0, 3):
+            stage = _numbers(fields[first::6], schedule.stages)
+            microbatch = _numbers(fields[first + 2 :: 6], schedule.microbatches)
+            kind = _column(fields[first + 1 :: 6], KINDS)
+            at = self.index[stage, microbatch, by_kind(SLOT)[kind]]
+            known &= (
+                (stage != NOTHING) & (microbatch != NOTHING) & (kind != NOTHING) & (self.kind[at] == kind)
+            )
+            indices.append(at)
+        one, other = indices
+        known &= (one != NOTHING) & (other == one + 1) & (self.rank[one] == self.rank[other])
+        neighbours: list[int] = np.sort(one[known]).tolist()
+        return neighbours
 
     def position(self, at: int) -> tuple[int, int]:
         """The rank of the op with this index, and its position in the rank's program."""

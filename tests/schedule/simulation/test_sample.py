@@ -183,7 +183,7 @@ def test_a_slow_rank_in_gpipe(ranks: int, microbatches: int) -> None:
     assert found.loss == found.by_slow_rank[ranks - 1]
 
 
-@pytest.mark.parametrize(("form", "rank"), product(["1f1b", "zb_v", "dualpipe", "hanayo"], range(4)))
+@pytest.mark.parametrize(("form", "rank"), [*product(["1f1b", "zb_v", "dualpipe", "hanayo"], range(4))])
 def test_a_slow_rank_is_what_simulate_gives(form: str, rank: int) -> None:
     proof = verify(built(form, 4, 8))
     factors = {op: 1.01 if proof.schedule.placement.rank_of[op.stage] == rank else 1.0

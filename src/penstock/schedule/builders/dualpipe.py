@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders.one_f_one_b import row
-from penstock.schedule.ops import KINDS, Op, Pair, Placement, Schedule, both_ways, wave
+from penstock.schedule.ops import Kind, Op, Pair, Placement, Schedule, both_ways, wave
 
-OpOrPair = tuple[Op, ...]  # one op, or an overlapped pair
+_WHOLE: tuple[Kind, ...] = ("F", "B")
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -42,65 +41,62 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     P. Rank r holds min(2P+1, 2m, m+1+r) live activations.
     """  # noqa: E501
 
-    def entries(rank: int) -> Iterator[OpOrPair]:
+    def of_rank(rank: int) -> tuple[list[Op], list[Pair]]:
         return eight_phases(ranks, rank, microbatches, [(rank, 0), (2 * ranks - 1 - rank, 0)])
 
-    return paired("dualpipe_v", wave(ranks), microbatches, map(entries, range(ranks)))
+    return paired("dualpipe_v", wave(ranks), microbatches, map(of_rank, range(ranks)))
 
 
 def paired(
-    name: str, placement: Placement, microbatches: int, entries: Iterable[Iterable[OpOrPair]]
+    name: str, placement: Placement, microbatches: int, ranks: Iterable[tuple[list[Op], list[Pair]]]
 ) -> Schedule:
-    """A schedule from programs whose entries are single ops or overlapped pairs."""
-    programs, overlaps = [], set[Pair]()
-    for of_rank in map(list, entries):
-        programs.append(tuple(chain.from_iterable(of_rank)))
-        overlaps.update(map(Pair._make, (entry for entry in of_rank if len(entry) == 2)))
-    return Schedule(name, placement, microbatches, tuple(programs), frozenset(overlaps))
+    """A schedule from the program and the overlapped pairs of each rank."""
+    programs, pairs = zip(*ranks, strict=True)
+    return Schedule(name, placement, microbatches, (*map(tuple, programs),), frozenset(chain(*pairs)))
 
 
 def eight_phases(
     ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
-) -> Iterator[OpOrPair]:
-    """The program of one rank, overlapped pairs together.
+) -> tuple[list[Op], list[Pair]]:
+    """The program of one rank, and its overlapped pairs.
 
     chunks: the stage of chunk 0 and of chunk 1, and the first microbatch that goes through it
     """
     left_out = max(0, 2 * ranks - microbatches)  # the phases are those of 2P without the first ones
-    ops = _Ops(microbatches, left_out, chunks)
-    phases = _phases(ranks, rank, microbatches + left_out)
-    steps = {entry: entry.split("&") for entry in set(phases)}
-    for entry in phases:
-        taken = tuple(op for op in map(ops.take, steps[entry]) if op)
-        if taken:
-            yield taken
+    entries = [entry.split("&") for entry in _phases(ranks, rank, microbatches + left_out)]
+    steps = [*chain.from_iterable(entries)]
+    none: list[Op | None] = [None] * left_out
+    rows = {
+        f"{kind}{chunk}": [*none, *row(stage, kind, range(first, first + microbatches))]
+        for chunk, (stage, first) in enumerate(chunks) for kind in _WHOLE
+    }  # fmt: skip
+    ops = [*map(next, map(_in_order(steps, rows).__getitem__, steps))]
+    ends = accumulate(map(len, entries))
+    seconds = [end - 1 for end, entry in zip(ends, entries, strict=True) if len(entry) == 2]
+    pairs = (Pair(ops[at - 1], ops[at]) for at in seconds if ops[at - 1] and ops[at])  # type: ignore[arg-type]
+    return [*filter(None, ops)], [*pairs]
 
 
-class _Ops:
-    """The ops of one rank by step, each in the order of the microbatches; None for one that is left out."""
+def _in_order(steps: Sequence[str], rows: Mapping[str, list[Op | None]]) -> dict[str, Iterator[Op | None]]:
+    """By step, a kind and a chunk, its ops in order; W is the oldest that is deferred, of either chunk.
 
-    def __init__(self, microbatches: int, left_out: int, chunks: Sequence[tuple[int, int]]) -> None:
-        none: list[Op | None] = [None] * left_out
-        self._rows: dict[str, list[Op | None]] = {
-            f"{kind}{chunk}": [*none, *row(stage, kind, range(first, first + microbatches))]
-            for chunk, (stage, first) in enumerate(chunks) for kind in KINDS
-        }  # fmt: skip
-        self._reached = dict.fromkeys(self._rows, 0)
-        self._deferred = deque[Op | None]()
+    rows: of F and B, by chunk: an op for each microbatch, or None where it is left out
+    """
+    iterators = {step: iter(rows[step]) for step in ("F0", "F1")}
+    weights: dict[str, Iterator[Op | None]] = {}
+    for chunk in "01":
+        backwards = [step[0] for step in steps if step in (f"B{chunk}", f"I{chunk}")]
+        ops = rows[f"B{chunk}"][: len(backwards)]
+        split = [at for at, kind in enumerate(backwards) if kind == "I"]  # few
+        weights[f"I{chunk}"] = iter([_of_kind("W", ops[at]) for at in split])
+        for at in split:
+            ops[at] = _of_kind("I", ops[at])
+        iterators[f"B{chunk}"] = iterators[f"I{chunk}"] = iter(ops)
+    return iterators | {"W": iter([next(weights[step]) for step in steps if step[0] == "I"])}
 
-    def take(self, step: str) -> Op | None:
-        """The next op of a step: a kind and a chunk, or W for the oldest that is deferred."""
-        if step == "W":
-            return self._deferred.popleft()
-        at = self._reached[step]
-        chunk = step[1]
-        if step[0] == "F":
-            self._reached[step] = at + 1
-        else:  # a backward is whole or split
-            self._reached[f"B{chunk}"] = self._reached[f"I{chunk}"] = at + 1
-            if step[0] == "I":
-                self._deferred.append(self._rows[f"W{chunk}"][at])
-        return self._rows[step][at]
+
+def _of_kind(kind: Kind, op: Op | None) -> Op | None:
+    return op and op._replace(kind=kind)
 
 
 def _phases(ranks: int, rank: int, microbatches: int) -> list[str]:
@@ -158,14 +154,14 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     _check(ranks, microbatches)
     each_way = microbatches // 2
 
-    def entries(rank: int) -> Iterator[OpOrPair]:
+    def of_rank(rank: int) -> tuple[list[Op], list[Pair]]:
         from_end = min(rank, ranks - 1 - rank)
         copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # of each the stage, and the first microbatch
         if rank >= ranks // 2:  # chunk 0 is of the copy whose data enters at the nearer end
             copies.reverse()
         return eight_phases(ranks // 2, from_end, each_way, copies)
 
-    return paired("dualpipe", both_ways(ranks), microbatches, map(entries, range(ranks)))
+    return paired("dualpipe", both_ways(ranks), microbatches, map(of_rank, range(ranks)))
 
 
 def _check(ranks: int, microbatches: int) -> None:
