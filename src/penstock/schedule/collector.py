@@ -6,13 +6,15 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_VERY_MANY = 100_000  # young objects. For fewer, collections should come as often as they do
+
 
 @contextmanager
 def collector_paused(all_stay: bool = False) -> Iterator[None]:
     """To walk all of them again and again takes as long as to make them.
 
-    all_stay: what is made is no garbage: it counts as old at once, so that no collection of young objects
-        walks it. So does what was young before
+    all_stay: what is made is no garbage: very many objects count as old at once, as if they had been walked.
+        So does what was young before
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -20,7 +22,7 @@ def collector_paused(all_stay: bool = False) -> Iterator[None]:
         yield
     finally:
         if enabled:
-            if all_stay and not gc.get_freeze_count():  # else this would thaw what another has frozen
+            if all_stay and gc.get_count()[0] > _VERY_MANY and not gc.get_freeze_count():
                 gc.freeze()
-                gc.unfreeze()  # into the oldest generation
+                gc.unfreeze()  # into the oldest generation: nobody else has frozen any, which this would thaw
             gc.enable()

@@ -133,6 +133,16 @@ def test_replicas_meet_where_gradients_are_summed(form: str) -> None:
     assert steps == pytest.approx((expected,) * 3, rel=1e-12)
 
 
+@pytest.mark.parametrize("form", ["1f1b", "interleaved_1f1b", "zb_v", "dualpipe"])
+def test_replicas_that_are_slow_in_different_ops(form: str) -> None:
+    """One is the last at one reduction, another at the next: all wait for both."""
+    proof, takes = verify(built(form, 4, 8)), 0.5
+    replicas = [with_factors(proof, COSTS, factors) for factors in drawn(proof, 3, 0.3, 0.2, seed=4)]
+    costs = Costs(COSTS.forward, COSTS.input_grad, COSTS.weight_grad, reduction=takes)
+    (step,) = sample(proof, costs, jitter=0.3, spread=0.2, replicas=3, samples=1, seed=4).steps
+    assert step == pytest.approx(meeting(proof, replicas, takes), rel=1e-12)
+
+
 def test_a_replica_waits_for_another_in_the_middle_of_a_step() -> None:
     """One rank with two stages, and two replicas: 1B0 and 0B0 are slow in one of them.
 
