@@ -177,6 +177,8 @@ def search(
     seconds: about how long, counted as work, so that the same call gives the same schedule. The search ends
         early once its result is proven optimal
 
+    What a stage does once a step, `gather` and `reduction` of the costs, is left out of all times.
+
     The search itself runs one op at a time. Pairs that run side by side, which `costs.exchange` makes faster,
     come only from builders; the best builder is returned if nothing found beats it.
 
