@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,6 +31,17 @@ def test_where_it_stood_still_before_it_does_so_after() -> None:
         assert not gc.isenabled()
 
 
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """What the test process has frozen is not, while a test runs."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
 def test_very_many_objects_that_stay_count_as_old() -> None:
     """A collection of young objects then has little to walk; of few objects, the usual ones come in time."""
     gc.collect()
@@ -46,6 +58,7 @@ def test_very_many_objects_that_stay_count_as_old() -> None:
     assert len(few) == 1000
 
 
+@pytest.mark.usefixtures("thawed")
 def test_what_is_frozen_stays_frozen() -> None:
     gc.freeze()
     try:
