@@ -11,7 +11,7 @@ _VERY_MANY = 100_000  # young objects. For fewer, collections should come as oft
 
 @contextmanager
 def collector_paused(all_stay: bool = False) -> Iterator[None]:
-    """To walk all of them again and again takes as long as to make them.
+    """The collector would visit all objects repeatedly, which takes as long as making them.
 
     all_stay: what is made is no garbage: very many objects count as old at once, as if they had been walked.
         So does what was young before
