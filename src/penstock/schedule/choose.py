@@ -124,7 +124,7 @@ class ScheduleConfig:
         check_size(ranks, microbatches, stages or 1)
         parameters = inspect.signature(MAKERS[self.schedule]).parameters
         options = {name: value for name, value in self.options.items() if name in parameters}
-        with collector_paused() if self.schedule in BUILDERS else nullcontext():
+        with collector_paused(all_stay=True) if self.schedule in BUILDERS else nullcontext():
             return MAKERS[self.schedule](ranks=ranks, microbatches=microbatches, **options)
 
     @classmethod

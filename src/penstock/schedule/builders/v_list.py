@@ -22,6 +22,7 @@ from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import count, islice, product
 from math import inf
+from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
@@ -235,12 +236,12 @@ def run(
 
 
 def schedule(name: str, work: VDurations, programs: Iterable[Slots]) -> Schedule:
-    """The programs as ops."""
+    """The programs as ops. Every slot has its microbatches in order."""
 
     def program(rank: int, slots: Slots) -> tuple[Op, ...]:
         pairs = zip(_stages(work.ranks, rank), _KINDS, strict=True)
-        table = [row(stage, kind, range(work.microbatches)) for stage, kind in pairs]
-        return tuple(table[slot][microbatch] for slot, microbatch in slots)
+        ops = [iter(row(stage, kind, range(work.microbatches))) for stage, kind in pairs]
+        return tuple(map(next, map(ops.__getitem__, map(itemgetter(0), slots))))
 
     placement = wave(work.ranks)
     return Schedule(name, placement, work.microbatches, tuple(program(r, s) for r, s in enumerate(programs)))
@@ -344,8 +345,8 @@ def _repeated(rule: Callable[[VDurations], TimedPrograms], work: VDurations) -> 
 
 def _numbered(slots: Iterable[int]) -> Slots:
     """Each slot with its microbatches in order."""
-    reached = [count() for _ in _KINDS]
-    return [(slot, next(reached[slot])) for slot in slots]
+    slots, reached = [*slots], [count() for _ in _KINDS]
+    return [*zip(slots, map(next, map(reached.__getitem__, slots)), strict=True)]
 
 
 def _legs_in_order(

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, compress, groupby
+from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.schedule.ops import Kind, Op, Pair
+
+if TYPE_CHECKING:
+    from penstock.schedule.op_arrays import Floats
 
 # (time, what is held from then on) in order of time; a time may come twice for a peak that lasts no time
 Curve = tuple[tuple[float, float], ...]
@@ -327,12 +330,30 @@ def covered(times: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def curve(times: Iterable[float], changes: Sequence[float]) -> Curve:
-    """The amount held over time, from the changes at these times, in order."""
+def curve(times: Sequence[float] | Floats, changes: Sequence[float] | Floats) -> Curve:
+    """The amount held over time, from the changes at these times, in order.
+
+    Of points at one time the last stays, and before it a peak that lasts no time.
+    """
+    import numpy as np
+
+    time, change = np.asarray(times, float), np.asarray(changes, float)
+    time, change = time[change != 0], change[change != 0]
+    held = change.cumsum()
+    same = np.diff(time) == 0
+    if (same[1:] & same[:-1]).any():  # more than two at once
+        return _one_by_one(time.tolist(), held.tolist())
+    before = np.append(0.0, held)[:-2]
+    stays = np.append(~same | ((held[:-1] > before) & (held[:-1] > held[1:])), len(held) > 0)[: len(held)]
+    return tuple(zip(time[stays].tolist(), held[stays].tolist(), strict=True))
+
+
+def _one_by_one(times: Sequence[float], amounts: Sequence[float]) -> Curve:
+    """The points of `curve`, of any amounts at one time."""
     points: list[tuple[float, float]] = []
     before = last = 0.0  # what is held at the last two points
     latest = -inf
-    for time, held in zip(compress(times, changes), accumulate(filter(None, changes)), strict=True):
+    for time, held in zip(times, amounts, strict=True):
         if time == latest and (last <= before or last <= held):
             points[-1] = time, held
         else:
