@@ -27,6 +27,7 @@ LAYERS = (
     "batch",
     "options",
     "schedule",
+    "yaml_reader",
     "reading",
     "private",
     "errors",
