@@ -19,6 +19,7 @@ LAYERS = (
     "cli",
     "train",
     "launch",
+    "planner",
     "checkpoint",
     "pipeline",
     "parallel",
