@@ -21,6 +21,7 @@ LAYERS = (
     "launch",
     "planner",
     "checkpoint",
+    "planner",
     "pipeline",
     "parallel",
     "models",

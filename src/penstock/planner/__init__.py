@@ -1,1 +1,1 @@
-"""What a run will take, before anybody pays for it."""
+"""What a run will take before it runs: costs of models, clusters, predictions. Begin at work.py."""
