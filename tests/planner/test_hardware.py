@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.planner.hardware import Device, known, library, read_cluster, to_yaml
 from penstock.yaml_reader import parse_yaml
 from support.clusters import ROUND, round_cluster
+
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @pytest.mark.parametrize("name", known("hosts"))
@@ -155,6 +157,7 @@ def test_a_link_that_the_cluster_lacks_is_an_error() -> None:
             alone.link(between)
 
 
+@SETTINGS
 @given(
     hosts=st.integers(1, 10**6), devices=st.integers(1, 10**4), memory=st.floats(1e6, 1e16),
     bandwidth=st.floats(1e4, 1e15), latency=st.floats(0, 1), share=st.floats(0.01, 1),

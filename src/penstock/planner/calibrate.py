@@ -164,7 +164,7 @@ def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict
 
 def _sheet(at: torch.device) -> dict[str, Any] | None:
     """The data sheet's figures of a GPU that is known."""
-    if (name := _known_gpu(at)) is None:
+    if at.type != "cuda" or (name := known_gpu(torch.cuda.get_device_name(at))) is None:
         return None
     device = read_cluster({**_PLAIN, "device": name}).device
     return device.model_dump(include={"name", "peaks", "memory", "bandwidth"})
@@ -189,13 +189,14 @@ def _own_name(at: torch.device) -> str:
     return f"{torch.get_num_threads()} threads of a CPU"
 
 
-def _known_gpu(at: torch.device) -> str | None:
-    """The known device whose words the GPU's name has all: H100 of NVIDIA H100 80GB HBM3."""
-    if at.type != "cuda":
+def known_gpu(reported: str) -> str | None:
+    """The known device of a GPU's own name, which has all of its words: H100 of NVIDIA H100 80GB HBM3."""
+    words = set(reported.replace("-", " ").upper().split())
+    if words & {"PCIE", "NVL"}:  # slower ones, whose data sheets are not in devices.yaml
         return None
-    words = torch.cuda.get_device_name(at).replace("-", " ").upper().split()
-    fitting = [name for name in known("devices") if set(name.upper().split()) <= set(words)]
-    return max(fitting, key=len, default=None)
+    return max(
+        (name for name in known("devices") if set(name.upper().split()) <= words), key=len, default=None
+    )
 
 
 def _products(at: torch.device, dtype: torch.dtype, launch: float, budget: float) -> Fit:
