@@ -172,7 +172,8 @@ def test_a_cluster_is_what_its_own_yaml_says(
     again = read_cluster(parse_yaml(text))
     assert (again.hosts, again.devices, again.device.name) == (hosts, devices, "round")
     assert again.host_memory == pytest.approx(memory, rel=1e-3)
-    assert again.link(hosts > 1).rate == pytest.approx(bandwidth * share, rel=1e-3)
+    # two figures of four digits
+    assert again.link(hosts > 1).rate == pytest.approx(bandwidth * share, rel=2e-3)
     assert again.link(hosts > 1).latency == pytest.approx(latency, rel=1e-3, abs=1e-12)
 
 
