@@ -39,8 +39,14 @@ def test_a_line_is_found_again(start: float, rate: float) -> None:
 def test_a_line_never_falls_nor_begins_below_nothing(points: list[tuple[float, float]]) -> None:
     sizes, times = zip(*points, strict=True)
     line = fit(sizes, times)
-    assert line.rate > 0
+    assert 0 < line.rate <= 2.001 * max(size / seconds for size, seconds in points)
     assert line.start >= 0
+
+
+def test_a_delay_of_the_small_sizes_does_not_make_the_rate_absurd() -> None:
+    """A machine with other work: the small product took as long as one 64 times as large."""
+    line = fit([5e5, 32e6], [1e-3, 1.0000001e-3])
+    assert line.rate == pytest.approx(2 * 32e6 / 1e-3, rel=1e-3)
 
 
 def test_one_process_is_a_device_without_links(tmp_path: Path) -> None:

@@ -42,9 +42,10 @@ class Fit(NamedTuple):
 
 
 def fit(sizes: Sequence[float], times: Sequence[float]) -> Fit:
-    """The line through the times with the least relative errors; never falling, and never below 0 at size 0.
+    """The line through the times with the least relative errors, which never falls nor begins below 0.
 
-    Of a single size all time is taken for the rate.
+    Of a single size all time is taken for the rate. Where other work delays the small sizes, the line may be
+    all but flat: its rate is at most twice the best that any size reached.
     """
     weights = [1 / seconds**2 for seconds in times]
     total = sum(weights)
@@ -56,12 +57,13 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> Fit:
         for w, size, seconds in zip(weights, sizes, times, strict=True)
     )
     slope = rise / spread if spread > 0 else 0.0
-    start = mean_time - slope * mean_size
+    steepest = min(seconds / size for size, seconds in zip(sizes, times, strict=True))
+    start = mean_time - max(slope, steepest / 2) * mean_size
     if slope <= 0 or start < 0:  # through the origin
         squares = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
         slope = sum(w * size * t for w, size, t in zip(weights, sizes, times, strict=True)) / squares
         start = 0.0
-    return Fit(start, 1 / slope)
+    return Fit(start, 1 / max(slope, steepest / 2))
 
 
 def calibrate(
@@ -141,7 +143,7 @@ def _empty_op(device: torch.device) -> float:
 
 def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict[str, Any]:
     launch = _empty_op(at)
-    fits = {_name(dtype): _products(at, dtype, launch, budget["matmul"]) for dtype in _dtypes(at)}
+    fits = {_name(dtype): _products(at, dtype, budget["matmul"]) for dtype in _dtypes(at)}
     fastest = max(fits, key=lambda name: fits[name].rate)
     attended = torch.bfloat16 if at.type == "cuda" else torch.float32
     attention = _attention_rate(at, attended, budget["attention"])
@@ -157,7 +159,7 @@ def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict
         "matmul": min(1.0, fits[fastest].rate / peaks[fastest]),
         "attention": min(1.0, attention / peaks[_name(attended)]),
         "memory": min(1.0, moved / figures["bandwidth"]),
-        "half": fits[fastest].start * fits[fastest].rate,
+        "half": max(0.0, fits[fastest].start - launch) * fits[fastest].rate,
     }
     return {**figures, "launch": launch, "efficiencies": shares}
 
@@ -199,7 +201,7 @@ def known_gpu(reported: str) -> str | None:
     )
 
 
-def _products(at: torch.device, dtype: torch.dtype, launch: float, budget: float) -> Fit:
+def _products(at: torch.device, dtype: torch.dtype, budget: float) -> Fit:
     """Square products, from small ones to the largest that a part of the budget allows."""
     sizes: list[float] = []
     times: list[float] = []
@@ -214,7 +216,7 @@ def _products(at: torch.device, dtype: torch.dtype, launch: float, budget: float
         out = torch.empty_like(a)
         sizes.append(2.0 * side**3)
         times.append(_time(partial(torch.mm, a, b, out=out), at, part))
-    return fit(sizes, [max(seconds - launch, 1e-9) for seconds in times])
+    return fit(sizes, times)
 
 
 def _attention_rate(at: torch.device, dtype: torch.dtype, budget: float) -> float:
