@@ -134,10 +134,10 @@ def test_groups_of_a_mesh_that_fills_hosts() -> None:
 def lying(axis: str, sizes: dict[str, int], devices: int) -> Group:
     """The group of an axis by listing all ranks of the mesh: that on the most hosts."""
     ranks = list(product(*(range(sizes[name]) for name in MESH)))
-    place = MESH.index(axis)
+    position = MESH.index(axis)
     hosts: dict[tuple[int, ...], set[int]] = {}
     for rank, coordinates in enumerate(ranks):
-        others = coordinates[:place] + coordinates[place + 1 :]
+        others = coordinates[:position] + coordinates[position + 1 :]
         hosts.setdefault(others, set()).add(rank // devices)
     size = sizes[axis]
     return Group(size, max(1, size // max(map(len, hosts.values()))))

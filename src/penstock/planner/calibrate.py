@@ -116,11 +116,11 @@ def _time(run: Callable[[], object], device: torch.device, budget: float) -> flo
     """The median of the seconds of `run`: as many as the budget allows, 3 to 50, after two that warm up."""
     taken: list[float] = []
     end = time.perf_counter() + budget
-    for number in range(52):
+    for run_index in range(52):
         begin = time.perf_counter()
         run()
         _wait(device)
-        if number > 1:
+        if run_index > 1:
             taken.append(time.perf_counter() - begin)
         if len(taken) >= 3 and time.perf_counter() > end:
             break
