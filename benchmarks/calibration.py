@@ -8,14 +8,13 @@ of so many seconds, by the same median.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 
-from penstock.planner.calibrate import calibrate
+from penstock.planner.calibrate import calibrate, clock_of
 from penstock.planner.hardware import Cluster, to_yaml
 from penstock.planner.roofline import op_seconds
 from penstock.planner.work import OpWork
@@ -26,11 +25,11 @@ BAR = 0.25
 
 def timed(run: Callable[[], object], repeats: int = 15) -> float:
     run()
-    taken = []
+    clock, taken = clock_of(torch.device("cpu")), []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        taken.append(time.perf_counter() - begin)
+        taken.append(clock() - begin)
     return median(taken)
 
 
