@@ -69,7 +69,7 @@ _REMEDIES = {
     "greater_than": "Give more than {gt}",
     "less_than": "Give less than {lt}",
 }
-_SHOWN = 20  # of the things that are wrong
+_SHOWN = 20  # findings in an error
 Finding = tuple[str, str, str]  # value, rule and remedy
 
 
