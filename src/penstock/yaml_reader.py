@@ -1,8 +1,8 @@
 """YAML as people mean it, within limits.
 
 PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Here numbers are those of YAML 1.2; yes,
-no, on and off stay booleans. A date is text, and a key given twice is an error. A few lines may expand to a huge
-value: ten nested lists of ten aliases each make ten thousand million values.
+no, on and off stay booleans. A date is text, and a key given twice is an error. A few lines may expand to a
+huge value: ten nested lists of ten aliases each make ten thousand million values.
 """
 
 from __future__ import annotations
