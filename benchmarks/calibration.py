@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -40,9 +41,7 @@ def cases() -> list[tuple[str, OpWork, Callable[[], object]]]:
         a, b, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
         nbytes = a.nbytes + b.nbytes + out.nbytes
         work = OpWork("matmul", "float32", 2.0 * rows * inner * columns, nbytes)
-        listed.append(
-            (f"{rows} x {inner} x {columns}", work, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-        )  # type: ignore[misc]
+        listed.append((f"{rows} x {inner} x {columns}", work, partial(torch.mm, a, b, out=out)))
     query = torch.randn(2, 8, 256, 64)
     work = OpWork("attention", "float32", 4.0 * 16 * 256 * 256 * 64, 4 * query.nbytes)
     listed.append(("attention, forward", work, lambda: F.scaled_dot_product_attention(query, query, query)))

@@ -37,7 +37,7 @@ def test_every_known_device_may_stand_in_a_cluster(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["devices", "hosts"])
 def test_every_figure_of_the_library_has_its_source(kind: str) -> None:
-    for name, entry in library()[kind].items():  # type: ignore[index]
+    for name, entry in library()[kind].items():
         figures = entry.keys() - {"sources"} - ({"device"} if kind == "hosts" else set())
         assert entry["sources"].keys() == figures, name
         assert all(entry["sources"].values()), name

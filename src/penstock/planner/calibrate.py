@@ -285,7 +285,7 @@ def _links(at: torch.device, hosts: list[list[int]], budget: float) -> dict[str,
 
 def _ring_link(at: torch.device, members: list[list[int]], budget: float) -> dict[str, float]:
     """Solve 2 (p - 1) latency + 2 (p - 1) / p n / bandwidth for measured all-reduces of n bytes."""
-    group, _ = dist.new_subgroups_by_enumeration(members)
+    group, _ = dist.new_subgroups_by_enumeration(members)  # type: ignore[no-untyped-call]
     ranks = len(members[0])
     sizes = (1024, MIB, 8 * MIB) if at.type == "cpu" else (MIB, 16 * MIB, 256 * MIB)
     times = [_reduced(torch.zeros(nbytes // 4, device=at), group, at, budget / 3) for nbytes in sizes]

@@ -362,14 +362,14 @@ def _finding(entry: Any) -> Finding:
             remedy = "Write it, or name a known host or device that has it"
             return f"{name} is missing", "the prediction needs it", remedy
         case "model_type" | "model_attributes_type" | "dict_type":
-            keys = ", ".join(_section(entry["loc"]).model_fields)
-            return f"{name}={shown(entry['input'])}", "it holds keys", f"Write {keys}"
+            written = ", ".join(_section(entry["loc"]).model_fields)
+            return f"{name}={shown(entry['input'])}", "it holds keys", f"Write {written}"
     return finding(entry, name or "cluster", "See the keys and their types in penstock.planner.hardware")
 
 
 def _section(path: Any) -> type[Hardware]:
     """The class whose keys stand at a path: device.efficiencies."""
-    sections = {
+    sections: dict[str, type[Hardware]] = {
         "device": Device,
         "efficiencies": Efficiencies,
         "inside": Link,
