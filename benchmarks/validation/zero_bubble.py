@@ -135,7 +135,8 @@ Table 5, with the inputs of Table 9. Nothing is fitted.
 _ABOUT_8 = """\
 Table 8. The paper does not print its inputs. The columns 1F1B and ZB-H1 determine W / F and message / F, with
 I = F. The columns ZB-H2 and ZB-V are predicted blind. ZB-V is formed for these costs with
-`objective="extent"`, within the memory of 1F1B.
+`objective="extent"`, within the memory of 1F1B. It is an order of our own, which may wait less than the
+paper's. In the paper I frees a part of the activation; here W frees all of it.
 """
 
 
