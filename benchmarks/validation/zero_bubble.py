@@ -44,8 +44,9 @@ class LoopRow(NamedTuple):
 
 
 def _loop(model: str, ranks: int, microbatches: int, *numbers: float) -> LoopRow:
-    rates = dict(zip(("1f1b", "zb_h1", "zb_h2"), numbers[4:], strict=True))
-    return LoopRow(model, ranks, microbatches, *numbers[:4], rates)
+    forward, input_grad, weight_grad, message, *rates = numbers
+    by_name = dict(zip(("1f1b", "zb_h1", "zb_h2"), rates, strict=True))
+    return LoopRow(model, ranks, microbatches, forward, input_grad, weight_grad, message, by_name)
 
 
 TABLE_5 = (
@@ -89,8 +90,9 @@ class VRow(NamedTuple):
 
 
 def _v(model: str, ranks: int, microbatches: int, *numbers: float) -> VRow:
-    rates = dict(zip(("1f1b", "zb_h1", "zb_h2", "zb_v"), numbers[2:], strict=True))
-    return VRow(model, ranks, microbatches, *numbers[:2], rates)
+    weight_grad, message, *rates = numbers
+    by_name = dict(zip(("1f1b", "zb_h1", "zb_h2", "zb_v"), rates, strict=True))
+    return VRow(model, ranks, microbatches, weight_grad, message, by_name)
 
 
 FITTED = ("1f1b", "zb_h1")  # of Table 8; its other columns are predicted blind
@@ -157,4 +159,7 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    write() if sys.argv[1:] == ["--write"] else print(section())
+    if sys.argv[1:] == ["--write"]:
+        write()
+    else:
+        print(section())

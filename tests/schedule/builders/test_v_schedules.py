@@ -123,7 +123,7 @@ def test_formed_for_its_extent_it_has_never_a_longer_one_and_is_not_larger(
 
 def test_what_is_short_by_one_measure_is_long_by_the_other() -> None:
     costs = Costs(forward=1, input_grad=1, weight_grad=0.7, communication=0.1)
-    short, early = (simulate(zb_v(6, 18, costs, objective), costs) for objective in ("makespan", "extent"))
+    short, early = (simulate(formed, costs) for formed in (zb_v(6, 18, costs), zb_v(6, 18, costs, "extent")))
     assert short.makespan < early.makespan
     assert early.extent < short.extent
 
