@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
         "checkpoint/save_load.py",
-        "each.register_step_pre_hook(copies.before_step)",
-        "each.register_step_pre_hook(lambda *_: None)",
+        "one.register_step_pre_hook(copies.before_step)",
+        "one.register_step_pre_hook(lambda *_: None)",
         "checkpoint/test_save_load.py",
     ),
     Mutant(

@@ -239,7 +239,7 @@ def test_a_host_without_memory_for_copies_writes_while_training_stands(
         writer.wait()
         assert of_training(tmp_path / f"{room}") == of_training(tmp_path / "at once")
     assert [record.message.partition(": ")[2][:31] for record in caplog.records] == [
-        "training stands until it is wri"
+        "training waits until it is writ"
     ]
 
 

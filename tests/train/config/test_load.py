@@ -73,7 +73,7 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "output.keep={last: 1, every: 10} train.checkpoint_every=4",
             "output.keep.every=10 is no multiple of train.checkpoint_every=4",
         ),
-        ("output.keep.every=10", "output.keep: every is given and last is not, which keeps all. Give last"),
+        ("output.keep.every=10", "output.keep: every is set and last is not, which keeps all. Set last"),
         ("train.learning_rate=1e-3", "Did you mean optimizer.learning_rate?"),
         ("train.betas=[0.9, 0.9]", "Did you mean optimizer.betas?"),
         ("train.momentum=0.9", "Did you mean optimizer.momentum?"),  # of Muon's branch alone
@@ -234,7 +234,7 @@ HOSTILE = {
     "aliases of aliases": (BOMB, "with its aliases expanded it has more than 1,048,576 characters"),
     "merges of merges": (MERGED, "with its aliases expanded it has more than 1,048,576 characters"),
     "a long text, often": (f"a: &a {'x' * 10_000}\nb: [{'*a, ' * 1000}]", "with its aliases expanded"),
-    "an alias of itself": ("a: &a [*a]", "an alias stands within what it stands for"),
+    "an alias of itself": ("a: &a [*a]", "an alias is within its own expansion"),
     "very deep": (f"a: {'[' * 5000}", "it nests deeper than 100 levels"),
     "many digits": (f"a: 0x{'f' * 20_000}", "a number of more than 100 digits"),
     "a large file": ("#" * 300_000, "cannot be read (it has more than 256 KiB)"),
@@ -337,7 +337,7 @@ def test_numbers_are_those_of_yaml_1_2(tmp_path: Path, text: str, value: object)
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ("", "nothing follows the =, as where a shell's variable is not set"),
+        ("", "nothing follows the =, as if a shell's variable is not set"),
         (" ", "nothing follows the ="),
         ("~", "~ alone would be null, and not your home"),
         ("-", "- alone would be a list, and nothing is read from standard input"),
