@@ -159,7 +159,7 @@ def end_behind_a_slow_rank(seconds: float) -> float:
     """The end of a step on the clock that all share. Rank 0 spends `seconds` more in each backward."""
     pipe = AutoPipeline(ranks=2, microbatches=2, timeout=30).build(tiny_config("llama"))
     if dist.get_rank() == 0:
-        next(iter(pipe.parameters())).register_hook(lambda gradient: time.sleep(seconds))
+        next(iter(pipe.parameters())).register_hook(lambda gradient: time.sleep(seconds))  # type: ignore[no-untyped-call]
     pipe.step(ragged_batch())
     return time.perf_counter()
 
