@@ -379,8 +379,9 @@ class Account:
         autocast = self.options.autocast
         lowered = None if autocast is None else AutocastWithoutValues(autocast)
         if checkpointing is not None:
-            for _, layer in numbered if lowered is not None else ():
-                cast_again(layer, lowered)
+            if lowered is not None:
+                for _, layer in numbered:
+                    cast_again(layer, lowered)
             install(numbered, checkpointing)
         if self.offloading is not None:
             offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
