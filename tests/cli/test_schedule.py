@@ -183,7 +183,7 @@ def test_search_says_how_good_it_is(
         "stages_per_rank": None, "objective": "makespan", "seconds": 0.5, "seed": 0,
     }  # fmt: skip
     for text in (
-        "makespan 15", "found by luck", "none can take less than 12: at most 25.0% could be gained",
+        "makespan 15", "found by luck", "none is faster than 12: at most 25.0% could be gained",
         "the best built by name that keeps the limit: gpipe, 16", "another run may find another one",
     ):  # fmt: skip
         assert text in out

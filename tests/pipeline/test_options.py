@@ -74,7 +74,7 @@ def test_modules_per_stage_by_either_name() -> None:
     rest = [f"model.layers.{i}" for i in (1, 2, 3)] + ["model.norm", "lm_head"]
     for name in ("modules_per_stage", "module_fqns_per_stage"):
         assert layers(**{name: [first, rest]}) == [[0], [1, 2, 3]]
-    with pytest.raises(PartitionError, match="modules_per_stage and module_fqns_per_stage: each says"):
+    with pytest.raises(PartitionError, match="modules_per_stage and module_fqns_per_stage: each of them"):
         layers(modules_per_stage=[first, rest], module_fqns_per_stage=[first, rest])
 
 
@@ -83,7 +83,7 @@ def test_a_measured_balance() -> None:
     assert layers(balance=LayerCosts([1, 1, 1, 1], embedding=0, head=2.5)) == [[0, 1, 2], [3]]
     with pytest.raises(ConfigError, match="costs of 3 layers: the model has 4"):
         layers(balance=[1, 2, 3])
-    with pytest.raises(PartitionError, match="layout and balance: each says"):
+    with pytest.raises(PartitionError, match="layout and balance: each of them"):
         layers(balance=[1] * 4, layout="Ett|ttL")
 
 

@@ -152,15 +152,15 @@ def _part(
         twice = _Recorder(account.axes)
         recomputed, _ = account.of_part(shape, layers, stage, again, twice.during)
     more = twice.ops["I"] - once.ops["I"]
-    held = sizes.held
+    kept = sizes.kept
     nbytes = PartBytes(
-        held.activation,
-        held.held_for_weight,
+        kept.activation,
+        kept.held_for_weight,
         sizes.in_forward,
         sizes.in_backward,
-        recomputed.held.activation,
+        recomputed.kept.activation,
         recomputed.in_backward,
-        held.buffer,
+        kept.buffer,
     )
     forward, input_grad, weight_grad = (_as_work(once.ops[kind]) for kind in ("F", "I", "W"))
     return PartWork(forward, input_grad, weight_grad, _as_work(more), nbytes, parameters)

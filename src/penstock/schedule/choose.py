@@ -86,7 +86,7 @@ _ALIASES = {
     "zerobubblev": "zb_v",
 }
 _SPELT = {re.sub(r"[^a-z0-9]", "", name): name for name in MAKERS} | _ALIASES
-# the options that choose how many stages a rank has, and how many stages each of them counts
+# options that set the number of stages a rank has, and how many stages one unit of each adds
 _STAGES = {"stages_per_rank": 1, "waves": 2}
 _OPTION_ALIASES = {
     "num_stages_per_rank": "stages_per_rank",
@@ -180,7 +180,7 @@ def schedule_config(choice: object) -> ScheduleConfig:
         checked[option] = _checked(name, option, value, known, written)
     for option, default in known.items():
         if checked.setdefault(option, default) is NEEDED:
-            raise ConfigError(f"schedule {name!r} without {option}", "it needs that", f"Give {option}")
+            raise ConfigError(f"schedule {name!r} without {option}", "it has no default", f"Give {option}")
     _check_together(name, checked)
     return ScheduleConfig(name, {option: checked[option] for option in known})
 
@@ -311,9 +311,9 @@ def with_option(choice: ScheduleLike, option: str, value: int) -> dict[str, Any]
 
 
 def with_microbatches(choice: ScheduleLike, chosen: Schedule, microbatches: int) -> Schedule:
-    """The schedule that `choice` is for another number of microbatches than `chosen`. Raises ConfigError.
+    """Build `choice` for another number of microbatches than `chosen` has. Raises ConfigError.
 
-    It has the stages of `chosen`, also where `choice` leaves their number open.
+    The result has the stages of `chosen`, also where `choice` leaves their number open.
     """
     config = None if isinstance(choice, Schedule) else schedule_config(choice)
     if config is None or config.schedule == "file":

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """To walk all of them again and again takes as long as to make them."""
+    """The collector would visit all objects repeatedly, which takes as long as making them."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -179,11 +179,11 @@ def by_kind(values: Mapping[Kind, int]) -> Integers:
 
 
 class Walk(NamedTuple):
-    """How far the ranks come if each runs as far as the others let it.
+    """How far the ranks get if each runs until it has to wait for another.
 
-    order: the steps that ran, in an order in which they can
-    reached: by rank, the step that it has come to
-    blocked: by rank that has not come to its end, the step that it waits for
+    order: the steps that ran, in an order in which they can run
+    reached: by rank, the step at which it stopped, or its end
+    blocked: by rank that has not reached its end, the step that it waits for
     """
 
     order: list[int]
@@ -197,7 +197,7 @@ def run_all(
     also_needs: Mapping[int, int] | None = None,
     done: Iterable[int] = (),
 ) -> Walk:
-    """Run the steps of all ranks, which are counted on: those of rank r begin at bounds[r].
+    """Run the steps of all ranks, numbered across ranks: those of rank r begin at bounds[r].
 
     needs: the step that each one waits for, or NOTHING
     also_needs: a second one that this step waits for, because its overlapped neighbour does
@@ -209,8 +209,8 @@ def run_all(
         is_done[step] = 1
     order: list[int] = []
     reached, stops = [*bounds[:-1]], bounds[1:]
-    waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
-    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
+    waiting: dict[int, list[int]] = {}  # step -> the ranks that wait for it
+    ready = deque(range(len(stops)))  # first in, first out: a rank's inputs gather before its turn
     while ready:
         rank = ready.popleft()
         start, stop = reached[rank], stops[rank]

@@ -273,7 +273,7 @@ def test_one_changed_byte_of_the_manifest_is_noticed(tmp_path: Path) -> None:
         ("{}", "it lists no file"),
         (
             '{"a": {"size": 1, "sha256": "SHA"}, "a": {"size": 1, "sha256": "SHA"}}',
-            "a key stands there twice",
+            "a key occurs twice",
         ),
         ('{"../a": {"size": 1, "sha256": "SHA"}}', "'../a' is no file of the folder"),
         ('{"/etc/passwd": {"size": 1, "sha256": "SHA"}}', "'/etc/passwd' is no file of the folder"),

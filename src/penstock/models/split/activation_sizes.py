@@ -1,4 +1,4 @@
-"""Sizes of activations, estimated from the model alone; prefer measured ones."""
+"""Sizes of activations, estimated from the model without a run; measured sizes are better."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from penstock.schedule.ops import Kind
 
 
 class _Under(NamedTuple):
-    """A call of a stage under autocast: innermost, so that other modes see what is cast."""
+    """A call of a stage under autocast, innermost, so that other modes see the casts."""
 
     autocast: AutocastWithoutValues
     call: StageCall
@@ -50,11 +50,11 @@ def _unwatched(kind: Kind) -> AbstractContextManager[object]:
 class StageSizes(NamedTuple):
     """The bytes that one microbatch holds on a stage.
 
-    held: between ops
+    kept: between ops
     in_forward, in_backward: the most while its F runs, and while its I or B runs
     """
 
-    held: MicrobatchBytes
+    kept: MicrobatchBytes
     in_forward: int
     in_backward: int
 
@@ -74,8 +74,8 @@ def stage_sizes(
 ) -> StageSizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`, and the most while an op of it runs.
 
-    From a forward and the first half of a backward without values, the next-token loss included. A region of
-    autocast that this is called in is left out. Each row counts as one document.
+    They come from a forward and the first half of a backward without values, with the next-token loss. An
+    autocast region of the caller has no effect. Each row counts as one document.
 
     Args:
         shape: rows and sequence of the microbatch.
@@ -86,7 +86,7 @@ def stage_sizes(
         offload: of what leaves `part`; None where nothing does.
         watch: entered around F, I or B, and W, which it is called with. W runs only for it.
 
-    Returns None where the model's forward looks at values, so that only a real run can show it.
+    Returns None if the model's forward reads values, so that only a real run can show the sizes.
     """
     if not edges.known:
         return None
@@ -111,13 +111,13 @@ def stage_sizes(
                     sent = stage.forward(0, received, microbatch, edge, how).tensors
         except LOOKS_AT_VALUES:
             return None
-        held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
+        kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         of_casts = measured.nbytes - measured.own_bytes
         in_forward = measured.peak - of_casts + (0 if received is None else incoming.nbytes)
         offloaded = 0
         if offload is not None:
             staying = stage.staying(0, microbatch)
-            offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
+            offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent
         grown = _growth_in_backward(stage, gradients, measured, watch)
@@ -125,14 +125,14 @@ def stage_sizes(
         if watch is not _unwatched:
             with watch("W"):
                 stage.weight_backward(0)
-        sizes = MicrobatchBytes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
-        return StageSizes(sizes, max(in_forward, held.activation), held.activation + grown)
+        sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
+        return StageSizes(sizes, max(in_forward, kept.activation), kept.activation + grown)
 
 
 def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured, watch: AroundOp) -> int:
     """The most bytes that the I or B of microbatch 0 holds beyond those held before it.
 
-    Gradients of weights are there from the start, as after a first microbatch.
+    Gradients of weights exist from the start, as after a first microbatch.
     """
     for parameter in stage.module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -146,7 +146,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
     def entries(rank: int) -> Iterator[OpOrPair]:
         from_end = min(rank, ranks - 1 - rank)
-        copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # of each the stage, and the first microbatch
+        copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # each copy's stage and first microbatch
         if rank >= ranks // 2:  # chunk 0 is of the copy whose data enters at the nearer end
             copies.reverse()
         return eight_phases(ranks // 2, from_end, each_way, copies)

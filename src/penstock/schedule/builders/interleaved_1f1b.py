@@ -32,8 +32,8 @@ def interleaved_1f1b(
         steady     F_{w+k} B_k          for k = 0 ... vm-w-1
         cool-down  B_{vm-w} ... B_{vm-1}
 
-    In a group of fewer than P microbatches the first one must come round before the group can go on, and
-    ranks idle. So m is divided evenly into as many groups as can have P each, as in torch. With
+    In a group of fewer than P microbatches the first one must return to rank 0 before the group can go
+    on, and ranks idle. So m is divided evenly into as many groups as can have P each, as in torch. With
     microbatch_group_size (Megatron's microbatch_group_size_per_vp_stage) all groups have that size and the
     last takes the rest; P holds the fewest activations. Megatron forbids a last group of fewer than P,
     since it could deadlock; here it keeps the order of a full group, with gaps, and cannot. With one stage

@@ -64,7 +64,7 @@ class VDurations:
         return cls(ranks, microbatches, takes, delays)
 
     def first(self, microbatches: int) -> VDurations:
-        """The same for the first `microbatches` only."""
+        """The durations of the first `microbatches` only."""
         takes, delays = (
             [[row[:microbatches] for row in rows] for rows in by_rank]
             for by_rank in (self.takes, self.delays)
@@ -185,8 +185,8 @@ class TimedPrograms:
     programs: list[Slots]
 
 
-# of each rank, until the last microbatch has entered it and after that: a W of length w gives way to an input
-# that is expected within ``patience * w``
+# per rank, until its last microbatch has entered and after that: a rank does not begin a W of length w if an
+# input is expected within ``patience * w``
 Patience = Sequence[tuple[float, float]]
 
 
@@ -226,7 +226,7 @@ def run(
             arrival = end + work.delays[index][slot][microbatch]
             other = ranks[taker]
             other.arrivals[slot].append(arrival)
-            if arrival > other.free_at or other.free_at <= time:  # else it looks when it is free
+            if arrival > other.free_at or other.free_at <= time:  # a busy rank looks once it is free
                 heappush(events, (max(arrival, other.free_at), taker))
         elif slot < 3:  # the V turns here, or a new leg begins
             rank.arrivals[slot + 1].append(end)
@@ -247,7 +247,7 @@ def schedule(name: str, work: VDurations, programs: Iterable[Slots]) -> Schedule
 
 
 def _stages(ranks: int, rank: int) -> tuple[int, ...]:
-    """By slot."""
+    """The stage of each slot."""
     out, home = rank, 2 * ranks - 1 - rank
     return (out, home, home, out, home, out)
 

@@ -174,8 +174,8 @@ def search(
     objective: "makespan": the end of the last rank, and among equals early ends of all ranks.
         "extent": the longest time from a rank's first op to its last, which is what a step takes if steps
         follow each other without a pause; it counts from when the first op can start at best
-    seconds: about how long, counted as work, so that the same call gives the same schedule. The search ends
-        early once its result is proven optimal
+    seconds: approximate length, counted as work, so that the same call gives the same schedule. The search
+        ends early once its result is proven optimal
 
     The search itself runs one op at a time. Pairs that run side by side, which `costs.exchange` makes faster,
     come only from builders; the best builder is returned if nothing found beats it.
@@ -193,7 +193,7 @@ def search(
     task = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
     _check_limits(task, memory_limit, costs, limits)
     builders = _fitting(task, costs, limits)
-    if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
+    if where.replicas > 1 and builders:  # distribute microbatches as the best builder does
         copies = _copies(builders[0][1])
         task = problem(where, microbatches, costs, limits, copies, objective == "extent")
     best = find(task, _seeds(task, builders), Random(seed), Budget(seconds))
@@ -231,10 +231,10 @@ def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None)
 
 def _check(seconds: float, objective: str) -> None:
     if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
-        rule = "a search takes some time, and ends"
+        rule = "it is a finite number above 0"
         raise ConfigError(f"seconds={seconds!r}", rule, "Give more than 0, say 30")
     if objective not in ("makespan", "extent"):
-        rule = "a search makes the makespan or the extent small"
+        rule = "a search minimises the makespan or the extent"
         raise ConfigError(f"objective={objective!r}", rule, "Give 'makespan' or 'extent'")
 
 

@@ -13,7 +13,7 @@ Each op starts as soon as its rank has ended the one before and its input has ar
                     F keeps it as a part of its activation, I and B drop it at their end
     a send          from the end of its op until it has arrived
 
-What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
+Activations do not count while they are in host memory (`penstock.schedule.offload`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Times = list[tuple[float, float]]  # start and end of each op of a program
 
 
 def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline:
-    """Predict one step of `schedule`, or of its proof, which saves another one. Times begin at 0.
+    """Predict one step of `schedule`, or of its proof, which need not be made again. Times begin at 0.
 
     costs: of each op, in one unit of time; None: unit times
 
@@ -111,7 +111,7 @@ class _Run:
         return tuple(map(partial(tuple.__new__, Span), zip(*columns, strict=True)))  # in half of Span's time
 
     def waits(self) -> tuple[Wait, ...]:
-        """By rank, in the order of its program."""
+        """The waits of all ranks, by rank and in the order of its program."""
         import numpy as np
 
         waited = np.flatnonzero(self.there > self.free_at)

@@ -1,4 +1,4 @@
-"""A TrainConfig from a YAML file and overrides, or one ConfigError with everything that is wrong."""
+"""Reads a TrainConfig from a YAML file and overrides, or raises one ConfigError with everything wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.train.records.trackers import TRACKERS
 # tags of unions, which pydantic adds to a key's path; no key has such a name
 _TAGGED: dict[str, type[Section]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
 _TAGGED |= {f"of {name}": section for name, section in TRACKERS.items()}
-_SHOWN = 20  # of the things that are wrong
+_SHOWN = 20  # findings in an error
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:
@@ -73,9 +73,9 @@ def is_override(argument: str) -> bool:
     return bool(equals) and "/" not in name
 
 
-# what a shell leaves of a value, and YAML takes for null, or for a list that holds null
+# what a shell may leave of a value, and YAML reads as null, or as a list of null
 _UNSAID = {
-    "": "nothing follows the =, as where a shell's variable is not set",
+    "": "nothing follows the =, as if a shell's variable is not set",
     "~": "~ alone would be null, and not your home",
     "-": "- alone would be a list, and nothing is read from standard input",
 }
@@ -142,7 +142,7 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return f"{name}={_shown(entry['input'])}", rule, remedy.format(**entry.get("ctx", {}))
 
 
-# what is written here for keys of other trainers
+# our words for the keys of other trainers
 _HERE = {
     "optimizer.learning_rate": "lr peak_lr",
     "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
@@ -174,10 +174,10 @@ _ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in ke
 
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     *path, key = entry["loc"]  # the key itself may hold a dot
-    section = ".".join(str(each) for each in path if each not in _TAGGED)
+    section = ".".join(str(part) for part in path if part not in _TAGGED)
     names = list(dict.fromkeys(_names(TrainConfig)))
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
-    if path and path[-1] in _TAGGED:  # not the keys of the other one
+    if path and path[-1] in _TAGGED:  # the keys of this member of the union alone
         known = _TAGGED[path[-1]].keys_in_order()
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
@@ -219,13 +219,13 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# ---- YAML as people mean it. PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Numbers
-# are those of YAML 1.2 here; yes, no, on and off are booleans all the same. A day is text, and a key given
-# twice is an error. Few lines may become much once they are read: ten of ten aliases each make ten thousand
+# ---- YAML as people mean it. PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Here
+# numbers are those of YAML 1.2; yes, no, on and off stay booleans. A date is text, and a key given twice is
+# an error. A few lines may expand to a huge value: ten nested lists of ten aliases each make ten thousand
 # million values
 
 _LARGEST = 256 * 1024  # bytes of a file, which PyYAML takes seconds to parse
-_EXPANDED = 1 << 20  # characters and values, with each alias counted as what it stands for
+_EXPANDED = 1 << 20  # characters and values, with each alias counted as its expansion
 _DIGITS = 100  # of a number
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
@@ -250,7 +250,7 @@ _refused = partial(yaml.MarkedYAMLError, None, None)  # takes what is wrong, and
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
-        first: [each for each in resolvers if each[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
+        first: [pair for pair in resolvers if pair[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012 - as in PyYAML; without dates, sets and bytes, which no key takes
@@ -273,7 +273,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._expanded:
-            raise _refused("an alias stands within what it stands for", mark)
+            raise _refused("an alias is within its own expansion", mark)
         if node is not None and not is_alias:
             self._expanded[node] = self._size(node, mark)
         return node
@@ -282,8 +282,8 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode):
             return 1 + len(node.value)
         pairs = isinstance(node, yaml.MappingNode)
-        inner = [each for pair in node.value for each in pair] if pairs else node.value
-        size = 1 + sum(self._expanded[each] for each in inner)
+        inner = [child for pair in node.value for child in pair] if pairs else node.value
+        size = 1 + sum(self._expanded[child] for child in inner)
         if size > _EXPANDED:
             raise _refused(f"with its aliases expanded it has more than {_EXPANDED:,} characters", mark)
         return size
