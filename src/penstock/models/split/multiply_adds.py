@@ -182,7 +182,7 @@ _known: dict[object, list[tuple[ProductCounts, ProductCounts]]] = {}
 def _short_rows(
     model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], save: tuple[str, ...]
 ) -> list[tuple[ProductCounts, ProductCounts]]:
-    """What `_counted` finds for rows of _SHORT and of twice as many tokens; nothing if the forward reads values.
+    """Counts of `_counted` for rows of _SHORT and of twice as many tokens; none if a forward reads values.
 
     Cached for models that are built the same way. Hooks do not run, as they may change the cost of a forward.
     """
