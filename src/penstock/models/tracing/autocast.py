@@ -53,12 +53,12 @@ def cast_again(layer: nn.Module, mode: AutocastWithoutValues) -> None:
     Under a mode around the whole backward, a tape of split backwards would see what is not cast yet.
     """
     around(layer, forward=_under)
-    vars(layer)["_cast_again"] = mode
+    vars(layer)["casts_again"] = mode
 
 
 def _under(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        with layer._cast_again:
+        with layer.casts_again:
             return plain(layer, *args, **kwargs)
 
     return forward
