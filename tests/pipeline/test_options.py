@@ -124,6 +124,18 @@ def test_network_is_taken_with_a_warning() -> None:
         AutoPipeline(ranks=2, microbatches=4, network=1.0).chosen_schedule()
 
 
+@pytest.mark.parametrize("action", ["build_plan", "build"])
+def test_a_warning_names_the_line_that_calls_penstock(action: str) -> None:
+    """0.5.0 named a line within penstock or contextlib, so that Python showed none of them."""
+    auto = AutoPipeline(ranks=2, microbatches=2, overlap=True)
+    with pytest.warns(DeprecationWarning, match="overlap=") as caught:
+        getattr(auto, action)(tiny_config("llama"))
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match="overlap=") as caught:
+        Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares, overlap=True)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
 def test_overlap_is_taken_with_a_warning() -> None:
     """0.5.0 ran pairs in two threads, on CPUs."""
     for given in (True, False, "auto"):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial, update_wrapper
-from inspect import Parameter, signature
+from inspect import Parameter, currentframe, signature
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -117,10 +117,10 @@ class Options(LayerOptions, MeshOptions, RunOptions):
                 raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
         if self.overlap is not None:
             rule = "AutoPipeline(overlap=) is deprecated: the ops of a pair run one after the other"
-            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+            warnings.warn(rule, DeprecationWarning, stacklevel=_level_of_user())
         if self.network is not None:
             rule = "AutoPipeline(network=) is deprecated: it emulates nothing. simulate() takes the costs"
-            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+            warnings.warn(rule, DeprecationWarning, stacklevel=_level_of_user())
         options = self.world_options()
         options.check()
         self.padding()
@@ -296,6 +296,17 @@ class Options(LayerOptions, MeshOptions, RunOptions):
             "sharding": ", ".join(sharding) or "by rows",
             **flat("common", self.common or {}),
         }
+
+
+def _level_of_user() -> int:
+    """The `stacklevel` of a warning that names the line of the user who called penstock.
+
+    Python shows a DeprecationWarning only if that line is in `__main__`.
+    """
+    level, frame = 0, currentframe()
+    while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("penstock", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:

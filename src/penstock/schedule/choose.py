@@ -124,7 +124,7 @@ class ScheduleConfig:
         check_size(ranks, microbatches, stages or 1)
         parameters = inspect.signature(MAKERS[self.schedule]).parameters
         options = {name: value for name, value in self.options.items() if name in parameters}
-        with collector_paused() if self.schedule in BUILDERS else nullcontext():
+        with collector_paused(all_stay=True) if self.schedule in BUILDERS else nullcontext():
             return MAKERS[self.schedule](ranks=ranks, microbatches=microbatches, **options)
 
     @classmethod
@@ -234,6 +234,9 @@ def _check_together(name: str, options: Mapping[str, Any]) -> None:
     if name in _V_SHAPED and stages != 2:
         rule = f"{name} has two stages a rank"
         raise ConfigError(f"stages_per_rank={stages}", rule, "Give 2, or leave it out")
+    if name in _V_SHAPED and options.get("objective") == "extent" and options["costs"] is None:
+        rule = f"{name} is formed for an objective at given costs"
+        raise ConfigError("objective='extent' without costs", rule, "Give costs, or leave it out")
     if name != "1f1b":
         return
     size = options["microbatch_group_size"]

@@ -134,6 +134,8 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
             "pipeline.modules_per_stage=[a]",
             "pipeline.modules_per_stage: ['a'] lists no names for each stage. Write",
         ),
+        ("model.new_weights=score", "model.new_weights: 'score' is no list of names. Write [mlp, score.*]"),
+        ("train.activation_offloading={modules: mlp}", "offloading.modules: 'mlp' is no list of names."),
         ("data.held_out=1", "it should be less than 1. Give less than 1"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("optimizer.name=adam", "name='adam' is no optimizer of the trainer. Write adamw or muon or"),

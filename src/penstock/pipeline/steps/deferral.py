@@ -41,12 +41,12 @@ class WholeBackwards(StepPart):
         self._counts = True
 
     def end(self, step: Step) -> None:
-        for counter in self.counters if self._counts else ():
-            stage = counter.stage
-            stage.use([part for part in stage.parts if part is not counter])
-            if counter.deferral is not None and (warning := _warning(stage, counter.deferral)):
+        counters, self._counts = self.counters if self._counts else (), False
+        for counter in counters:
+            counter.stage.use([part for part in counter.stage.parts if part is not counter])
+        for counter in counters:  # last: a warning may be an error, and no later step says it again
+            if counter.deferral is not None and (warning := _warning(counter.stage, counter.deferral)):
                 warnings.warn(warning, stacklevel=5)  # the caller of step()
-        self._counts = False
 
 
 class DeferralCounter(StagePart):

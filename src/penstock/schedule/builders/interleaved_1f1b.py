@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders.one_f_one_b import row, turns
@@ -87,4 +88,6 @@ def in_groups(kind: Kind, stages: Sequence[int], groups: Iterable[range]) -> lis
 
 def existing(ops: tuple[Op, ...], microbatches: int) -> tuple[Op, ...]:
     """Drop the microbatches that only fill up the last group; that adds no deadlock."""
+    if max(map(itemgetter(2), ops)) < microbatches:  # at most one group is filled up, and often none
+        return ops
     return tuple(op for op in ops if op.microbatch < microbatches)
