@@ -28,6 +28,7 @@ LAYERS = (
     "batch",
     "options",
     "schedule",
+    "yaml_reader",
     "reading",
     "private",
     "errors",

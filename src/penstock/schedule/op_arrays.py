@@ -1,7 +1,7 @@
-"""The ops of a schedule as arrays: which op needs which, an order in which they can run, and when they end.
+"""The ops of a schedule as arrays: which op needs which, and an order in which they can run.
 
 A schedule may have half a million ops. So what concerns each op alone is computed on arrays (numpy, imported
-on first use). Only what one op passes on to another is a loop: `run_all` and `ends`.
+on first use). Only what one op passes on to another is a loop: `run_all`, and `ends` in `turns`.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class OpArrays:
         ops = [*chain.from_iterable(schedule.programs)]
         lengths = [*map(len, schedule.programs)]
         fields = [*chain.from_iterable(ops)]
-        known = (range(schedule.stages), KINDS, range(schedule.microbatches))
-        stage, kind, microbatch = (_column(fields[at::3], values) for at, values in enumerate(known))
+        stage, microbatch = (
+            _numbers(fields[::3], schedule.stages),
+            _numbers(fields[2::3], schedule.microbatches),
+        )
+        kind = _column(fields[1::3], KINDS)
         rank = np.repeat(np.arange(len(lengths)), lengths)
         return cls(schedule, ops, [*accumulate(lengths, initial=0)], stage, kind, microbatch, rank)
 
@@ -144,12 +147,36 @@ class OpArrays:
         """The index of the first op of each overlapped pair whose ops are next to each other."""
         if not self.schedule.overlaps:
             return []
+        if self.is_indexed.all():  # each op is there once
+            return self._neighbours()
         return [
             start + at
             for start, program in zip(self.bounds, self.schedule.programs, strict=False)
             for at, two in enumerate(pairwise(program))
             if two in self.schedule.overlaps
         ]
+
+    def _neighbours(self) -> list[int]:
+        """`pairs`, looked up by their ops: there may be more than 100,000."""
+        import numpy as np
+
+        schedule = self.schedule
+        fields = [*chain.from_iterable(chain.from_iterable(schedule.overlaps))]
+        known = np.ones(len(schedule.overlaps), bool)
+        indices = []
+        for first in (0, 3):
+            stage = _numbers(fields[first::6], schedule.stages)
+            microbatch = _numbers(fields[first + 2 :: 6], schedule.microbatches)
+            kind = _column(fields[first + 1 :: 6], KINDS)
+            at = self.index[stage, microbatch, by_kind(SLOT)[kind]]
+            known &= (
+                (stage != NOTHING) & (microbatch != NOTHING) & (kind != NOTHING) & (self.kind[at] == kind)
+            )
+            indices.append(at)
+        one, other = indices
+        known &= (one != NOTHING) & (other == one + 1) & (self.rank[one] == self.rank[other])
+        neighbours: list[int] = np.sort(one[known]).tolist()
+        return neighbours
 
     def position(self, at: int) -> tuple[int, int]:
         """The rank of the op with this index, and its position in the rank's program."""
@@ -161,6 +188,19 @@ class OpArrays:
         sources = self.source.tolist()
         also_needs = {one: sources[one + 1] for one in self.pairs if sources[one + 1] != NOTHING}
         return run_all(self.bounds, sources, also_needs, done)
+
+
+def _numbers(values: Sequence[object], count: int) -> Integers:
+    """By entry, itself if it is one of the numbers from 0 to `count` - 1, or NOTHING."""
+    import numpy as np
+
+    if not {*map(type, values)} <= {int}:  # numpy would read a text as a number
+        return _column(values, range(count))
+    try:
+        numbers = np.array(values, np.intp)
+    except OverflowError:  # a number of very many digits
+        return _column(values, range(count))
+    return np.where((numbers >= 0) & (numbers < count), numbers, NOTHING)
 
 
 def _column(values: Sequence[object], known: Iterable[object]) -> Integers:
@@ -179,11 +219,11 @@ def by_kind(values: Mapping[Kind, int]) -> Integers:
 
 
 class Walk(NamedTuple):
-    """How far the ranks come if each runs as far as the others let it.
+    """How far the ranks get if each runs until it has to wait for another.
 
-    order: the steps that ran, in an order in which they can
-    reached: by rank, the step that it has come to
-    blocked: by rank that has not come to its end, the step that it waits for
+    order: the steps that ran, in an order in which they can run
+    reached: by rank, the step at which it stopped, or its end
+    blocked: by rank that has not reached its end, the step that it waits for
     """
 
     order: list[int]
@@ -197,7 +237,7 @@ def run_all(
     also_needs: Mapping[int, int] | None = None,
     done: Iterable[int] = (),
 ) -> Walk:
-    """Run the steps of all ranks, which are counted on: those of rank r begin at bounds[r].
+    """Run the steps of all ranks, numbered across ranks: those of rank r begin at bounds[r].
 
     needs: the step that each one waits for, or NOTHING
     also_needs: a second one that this step waits for, because its overlapped neighbour does
@@ -209,8 +249,8 @@ def run_all(
         is_done[step] = 1
     order: list[int] = []
     reached, stops = [*bounds[:-1]], bounds[1:]
-    waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
-    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
+    waiting: dict[int, list[int]] = {}  # step -> the ranks that wait for it
+    ready = deque(range(len(stops)))  # first in, first out: a rank's inputs gather before its turn
     while ready:
         rank = ready.popleft()
         start, stop = reached[rank], stops[rank]
@@ -228,33 +268,3 @@ def run_all(
         order += range(start, stop)
         reached[rank] = stop
     return Walk(order, reached, {rank: needed for needed, ranks in waiting.items() for rank in ranks})
-
-
-def ends(
-    arrays: OpArrays, order: list[int], durations: Floats, delays: Floats, pairs: Mapping[int, float]
-) -> Floats:
-    """The end of each op, if each starts when its rank has ended the one before and its input is there.
-
-    order: from `OpArrays.walk`
-    delays: from the end of the source of an op until its result is there
-    pairs: by its first op, how long an overlapped pair takes: it starts when both its inputs are there, and
-        its ops end together
-    """
-    import numpy as np
-
-    source, durations = arrays.source.copy(), durations.copy()
-    for one, length in pairs.items():  # the first op takes no time, and whoever needs it waits for the second
-        source[arrays.source == one] = one + 1
-        durations[one], durations[one + 1] = 0.0, length
-    turn = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
-    turn[order] = np.arange(1, len(order) + 1)
-    columns = (turn[source[order]], turn[arrays.before[order]], delays[order], durations[order])
-    ended = [0.0]
-    append = ended.append  # half a million calls
-    for needed, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
-        there, free_at = ended[needed] + delay, ended[before]
-        append((there if there > free_at else free_at) + takes)
-    end_times = np.array(ended)[turn[:-1]]
-    for one in pairs:
-        end_times[one] = end_times[one + 1]
-    return end_times

@@ -43,7 +43,7 @@ def built() -> tuple[Any, Any]:
         (ragged_batch(3), 10**6, BatchError, "a batch of 3 rows"),  # before a schedule is made
         (ragged_batch(3), 0, ConfigError, "microbatches=0: a schedule has a whole number"),
         (ragged_batch(3), "2", ConfigError, "microbatches='2': a schedule has a whole number"),
-        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call is of 2"),
+        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call has 2"),
         ([], None, BatchError, "a list of 0 microbatches"),
         (None, None, BatchError, "a batch given as NoneType"),
     ],
