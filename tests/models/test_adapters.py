@@ -22,7 +22,7 @@ FAMILIES = (
     "llama", "gpt2", "qwen3_moe", "gemma3_text", "falcon", "opt",  # Conv1D, experts, scales, biases
     "qwen3", "gpt_neox", "phi3", "mistral", "mixtral", "olmo2", "bloom", "starcoder2", "cohere2", "granite",
 )  # fmt: skip
-DEFAULT = FAMILIES[:3]
+DEFAULT = FAMILIES[1:3]
 EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],

@@ -122,7 +122,7 @@ def test_kernels_of_three_times_the_launches_time_are_told_as_busy_without_a_ste
         assert spans(timeline, rank) == pytest.approx(each.kernels.total(), rel=0.03)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb_h1", marks=pytest.mark.sweep), "zb_v"])
 def test_each_kind_of_op_is_told_apart(schedule: str) -> None:
     """The first forwards wait for their host; a backward leaves the GPU far behind it."""
     for rank, each in enumerate(ran(mixed, "-m-", schedule)):

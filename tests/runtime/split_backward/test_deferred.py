@@ -301,8 +301,8 @@ def test_frozen_then_unfrozen_between_steps() -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [reused, shared_across_layers, experts, in_place, lora, some_frozen, tied, off_the_path, checkpointed,
-     checkpointed_reentrant, dropping],
+    every(2, [reused, shared_across_layers, experts, in_place, lora, some_frozen, tied, off_the_path,
+              checkpointed_reentrant, checkpointed, dropping]),
 )  # fmt: skip
 def test_autocast(make: Make) -> None:
     """Half the precision, and still the same numbers."""
