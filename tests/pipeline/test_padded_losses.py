@@ -83,7 +83,7 @@ def plain(model: PreTrainedModel, parts: Microbatches, loss: Any) -> tuple[float
     return total, found
 
 
-LOSSES = {"function": mean_of_all, "number": by_number, "object": Positions()}
+LOSSES: dict[str, Any] = {"function": mean_of_all, "number": by_number, "object": Positions()}
 
 
 # four of the twelve pairs in every run, in which each shape and each loss occurs
