@@ -62,7 +62,7 @@ def test_a_loss_of_ones_own() -> None:
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_v"])
 def test_weights_of_half_precision(schedule: str) -> None:
     model, batch = tiny_model("qwen3", torch.bfloat16), ragged_batch()
     pipe = pipeline(model, schedule=schedule)

@@ -27,7 +27,7 @@ def implementations(pipe: Any) -> set[str]:
     return {module.config._experts_implementation for module in pipe.modules.values()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.sweep), "zb_h1"])
 def test_each_has_the_gradients_of_the_plain_model(schedule: str) -> None:
     given, batch = tiny_config("mixtral"), ragged_batch()
     found = []

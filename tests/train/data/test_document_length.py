@@ -16,6 +16,7 @@ from penstock.train.check.before_training import Reference
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import Prepared, preflight
 from penstock.train.run import run
+from support.covering import every
 from support.tiny import QWEN3, config, metrics
 from train.data.test_rows import rows_of
 
@@ -57,8 +58,9 @@ def alone(prepared: Prepared, rows: int) -> tuple[float, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    ("family", "padded"), every(3, [("qwen3", False), ("qwen3", True), ("gpt2", False), ("gpt2", True)])
+)
 def test_each_document_has_the_gradients_that_it_has_alone(tmp_path: Path, family: str, padded: bool) -> None:
     given = made(tmp_path, family)
     if padded:
