@@ -89,7 +89,7 @@ def train(
                 remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
                 raise ConfigError(f"--restarts {restarts}", rule, remedy)
             if dry_run:
-                from penstock.cli.plan import show
+                from penstock.cli.dry_run import show
 
                 with ending_quietly():
                     return show(settings, checkpoint, world)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import draw_pictures
 from penstock import Axes
-from penstock.cli import plan
+from penstock.cli import dry_run
 from penstock.models.split.multiply_adds import MultiplyAdds
 from penstock.models.weights.tensor_file import TensorFile
 from penstock.parallel.axes import MESH
@@ -92,7 +92,7 @@ def test_the_memory_says_that_it_leaves_towers_out(
     _, out, _ = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
     assert said in " ".join(out.split())
     frozen = [MultiplyAdds(1.0), MultiplyAdds(0.0, image=4.0), MultiplyAdds(1.0)]
-    monkeypatch.setattr(plan, "works", lambda *_: frozen)
+    monkeypatch.setattr(dry_run, "works", lambda *_: frozen)
     _, out, err = penstock("train", config, "--dry-run", *keys, f"output.folder={tmp_path / 'out'}")
     assert err == ""
     assert said not in " ".join(out.split())
@@ -103,7 +103,7 @@ def test_a_host_that_holds_no_copy_of_a_checkpoint_is_told(
     tmp_path: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch, room: int, said: str
 ) -> None:
     """0.5.0: the copies of a checkpoint were in no account; weights and both moments of AdamW are."""
-    monkeypatch.setattr(plan, "room_in_memory", lambda: room)
+    monkeypatch.setattr(dry_run, "room_in_memory", lambda: room)
     code, out, _ = penstock("train", ROOT / "configs" / "stdlib.yaml", f"data.path={tmp_path}", "--dry-run")
     assert code == 0
     text = " ".join(out.split())
@@ -201,7 +201,7 @@ def test_every_column_of_memory_is_whole_in_80_columns() -> None:
     needs = [wide._replace(weights=wide.weights + rank) for rank in range(32)]
     console = Console(width=80)
     with console.capture() as caught:
-        console.print(plan._memory(needs, range(100, 132)))
+        console.print(dry_run._memory(needs, range(100, 132)))
     lines = caught.get().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[2].split() == ["16", *["99.00"] * 3, "198.00", "-90.00", "116", "500.00", "905.00"]
@@ -217,7 +217,7 @@ def test_a_folder_that_fits_says_so(tmp_path: Path, penstock: Command) -> None:
 
 
 def test_a_mesh_is_shown_by_its_groups() -> None:
-    lines = dict(plan.mesh(2, Axes(dp_replicate=2, dp_shard=2, cp=2, ep=4, tp=2)))
+    lines = dict(dry_run.mesh(2, Axes(dp_replicate=2, dp_shard=2, cp=2, ep=4, tp=2)))
     groups = {name: text.partition(":")[0].partition(", inside")[0] for name, text in lines.items()}
     assert groups == {
         "pp": "16 groups of 2 {0, 16}, {1, 17}, ..., {15, 31}",
@@ -232,11 +232,11 @@ def test_a_mesh_is_shown_by_its_groups() -> None:
 
 # _MEANING is the table of words itself
 def test_a_dry_run_has_words_for_every_axis() -> None:
-    assert list(plan._MEANING) == list(MESH)
+    assert list(dry_run._MEANING) == list(MESH)
 
 
 def test_a_large_mesh_takes_no_more_lines_than_a_small_one() -> None:
-    assert len(list(plan.mesh(64, Axes(dp_shard=512)))) == len(list(plan.mesh(2, Axes(dp_shard=2))))
+    assert len(list(dry_run.mesh(64, Axes(dp_shard=512)))) == len(list(dry_run.mesh(2, Axes(dp_shard=2))))
 
 
 def test_the_sample_in_the_tutorial_is_what_it_prints(
