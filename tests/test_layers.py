@@ -20,6 +20,7 @@ LAYERS = (
     "train",
     "launch",
     "checkpoint",
+    "planner",
     "pipeline",
     "parallel",
     "models",
