@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from penstock import reading
-from penstock.reading import json_at, open_regular, parse_json, read_bytes, read_json, read_text
+from penstock.reading import (
+    json_at,
+    open_regular,
+    parse_json,
+    parse_rate,
+    parse_seconds,
+    read_bytes,
+    read_json,
+    read_text,
+)
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a folder"])
@@ -78,3 +87,33 @@ def test_json_of_very_many_small_lists_is_refused_unparsed(monkeypatch: pytest.M
     monkeypatch.setattr(reading, "_MOST_NESTED", 10)
     with pytest.raises(ValueError, match="more than 10 lists and objects"):
         parse_json("[" * 11)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("3.35 TB/s", 3.35e12), ("450GB/s", 450e9), ("400 Gbit/s", 50e9), ("400 Gb/s", 50e9),
+        ("400Gbps", 50e9), ("989 TFLOP/s", 989e12), ("2.25 PFLOP/s", 2.25e15), ("8 B/s", 8.0),
+        ("450 gb/s", None), ("450 GB", None),
+        ("-1 GB/s", None), ("989", None), ("1 XB/s", None), ("", None),
+    ],
+)  # fmt: skip
+def test_rates_have_the_case_that_the_field_writes(text: str, rate: float | None) -> None:
+    """A small b is a bit; gb could be either, and is neither."""
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("2 us", 2e-6),
+        ("2µs", 2e-6),
+        ("1.5 ms", 1.5e-3),
+        ("500 ns", 5e-7),
+        ("3 s", 3.0),
+        ("2", None),
+        ("2 h", None),
+    ],
+)
+def test_seconds_have_their_unit(text: str, seconds: float | None) -> None:
+    assert parse_seconds(text) == seconds

@@ -24,6 +24,8 @@ DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
 _LONGEST_NAME, _LONGEST_PATH = 255, 3000  # of Linux, with room for what is written below a folder
 _MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
+_RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTPE]?)(B|bit|b|FLOP)(?:/s|ps)\s*")
+_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([num\u00b5\u03bc]?)s\s*")
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # as shells have them
 _DEEP = f"its lists and objects nest deeper than {DEEPEST} levels"
 
@@ -92,6 +94,26 @@ def parse_size(text: str) -> float | None:
     digits, unit, binary = match.groups(default="")
     scale: int = (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
     return float(digits) * scale
+
+
+def parse_rate(text: str) -> float | None:
+    """Bytes or FLOPs a second: "3.35 TB/s", "400 Gbit/s" (of bits, also Gb/s or Gbps), "989 TFLOP/s".
+
+    None for others. Letters have the case that the field writes: a small b is a bit.
+    """
+    if (match := _RATE.fullmatch(text)) is None:
+        return None
+    digits, prefix, unit = match.groups()
+    scale: int = 1000 ** " KMGTPE".index(prefix or " ")
+    return float(digits) * scale / (8 if unit in ("b", "bit") else 1)
+
+
+def parse_seconds(text: str) -> float | None:
+    """The seconds that a text names: "2 us", "1.5 ms", "3 s"; None for others."""
+    if (match := _TIME.fullmatch(text)) is None:
+        return None
+    digits, prefix = match.groups()
+    return float(digits) / {"": 1, "m": 10**3, "n": 10**9}.get(prefix, 10**6)
 
 
 def read_text(path: str | Path, most: int = LARGEST_JSON) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.train.config import load
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
+from penstock.yaml_reader import parse_yaml
 from support.mutations import ODD_VALUES
 
 MINIMAL = """
@@ -36,10 +36,9 @@ def refused(tmp_path: Path, text: str = MINIMAL, *overrides: str) -> str:
     return str(caught.value)
 
 
-# _parse reads a text as a file is read
 def same_as_yaml(config: TrainConfig) -> TrainConfig:
     """`config`, which its own YAML gives again."""
-    assert TrainConfig.model_validate(load._parse(config.to_yaml())) == config
+    assert TrainConfig.model_validate(parse_yaml(config.to_yaml())) == config
     return config
 
 
