@@ -12,6 +12,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from penstock.schedule import sample, slow_rank_costs, verify
 from penstock.schedule.builders import BUILDERS
 
 PAGE = Path(__file__).with_name("schedules.md")
@@ -90,7 +91,7 @@ your numbers.
 
 def page() -> str:
     """The whole page."""
-    parts = [_HEAD, _table(), "\n"]
+    parts = [_HEAD, _table(), "\n", _SLOW, _slow_ranks(), "\n"]
     parts += [_section(name) for name in BUILDERS]
     parts.append(_SEARCHED)
     return "\n".join(parts)
@@ -109,6 +110,46 @@ def _table() -> str:
             f"| [`{formula.schedule}`](#{formula.schedule}){options} | {where} | `{formula.makespan}` | "
             f"`{formula.bubble}` | {live} |"
         )
+    return "\n".join(lines)
+
+
+_RANKS, _MICROBATCHES = 8, 32
+_REPLICAS, _JITTER, _SAMPLES = 1250, 0.02, 4
+
+_SLOW = f"""## Slow ranks and jitter
+
+By how many percent a step is longer, with P = {_RANKS} and m = {_MICROBATCHES}:
+
+- with the ops of one rank alone 1 % longer, by rank;
+- with jitter: every op's time is drawn anew, normally distributed with a standard deviation of
+  {_JITTER:.0%} of it, on one pipeline and on {_REPLICAS:,} replicas ({_RANKS * _REPLICAS:,} ranks), which
+  wait for each other where gradients are summed.
+
+F = I = W = 1, and messages take no time. A rank that is busy from its first op to the end of the step costs
+nearly all of its 1 %. Another one costs little where its inputs wait for it, as in `zb_h2`, and much where it
+waits for them: then all ranks take its pace. `penstock schedule compare --slow-rank 1.01` and
+`penstock schedule sample` give these figures for your numbers.
+"""
+
+
+def _slow_ranks() -> str:
+    """A line for each schedule that trains."""
+    ranks = " | ".join(map(str, range(_RANKS)))
+    lines = [
+        f"| schedule, slow rank | {ranks} | jitter | {_REPLICAS:,} replicas |",
+        "|---|" + "---:|" * (_RANKS + 2),
+    ]
+    for formula in FORMULAS:
+        schedule = BUILDERS[formula.schedule](ranks=_RANKS, microbatches=_MICROBATCHES, **formula.options)
+        if not schedule.trains:
+            continue
+        proof = verify(schedule)
+        losses = [sample(proof, jitter=_JITTER, replicas=replicas, samples=samples).loss
+                  for replicas, samples in ((1, 1000), (_REPLICAS, _SAMPLES))]  # fmt: skip
+        cells = [f"{100 * cost:.2f}" for cost in slow_rank_costs(proof)]
+        cells += [f"{round(100 * loss, 1) + 0.0:.1f}" for loss in losses]  # never -0.0
+        options = "".join(f", {key}={value}" for key, value in formula.options.items())
+        lines.append(f"| [`{formula.schedule}`](#{formula.schedule}){options} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -57,6 +57,8 @@ OPTIMIZER_STEP, OF_OPTIMIZER_STEP = (
 )
 OF_VERIFY = "schedule/test_verify.py schedule/test_properties.py"
 OF_ARRAYS = "schedule/test_op_arrays.py"
+TURNS, OF_TURNS = "schedule/turns.py", "schedule/test_turns.py"
+SAMPLE, OF_SAMPLE = "schedule/simulation/sample.py", "schedule/simulation/test_sample.py"
 OF_SIMULATE = "schedule/simulation/test_simulate.py schedule/simulation/test_costs.py"
 OF_SPLIT = "runtime/split_backward"
 OF_RANKS = "runtime/test_ranks.py"
@@ -342,7 +344,10 @@ MUTANTS = [
     Mutant(VERIFY, "in (arrays.source, arrays.own)", "in (arrays.source,)", OF_VERIFY),
     Mutant(VERIFY, "in (arrays.source, arrays.own)", "in (arrays.own,)", OF_VERIFY),
     Mutant(ARRAYS, "needed = also_needs.get(at, NOTHING)", "pass", f"{OF_ARRAYS} {OF_VERIFY}"),
-    Mutant(ARRAYS, "(there if there > free_at else free_at) + takes", "free_at + takes", OF_SIMULATE),
+    Mutant(TURNS, "(there if there > free_at else free_at) + duration", "free_at + duration", OF_SIMULATE),
+    Mutant(TURNS, "free[arrays.before[op]]", "end[arrays.before[op]]", OF_TURNS),
+    Mutant(SAMPLE, ".max(axis=1, keepdims=True)", "", OF_SAMPLE),
+    Mutant(SAMPLE, "[:, 0] *= factor", "[:] *= factor", OF_SAMPLE),
     Mutant(VERIFY, "~arrays.on_its_rank | ", "", OF_VERIFY),
     Mutant(VERIFY, " | ~arrays.is_indexed", "", OF_VERIFY),
     Mutant(VERIFY, "arrays.walk({needed for _, needed in too_late})", "arrays.walk()", OF_VERIFY),

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.cli import schedule as commands
-from penstock.schedule import Costs, build, simulate, wave
+from penstock.schedule import Costs, build, sample, simulate, slow_rank_costs, wave
 from penstock.schedule.files import dump, load
 from penstock.schedule.simulation.compare import compare, share
 from support.command import Command
@@ -93,6 +93,45 @@ def test_messages_count_as_memory_where_their_buffer_is_given(penstock: Command)
     assert (fits["1f1b"], fits["gpipe"]) == (True, False)
     refused = penstock("simulate", "gpipe", *SMALL, "--buffer", "-1")
     assert (refused.code, "Costs(buffer=-1.0)" in refused.err) == (2, True)
+
+
+def test_sample_draws_steps(penstock: Command) -> None:
+    options = ("--jitter", "0.1", "--slow", "1=1.5", "--replicas", "3", "--samples", "7", "--seed", "2")
+    code, out, err = penstock("sample", "1f1b", *SMALL, *options, "--reduction", "1,2", "--json")
+    assert (code, err) == (0, "")
+    data, costs = json.loads(out), Costs(reduction=[1, 2])
+    expected = sample(build("1f1b", ranks=2, microbatches=4), costs, jitter=0.1, slow={1: 1.5}, replicas=3,
+                      samples=7, seed=2)  # fmt: skip
+    assert data["steps"] == list(expected.steps)
+    assert data["by_slow_rank"] == {"1": expected.by_slow_rank[1]}
+    assert data["percentiles"]["50"] == expected.percentile(50)
+    out = penstock("sample", "1f1b", *SMALL, *options, "--reduction", "1,2").out
+    assert "7 steps, 3 replicas, 6 ranks in all" in out
+    assert f"mean step {expected.mean:.6g}, {expected.loss:.1%} more than the undisturbed 17" in out
+    assert f"rank 1 alone, as slow, and no jitter: {100 * expected.by_slow_rank[1]:.2f} % more" in out
+
+
+@pytest.mark.parametrize("slow", ["1", "1=", "x=1.01", "1:1.01"])
+def test_a_slow_rank_is_written_with_its_factor(penstock: Command, slow: str) -> None:
+    code, _, err = penstock("sample", "1f1b", *SMALL, "--slow", slow)
+    assert (code, "Write it like --slow 3=1.01" in err) == (2, True)
+
+
+def test_compare_has_what_a_slow_rank_costs(penstock: Command) -> None:
+    """With more stages a rank, its costs are divided as those of the table above."""
+    costs = Costs(forward=[1, 2], communication=0.1)
+    options = (*SMALL, "--forward", "1,2", "--communication", "0.1", "--slow-rank", "1.5")
+    entries = json.loads(penstock("compare", *options, "--json").out)["schedules"]
+    slowed = {entry["name"]: entry["by_slow_rank"] for entry in entries if not entry["options"]}
+    for name, factor in (("1f1b", 1), ("v_half", 2)):
+        schedule = build(
+            name, ranks=2, microbatches=4, **({"costs": share(costs, wave(2))} if factor > 1 else {})
+        )
+        assert slowed[name] == list(slow_rank_costs(schedule, share(costs, schedule.placement), 1.5))
+    shown = penstock("compare", *options).out.split("alone is slow")[1].splitlines()
+    row = next(line.split() for line in shown if line.startswith("gpipe "))
+    assert row[1:] == [text for cost in slowed["gpipe"] for text in (f"{100 * cost:.2f}", "%")]
+    assert "by_slow_rank" not in penstock("compare", *SMALL, "--json").out
 
 
 def test_draw_as_text_and_to_a_file(penstock: Command, tmp_path: Path) -> None:

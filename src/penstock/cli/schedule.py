@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,8 +13,9 @@ import typer
 from penstock.cli import schedule_tables as view
 from penstock.cli.shared import ScheduleChoice, chosen, costs_of, echo, taking
 from penstock.errors import ConfigError, InputError, ScheduleError
-from penstock.schedule import Costs, Schedule, loop, render, verify, wave
+from penstock.schedule import Costs, Entry, Schedule, loop, render, slow_rank_costs, verify, wave
 from penstock.schedule import compare as all_schedules
+from penstock.schedule import sample as sampled_steps
 from penstock.schedule import search as best_schedule
 from penstock.schedule import simulate as run_on_paper
 from penstock.schedule.files import check_path, dump
@@ -105,6 +107,47 @@ def simulate(
 
 @app.command()
 @taking(choice=chosen, costs=costs_of)
+def sample(
+    choice: ScheduleChoice,
+    costs: Costs,
+    jitter: Annotated[float, typer.Option(
+        help="Standard deviation of an op's time, as a share of it.")] = 0.0,
+    spread: Annotated[float, typer.Option(
+        help="Standard deviation of a rank's speed, which all its ops of a step share.")] = 0.0,
+    slow: Annotated[list[str] | None, typer.Option(
+        metavar="RANK=FACTOR", help="A slow rank of one replica, as 3=1.01. May be repeated.")] = None,
+    replicas: Annotated[int, typer.Option(help="Pipelines that sum their gradients.")] = 1,
+    samples: Annotated[int, typer.Option(help="Steps to sample.")] = 100,
+    seed: Annotated[int, typer.Option(help="The same seed draws the same steps.")] = 0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Sample steps whose ops vary, on one pipeline or on thousands: what jitter and slow ranks cost.
+
+    Example: penstock schedule sample 1f1b -r 8 -m 32 --jitter 0.02 --slow 3=1.01 --replicas 1250
+    """
+    schedule = choice.schedule(costs)
+    of_ranks = dict(map(_slow_rank, slow or ()))
+    drawn = sampled_steps(
+        schedule, costs, jitter=jitter, spread=spread, slow=of_ranks, replicas=replicas, samples=samples,
+        seed=seed,
+    )  # fmt: skip
+    if as_json:
+        echo(json.dumps(view.sampled_data(schedule, drawn)))
+    else:
+        echo(view.title(schedule), *view.sampled(drawn))
+
+
+def _slow_rank(text: str) -> tuple[int, float]:
+    rank, _, factor = text.partition("=")
+    try:
+        return int(rank), float(factor)
+    except ValueError:
+        rule = "a slow rank is its number and a factor of its times"
+        raise ConfigError(f"--slow {text!r}", rule, "Write it like --slow 3=1.01") from None
+
+
+@app.command()
+@taking(choice=chosen, costs=costs_of)
 def draw(
     choice: ScheduleChoice,
     costs: Costs,
@@ -144,6 +187,8 @@ def compare(
     memory_limit: Limit = None,
     search: Annotated[float | None, typer.Option(
         metavar="SECONDS", min=0.01, help="Also search for a better one, for so long.")] = None,
+    slow_rank: Annotated[float | None, typer.Option(
+        metavar="FACTOR", help="Also what a rank costs whose ops take so much longer, as 1.01.")] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Compare all schedules for one model, with advice for those that do not fit.
@@ -160,10 +205,20 @@ def compare(
         memory_limit=memory_limit,
         extra=searched,
     )
+    slowed = {} if slow_rank is None else _slowed(entries, replace(costs, buffer=buffer), slow_rank)
     if as_json:
-        echo(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit)))
+        echo(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit, slowed)))
     else:
-        echo(*view.comparison(entries, ranks, microbatches, memory_limit))
+        echo(*view.comparison(entries, ranks, microbatches, memory_limit, slowed))
+
+
+def _slowed(entries: Iterable[Entry], costs: Costs, factor: float) -> dict[str, tuple[float, ...]]:
+    """By the label of each schedule that was simulated, what each rank costs if it alone is slow."""
+    return {
+        entry.label: slow_rank_costs(entry.schedule, share(costs, entry.schedule.placement), factor)
+        for entry in entries
+        if entry.schedule is not None and entry.timeline is not None
+    }
 
 
 def _searched(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
 
 from penstock.cli.shared import table
-from penstock.schedule import Entry, Found, Op, Proof, Schedule, Timeline
+from penstock.schedule import Entry, Found, Op, Proof, Sampled, Schedule, Timeline
 from penstock.schedule.render.drawing import percent
 
 _PATH_SHOWN = 8  # ops at each end of a critical path
@@ -102,9 +102,43 @@ def timeline_data(schedule: Schedule, simulated: Timeline, memory_limit: float |
     }
 
 
+_PERCENTS = (1, 50, 99)  # of the samples
+
+
+def sampled(drawn: Sampled) -> Iterator[RenderableType]:
+    pipelines = f"{drawn.replicas} replicas, {drawn.ranks * drawn.replicas} ranks in all"
+    yield f"{len(drawn.steps)} steps, {pipelines if drawn.replicas > 1 else 'one pipeline'}"
+    lost = f"{percent(drawn.loss)} more than the undisturbed {number(drawn.undisturbed)}"
+    yield f"mean step {number(drawn.mean)}, {lost}; standard deviation {number(drawn.deviation)}"
+    yield ", ".join(f"{share} % of the steps take at most {number(drawn.percentile(share))}"
+                    for share in _PERCENTS)  # fmt: skip
+    for rank, cost in drawn.by_slow_rank.items():
+        yield f"rank {rank} alone, as slow, and no jitter: {_fine_percent(cost)} more"
+
+
+def sampled_data(schedule: Schedule, drawn: Sampled) -> dict[str, Any]:
+    return {
+        **{name: getattr(schedule, name) for name in ("name", "ranks", "stages", "microbatches")},
+        **{name: getattr(drawn, name) for name in ("replicas", "mean", "deviation", "undisturbed", "loss")},
+        "percentiles": {share: drawn.percentile(share) for share in _PERCENTS},
+        "steps": drawn.steps,
+        "by_slow_rank": drawn.by_slow_rank,
+    }
+
+
+def _fine_percent(share: float) -> str:
+    """Of a slow rank: they differ in the second digit."""
+    return f"{100 * share:.2f} %"
+
+
 def comparison(
-    entries: Iterable[Entry], ranks: int, microbatches: int, memory_limit: float | None
+    entries: Iterable[Entry],
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | None,
+    slowed: Mapping[str, Sequence[float]] | None = None,
 ) -> Iterator[RenderableType]:
+    """slowed: by label, how much longer the step takes, as a share of it, with each rank alone slow"""
     limit = "" if memory_limit is None else f", memory limit {number(memory_limit)}"
     entries = tuple(entries)
     yield f"{ranks} ranks, {microbatches} microbatches{limit}"
@@ -119,10 +153,21 @@ def comparison(
         copies = entry.schedule.placement.replicas if entry.schedule else 1
         if copies > 1:
             yield f"{entry.label}: holds the model's weights {copies} times, which is not counted here."
+    yield from _slow_ranks(slowed or {})
     yield ""
     yield "Costs are those of one stage per rank: with v stages per rank each takes and holds 1/v, and edges"
     yield "take the same. inner: the bubble between each rank's first and last op. live: the most"
     yield "activations of such stages that a rank holds. memory: the same in the unit of --activation."
+
+
+def _slow_ranks(slowed: Mapping[str, Sequence[float]]) -> Iterator[RenderableType]:
+    if slowed:
+        ranks = len(next(iter(slowed.values())))
+        heads = ("schedule", *(f"rank {rank}" for rank in range(ranks)))
+        yield ""
+        yield "how much longer the step takes if this rank alone is slow"
+        rows = ((label, *map(_fine_percent, costs)) for label, costs in slowed.items())
+        yield table(heads, rows, left=["schedule"])
 
 
 def _row(entry: Entry) -> tuple[object, ...]:
@@ -138,19 +183,24 @@ def _row(entry: Entry) -> tuple[object, ...]:
 
 
 def comparison_data(
-    entries: Iterable[Entry], ranks: int, microbatches: int, memory_limit: float | None
+    entries: Iterable[Entry],
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | None,
+    slowed: Mapping[str, Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "memory_limit": memory_limit,
-        "schedules": [_entry_data(entry) for entry in entries],
+        "schedules": [_entry_data(entry, (slowed or {}).get(entry.label)) for entry in entries],
     }
 
 
-def _entry_data(entry: Entry) -> dict[str, Any]:
+def _entry_data(entry: Entry, slowed: Sequence[float] | None) -> dict[str, Any]:
     simulated, schedule = entry.timeline, entry.schedule
     return {
+        **({} if slowed is None else {"by_slow_rank": slowed}),
         "name": entry.name,
         "options": dict(entry.options),
         "also": list(entry.also),

@@ -172,11 +172,15 @@ def costs_of(
         help="The part of F that waits for other ranks, such as for experts; pairs hide it.")] = "0",
     exchange_in_backward: Annotated[str | None, typer.Option(
         help="The same part of B or I; by default as much.")] = None,
+    gather: Annotated[str, typer.Option(
+        help="How much longer a stage's first F of a step takes, for weights that FSDP gathers.")] = "0",
+    reduction: Annotated[str, typer.Option(
+        help="How long a rank sums a stage's gradients over the mesh, after the last of them.")] = "0",
 ) -> Costs:  # fmt: skip
     texts = {
         "forward": forward, "input_grad": input_grad, "weight_grad": weight_grad, "bytes": sent,
         "activation": activation, "held_for_weight": held_for_weight, "exchange": exchange,
-        "exchange_in_backward": exchange_in_backward,
+        "exchange_in_backward": exchange_in_backward, "gather": gather, "reduction": reduction,
     }  # fmt: skip
     numbers: dict[str, Any] = {name: _cost(name, text) for name, text in texts.items() if text is not None}
     return Costs(communication=communication, bandwidth=bandwidth, **numbers)

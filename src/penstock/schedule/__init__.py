@@ -7,6 +7,7 @@ from penstock.schedule.render import render
 from penstock.schedule.search import Found, search
 from penstock.schedule.simulation.compare import Entry, compare
 from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.sample import Sampled, sample, slow_rank_costs
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import DeviceTime, Idle, Reduction, Span, Timeline, Wait
 from penstock.schedule.verify import Proof, verify
@@ -22,6 +23,7 @@ __all__ = [
     "Placement",
     "Proof",
     "Reduction",
+    "Sampled",
     "Schedule",
     "ScheduleConfig",
     "Span",
@@ -35,8 +37,10 @@ __all__ = [
     "load",
     "loop",
     "render",
+    "sample",
     "search",
     "simulate",
+    "slow_rank_costs",
     "verify",
     "wave",
 ]

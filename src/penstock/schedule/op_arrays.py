@@ -1,7 +1,7 @@
-"""The ops of a schedule as arrays: which op needs which, an order in which they can run, and when they end.
+"""The ops of a schedule as arrays: which op needs which, and an order in which they can run.
 
 A schedule may have half a million ops. So what concerns each op alone is computed on arrays (numpy, imported
-on first use). Only what one op passes on to another is a loop: `run_all` and `ends`.
+on first use). Only what one op passes on to another is a loop: `run_all`, and `ends` in `turns`.
 """
 
 from __future__ import annotations
@@ -228,33 +228,3 @@ def run_all(
         order += range(start, stop)
         reached[rank] = stop
     return Walk(order, reached, {rank: needed for needed, ranks in waiting.items() for rank in ranks})
-
-
-def ends(
-    arrays: OpArrays, order: list[int], durations: Floats, delays: Floats, pairs: Mapping[int, float]
-) -> Floats:
-    """The end of each op, if each starts when its rank has ended the one before and its input is there.
-
-    order: from `OpArrays.walk`
-    delays: from the end of the source of an op until its result is there
-    pairs: by its first op, how long an overlapped pair takes: it starts when both its inputs are there, and
-        its ops end together
-    """
-    import numpy as np
-
-    source, durations = arrays.source.copy(), durations.copy()
-    for one, length in pairs.items():  # the first op takes no time, and whoever needs it waits for the second
-        source[arrays.source == one] = one + 1
-        durations[one], durations[one + 1] = 0.0, length
-    turn = np.zeros(len(order) + 1, np.intp)  # in the order, counted from 1; that of NOTHING, the last, is 0
-    turn[order] = np.arange(1, len(order) + 1)
-    columns = (turn[source[order]], turn[arrays.before[order]], delays[order], durations[order])
-    ended = [0.0]
-    append = ended.append  # half a million calls
-    for needed, before, delay, takes in zip(*(column.tolist() for column in columns), strict=True):
-        there, free_at = ended[needed] + delay, ended[before]
-        append((there if there > free_at else free_at) + takes)
-    end_times = np.array(ended)[turn[:-1]]
-    for one in pairs:
-        end_times[one] = end_times[one + 1]
-    return end_times

@@ -17,8 +17,9 @@ from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from penstock.errors import ConfigError
-from penstock.schedule.op_arrays import NOTHING, OpArrays, ends, run_all
+from penstock.schedule.op_arrays import NOTHING, OpArrays, run_all
 from penstock.schedule.ops import SOURCE, Op, Schedule
+from penstock.schedule.turns import ends
 from penstock.schedule.verify import Proof, cycles
 
 

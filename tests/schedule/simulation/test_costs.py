@@ -122,3 +122,12 @@ def test_what_is_left_out_is_as_much_as_another_cost() -> None:
 ])  # fmt: skip
 def test_buffers_count_where_one_holds_something(costs: Costs, counts: bool) -> None:
     assert costs.counts_buffers == counts
+
+
+@pytest.mark.parametrize("name", ["gather", "reduction"])
+def test_what_a_stage_does_once_a_step_is_one_number_a_stage(name: str) -> None:
+    once: Any = {name: [1, 2]}
+    assert Costs(**once).of_stages(name, loop(2)) == [1, 2]
+    wrong: Any = {name: [[1, 1], [2, 2]]}
+    with pytest.raises(ConfigError, match="a cost is finite and not negative"):
+        Costs(**wrong)

@@ -13,6 +13,7 @@ from penstock.schedule import (
     Costs,
     Op,
     Placement,
+    Reduction,
     Schedule,
     Span,
     Timeline,
@@ -135,6 +136,43 @@ def test_a_pair_waits_for_both_its_inputs() -> None:
 def test_an_exchange_longer_than_its_op_is_refused() -> None:
     with pytest.raises(ConfigError, match="what 0F1 waits within itself, 2, is a part of what it takes, 1"):
         pair_of(Costs(forward=1, exchange=2))
+
+
+def test_a_rank_sums_gradients_after_its_last_op_of_the_stage() -> None:
+    """Two stages on one of two ranks: R1 takes 2 before 0B0 runs, and the result of 1B0 was sent before."""
+    schedule = written(Placement((0, 1, 0)), 1, "0F0 2F0 2B0 0B0", "1F0 1B0")
+    timeline = simulate(schedule, Costs(reduction=[1, 3, 2], buffer=0.25))
+    assert starts_and_ends(timeline) == {
+        "0F0": (0, 1), "1F0": (1, 2), "2F0": (2, 3), "2B0": (3, 5), "1B0": (5, 7), "0B0": (7, 9),
+    }  # fmt: skip
+    assert timeline.reductions == (Reduction(0, 2, 5, 7), Reduction(0, 0, 9, 10), Reduction(1, 1, 7, 10))
+    assert timeline.makespan == 10
+    assert [idle.reduce for idle in timeline.idle] == [3, 3]
+    assert [wait.op for wait in timeline.waits if wait.rank == 0] == [Op(2, "F", 0)]  # 0B0 came while R2 ran
+    late = simulate(schedule, Costs(reduction=[1, 3, 4], buffer=0.25))
+    assert starts_and_ends(late)["0B0"] == (9, 11)
+    assert late.critical_path == tuple(map(Op.parse, ("0F0", "1F0", "2F0", "2B0", "0B0")))
+    assert [point for point in late.memory[0] if 5 < point[0] < 11] == [(9, 1.25)]  # posted after the sum
+
+
+def test_the_last_reduction_ends_the_critical_path() -> None:
+    schedule = build("1f1b", ranks=2, microbatches=2)
+    assert simulate(schedule, Costs()).critical_path[-1] == Op(0, "B", 1)
+    assert simulate(schedule, Costs(reduction=[0, 5])).critical_path[-1] == Op(1, "B", 1)
+
+
+def test_a_stage_gathers_its_weights_once() -> None:
+    timeline = simulate(build("inference", ranks=2, microbatches=3), Costs(gather=[0.5, 2]))
+    assert [span.end - span.start for span in timeline.spans] == [1.5, 1, 1, 3, 1, 1]
+
+
+def test_reductions_and_copies_to_the_host() -> None:
+    """A rank of two stages, both ways: copies that take no time change no time."""
+    schedule, costs = build("zb_v", ranks=2, microbatches=4), Costs(reduction=[1, 2, 3, 4], gather=0.5)
+    plain = simulate(schedule, costs)
+    assert len(plain.reductions) == 4
+    copied = simulate(schedule, replace(costs, offloaded=0.5))
+    assert (copied.spans, copied.reductions) == (plain.spans, plain.reductions)
 
 
 # none of which comes to the same time another way, so that nothing ends when another thing begins by chance

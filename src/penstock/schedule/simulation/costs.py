@@ -19,9 +19,11 @@ Row = list[float]  # one number per microbatch
 
 # the costs that may differ between stages; and those that equal another one if they are None
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
-         "held_in_backward", "exchange", "exchange_in_backward", "offloaded")  # fmt: skip
+         "held_in_backward", "exchange", "exchange_in_backward", "offloaded", "gather",
+         "reduction")  # fmt: skip
 _OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
               "exchange_in_backward": "exchange"}  # fmt: skip
+_OF_A_STEP = ("gather", "reduction")  # once for a stage, whatever the microbatches
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,10 @@ class Costs:
     host_bandwidth: sizes per unit of time that a rank's link to host memory moves, in each of the two
         directions at once. None: copies take no time
     offload_ahead: ops in whose time a copy should be over
+    gather: how much longer a stage's first F of a step takes, for the weights that other ranks of the mesh
+        hold (FSDP). A number, or one per stage
+    reduction: how long a rank sums a stage's gradients over the mesh, after the last op that adds to them. A
+        number, or one per stage
     """
 
     forward: Cost = 1.0
@@ -70,6 +76,8 @@ class Costs:
     offloaded: Cost = 0.0
     host_bandwidth: float | None = None
     offload_ahead: int = 1
+    gather: Cost = 0.0
+    reduction: Cost = 0.0
 
     def __post_init__(self) -> None:
         _check("communication", self.communication)
@@ -85,7 +93,7 @@ class Costs:
             rule = "the copies of pairs that run side by side are not simulated"
             raise ConfigError("Costs(offloaded=..., exchange=...)", rule, "Leave one of them out")
         for name in COSTS:
-            _check_form(name, getattr(self, name))
+            _check_form(name, getattr(self, name), depth=1 if name in _OF_A_STEP else 0)
 
     @property
     def counts_buffers(self) -> bool:
@@ -128,6 +136,10 @@ class Costs:
             return self.rows(name, placement, microbatches)
         halves = (self.durations("I", placement, microbatches), self.durations("W", placement, microbatches))
         return [[i + w for i, w in zip(*rows, strict=True)] for rows in zip(*halves, strict=True)]
+
+    def of_stages(self, name: str, placement: Placement) -> list[float]:
+        """The cost called `name`, `gather` or `reduction`, by stage."""
+        return [row[0] for row in self.rows(name, placement, 1)]
 
     def side_by_side(self, placement: Placement, microbatches: int) -> Callable[[Pair], float]:
         """The duration of a pair whose ops start together: the compute of both, or the longer op alone.

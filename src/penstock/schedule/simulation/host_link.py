@@ -31,8 +31,15 @@ class HostLinks:
     """
 
     def __init__(
-        self, arrays: OpArrays, order: list[int], durations: Floats, delays: Floats, costs: Costs
+        self,
+        arrays: OpArrays,
+        order: list[int],
+        durations: Floats,
+        delays: Floats,
+        costs: Costs,
+        pauses: Floats,
     ) -> None:
+        """pauses: by op, how long its rank reduces gradients in front of it"""
         import numpy as np
 
         schedule = arrays.schedule
@@ -43,12 +50,12 @@ class HostLinks:
         self._links = [_Link(rank, self) for rank in range(schedule.ranks)]
         steps = host_copies(schedule, costs.offload_ahead)
         in_front = [at for rank in steps for at in rank]
-        columns = (arrays.rank, arrays.source, arrays.before, delays, durations)
+        columns = (arrays.rank, arrays.source, arrays.before, delays, durations, pauses)
         ops = list(zip(*(column.tolist() for column in columns), strict=True))
         end, gate = [0.0] * (len(order) + 1), [0.0] * len(order)  # the last end is that of NOTHING
         for at in order:
-            rank, needed, before, delay, takes = ops[at]
-            reached, there = end[before], end[needed] + delay
+            rank, needed, before, delay, takes, pause = ops[at]
+            reached, there = end[before] + pause, end[needed] + delay
             gate[at] = self._links[rank].take(in_front[at], reached, there, self._changes[at])
             end[at] = max(reached, there, gate[at]) + takes
         self.end, self.gate = np.array(end[:-1]), np.array(gate)

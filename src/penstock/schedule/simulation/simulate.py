@@ -13,23 +13,28 @@ Each op starts as soon as its rank has ended the one before and its input has ar
     a send          from the end of its op until it has arrived
 
 What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
+
+A rank sums a stage's gradients over the mesh when the last of them is there (`Costs.reduction`), and does
+nothing else meanwhile. Replicas of the pipeline take the same time, so that one stands for all: they meet in
+these sums, and none waits. `sample` runs replicas that differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from penstock.schedule.collector import collector_paused
-from penstock.schedule.op_arrays import NOTHING, OpArrays, ends
+from penstock.schedule.op_arrays import NOTHING, OpArrays
 from penstock.schedule.ops import KINDS, Op, Pair, Schedule
 from penstock.schedule.order import posts
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.host_link import Change, HostLinks
-from penstock.schedule.simulation.timeline import Curve, Span, Timeline, Wait, curve
+from penstock.schedule.simulation.timeline import Curve, Reduction, Span, Timeline, Wait, curve
+from penstock.schedule.turns import ends, last_gradients
 from penstock.schedule.verify import Proof, verify
 
 if TYPE_CHECKING:
@@ -60,6 +65,7 @@ def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline
             run.critical_path(),
             proof.schedule.overlaps,
             run.waits(),
+            run.reductions(),
             copies=() if run.links is None else tuple(run.links.copies),
         )
 
@@ -68,7 +74,9 @@ class _Run:
     """One run of all ranks. Everything is by index of the op, as in `OpArrays`.
 
     start, end: of each op
-    free_at: when its rank has ended the op before
+    reduced: by the op that it follows, how long a reduction takes
+    pauses: how long its rank reduces gradients in front of it
+    free_at: when its rank has ended what comes before
     sent, there: when the op that it needs has ended, and when that result is there; 0 if it needs none
     links: to host memory; None where nothing is offloaded
     """
@@ -77,17 +85,18 @@ class _Run:
         import numpy as np
 
         self._arrays, arrays, order = proof.arrays, proof.arrays, proof.order
-        delays, pairs = _delays(arrays, costs), _pairs(arrays, costs)
-        durations = _durations(arrays, costs)
+        delays, pairs = delays_of(arrays, costs), pairs_of(arrays, costs)
+        durations, self.reduced = durations_of(arrays, costs), reductions_of(arrays, costs)
+        self.pauses = _pauses(arrays, self.reduced)
         self.links = None
         if costs.offloads and arrays.schedule.trains:
-            self.links = HostLinks(arrays, order, durations, delays, costs)
+            self.links = HostLinks(arrays, order, durations, delays, costs, self.pauses)
             self.end = self.links.end
         else:
-            self.end = ends(arrays, order, durations, delays, pairs)
+            self.end = ends(arrays, order, durations, delays, pairs, self.reduced)
         self.sent = np.where(arrays.source == NOTHING, 0.0, self.end[arrays.source])
         self.there = self.sent + delays
-        self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before])
+        self.free_at = np.where(arrays.before == NOTHING, 0.0, self.end[arrays.before]) + self.pauses
         # the op whose end was waited for, on this rank or on another, or NOTHING
         self._held_up_by = np.where(self.there > self.free_at, arrays.source, arrays.before)
         for one in pairs:
@@ -118,22 +127,41 @@ class _Run:
         ops = [self._arrays.ops[at] for at in waited.tolist()]
         return tuple(map(Wait, self._arrays.rank[waited].tolist(), ops, *times))
 
+    def reductions(self) -> tuple[Reduction, ...]:
+        arrays, ended = self._arrays, self.end
+        return tuple(
+            Reduction(int(arrays.rank[at]), int(arrays.stage[at]), float(ended[at]), float(ended[at] + takes))
+            for at, takes in sorted(self.reduced.items())
+        )
+
     def critical_path(self) -> tuple[Op, ...]:
         """The chain of ops, each held up by the one before, that ends with the last op of the step."""
-        ends = [stop - 1 for start, stop in pairwise(self._arrays.bounds) if stop > start]
-        at, held_up_by = max(ends, key=self.end.__getitem__), self._held_up_by.tolist()
+        last = [stop - 1 for start, stop in pairwise(self._arrays.bounds) if stop > start]
+        at, held_up_by = max(last, key=self._rank_ends), self._held_up_by.tolist()
         path: list[Op] = []
         while at != NOTHING:
             path.append(self._arrays.ops[at])
             at = held_up_by[at]
         return tuple(reversed(path))
 
+    def reached(self, rank: int) -> list[float]:
+        """When a rank reaches each op: when it has ended what comes before, or started it if they overlap."""
+        start, stop = self._arrays.bounds[rank : rank + 2]
+        if start == stop:
+            return []
+        free_at = self.end[start : stop - 1] + self.pauses[start + 1 : stop]
+        return [0.0, *map(min, free_at.tolist(), self.start[start + 1 : stop].tolist())]
+
+    def _rank_ends(self, last: int) -> float:
+        """When a rank has ended its last op, and the reduction behind it."""
+        return float(self.end[last]) + self.reduced.get(last, 0.0)
+
     def of_rank(self, rank: int) -> Times:
         start, stop = self._arrays.bounds[rank : rank + 2]
         return list(zip(self.start[start:stop].tolist(), self.end[start:stop].tolist(), strict=True))
 
 
-def _pairs(arrays: OpArrays, costs: Costs) -> dict[int, float]:
+def pairs_of(arrays: OpArrays, costs: Costs) -> dict[int, float]:
     """By the first op of each pair, how long it takes side by side; empty if none runs so."""
     schedule, pairs = arrays.schedule, arrays.pairs if costs.overlaps else []
     if not pairs:
@@ -142,15 +170,42 @@ def _pairs(arrays: OpArrays, costs: Costs) -> dict[int, float]:
     return {one: length(Pair(arrays.ops[one], arrays.ops[one + 1])) for one in pairs}
 
 
-def _durations(arrays: OpArrays, costs: Costs) -> Floats:
+def durations_of(arrays: OpArrays, costs: Costs) -> Floats:
+    """How long each op takes, with what its stage gathers first."""
     import numpy as np
 
     schedule = arrays.schedule
     by_kind = [np.array(costs.durations(kind, schedule.placement, schedule.microbatches)) for kind in KINDS]
-    return np.stack(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
+    durations: Floats = np.stack(by_kind)[arrays.kind, arrays.stage, arrays.microbatch]
+    gathered = costs.of_stages("gather", schedule.placement)
+    if any(gathered):
+        forwards = np.flatnonzero(arrays.slot == 0)[::-1]
+        first = dict(zip(arrays.stage[forwards].tolist(), forwards.tolist(), strict=True))
+        for stage, at in first.items():
+            durations[at] += gathered[stage]
+    return durations
 
 
-def _delays(arrays: OpArrays, costs: Costs) -> Floats:
+def reductions_of(arrays: OpArrays, costs: Costs) -> dict[int, float]:
+    """By the op that it follows, how long each reduction takes that takes any time."""
+    takes = costs.of_stages("reduction", arrays.schedule.placement)
+    if not any(takes):
+        return {}
+    return {at: takes[stage] for stage, at in last_gradients(arrays).items() if takes[stage]}
+
+
+def _pauses(arrays: OpArrays, reduced: Mapping[int, float]) -> Floats:
+    """By op, how long its rank reduces gradients in front of it."""
+    import numpy as np
+
+    pauses = np.zeros(len(arrays.ops))
+    for at, takes in reduced.items():
+        if at + 1 < len(pauses) and arrays.rank[at + 1] == arrays.rank[at]:
+            pauses[at + 1] = takes
+    return pauses
+
+
+def delays_of(arrays: OpArrays, costs: Costs) -> Floats:
     """How long the result that each op needs takes from another rank."""
     import numpy as np
 
@@ -171,13 +226,16 @@ def _memory(proof: Proof, costs: Costs, run: _Run) -> tuple[Curve, ...]:
         return held.activations(run)
     times = [run.of_rank(rank) for rank in range(schedule.ranks)]
     all_posts = [posts(proof, rank) for rank in range(schedule.ranks)]
-    posted_at = {op: reached for posted, row in zip(all_posts, times, strict=True)
-                 for ops, reached in zip(posted, _reached(row), strict=True) for op in ops}  # fmt: skip
+    reached = [run.reached(rank) for rank in range(schedule.ranks)]
+    posted_at = {op: time for posted, row in zip(all_posts, reached, strict=True)
+                 for ops, time in zip(posted, row, strict=True) for op in ops}  # fmt: skip
     in_time = itemgetter(0)  # changes at one time keep their order
     curves = []
     for rank, row in enumerate(times):
         offloaded = [[]] * len(row) if run.links is None else run.links.of_rank(arrays, rank)
-        changes = sorted(held.with_messages(rank, row, all_posts[rank], posted_at, offloaded), key=in_time)
+        changes = sorted(
+            held.with_messages(rank, row, reached[rank], all_posts[rank], posted_at, offloaded), key=in_time
+        )
         curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
     return tuple(curves)
 
@@ -231,6 +289,7 @@ class _Held:
         self,
         rank: int,
         times: Times,
+        reached: Sequence[float],
         posted: list[list[Op]],
         posted_at: dict[Op, float],
         offloaded: Sequence[Sequence[Change]],
@@ -239,17 +298,18 @@ class _Held:
 
         A real message is never quite as fast as predicted, so that a peak that lasts no time still counts.
 
-        posted: what the rank posts at each op; posted_at: when each result's receiver posts its receive.
+        reached: when the rank reaches each op; posted: what it posts there
+        posted_at: when each result's receiver posts its receive.
             Until then the result stays with the sender
         offloaded: what releases and reloads in front of each op change
         """
         arrivals: list[Change] = []
         program = self._schedule.programs[rank]
-        for op, posts_here, reached, (start, end), (at_start, at_end), copied in zip(
-            program, posted, _reached(times), times, self.of_rank(rank), offloaded, strict=True
+        for op, posts_here, time, (start, end), (at_start, at_end), copied in zip(
+            program, posted, reached, times, self.of_rank(rank), offloaded, strict=True
         ):
             for source in posts_here:
-                yield reached, self._message(source)
+                yield time, self._message(source)
             yield from copied
             source = self._schedule.source(op)
             taken = 0.0 if source is None or source not in posted_at else self._message(source)
@@ -265,11 +325,6 @@ class _Held:
     def _message(self, op: Op) -> float:
         """The buffer for the result of `op`."""
         return self._buffer[_edge(op)][op.microbatch]
-
-
-def _reached(times: Times) -> Iterator[float]:
-    """When a rank reaches each op: when the one before has ended, or started if they overlap."""
-    return (min(times[at - 1][1], times[at][0]) if at else 0.0 for at in range(len(times)))
 
 
 def _edge(op: Op) -> int:
