@@ -21,7 +21,7 @@ from penstock.planner.work import OpWork
 
 def seconds(works: Iterable[OpWork], device: Device) -> float:
     """Seconds that `works` take, one after the other. Raises ConfigError for a dtype without a peak."""
-    return sum(work.count * op_seconds(work, device) for work in works)
+    return sum(work.calls * op_seconds(work, device) for work in works)
 
 
 def op_seconds(work: OpWork, device: Device) -> float:
