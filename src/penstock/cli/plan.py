@@ -1,0 +1,232 @@
+"""``penstock plan``: the best runs of a model on a cluster, predicted: a table, a config, a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+from transformers import PretrainedConfig
+
+from penstock.cli.shared import echo, table
+from penstock.errors import ConfigError
+from penstock.models import hub
+from penstock.models.model_folder import config_of
+from penstock.models.source import sdpa_for_flash
+from penstock.planner.candidate import Precision
+from penstock.planner.estimate import Estimate
+from penstock.planner.hardware import Cluster, read_cluster
+from penstock.planner.page import page
+from penstock.planner.run_config import run_config
+from penstock.planner.search import Plans, gib, plan
+from penstock.planner.workload import Workload
+from penstock.reading import parse_size
+from penstock.schedule.files import write_text
+
+_CONFIG = "config.json"
+_MOST_LAYERS = 4096  # of a config: each is made, without values
+_MOST_ROWS = 10**7  # of a step
+_WORDS = {
+    "compute": "computes",
+    "bubble": "idles in the bubble",
+    "tp": "waits for tp",
+    "cp": "waits for cp",
+    "ep": "waits for experts (ep)",
+    "dp": "waits for FSDP's gatherings and reductions",
+    "pp": "waits for messages between stages",
+    "optimizer": "spends in the optimizer",
+}
+
+
+def show(
+    model: str,
+    cluster: str,
+    batch: int,
+    length: int,
+    memory: str | None = None,
+    out: Path | None = None,
+    page_path: Path | None = None,
+    precision: Precision = "mixed",
+) -> None:
+    """Search, and print the best runs; write the first one's config and a page."""
+    hardware, limit = read_cluster(cluster), _limit(memory)
+    named, config = opened(model)
+    check_sizes(config, batch, length)
+    workload = Workload(config, precision)
+    with sdpa_for_flash():
+        plans = plan(workload, hardware, batch, length, limit=limit)
+    echo(*_head(workload, hardware, plans, batch, length))
+    echo("", ranked(plans.best))
+    echo("", *_reasons(plans))
+    echo("\nmemory of the fullest rank, GiB, and what the run has it hold", _memory(plans.best[0]))
+    if out is not None:
+        write_text(out, written(plans.best[0], hardware, named), "plan")
+        echo(f"\nwrote {out}: start it with penstock train {out}, once data: names your own")
+    if page_path is not None:
+        write_text(page_path, page(plans, hardware, type(workload.source.model).__name__), "page")
+        echo(f"wrote {page_path}")
+
+
+def opened(model: str) -> tuple[dict[str, Any], PretrainedConfig]:
+    """The keys of a config's section `model`, and the model's config. No weight is fetched or read.
+
+    model: a folder, its config.json, or a Hub name. Raises ModelError, HubError.
+    """
+    if hub.is_name(model):
+        return {"path": model}, config_of(hub.fetch(model, None, "config"))
+    path = Path(model).expanduser()
+    folder = path.parent if path.name == _CONFIG else path
+    return {"path": str(folder)}, config_of(folder)
+
+
+def check_sizes(config: PretrainedConfig, batch: int, length: int) -> None:
+    """Raise ConfigError for sizes that no run has, before anything of such a size is made."""
+    text = config.get_text_config()
+    layers, longest = getattr(text, "num_hidden_layers", 0), getattr(text, "max_position_embeddings", None)
+    for value, wrong, rule, remedy in (
+        (f"num_hidden_layers={layers:,}", layers > _MOST_LAYERS,
+         f"a plan makes every layer of the model, and takes {_MOST_LAYERS:,} of them", "Fix the config"),
+        (f"--batch {batch}", not 1 <= batch <= _MOST_ROWS,
+         f"it is the number of rows of a step, 1 to {_MOST_ROWS:,}", "Give as many rows"),
+        (f"--length {length}", length < 2,
+         "it is the number of tokens of a row, of which the first predicts nothing", "Give 2 or more"),
+        (f"--length {length}", longest is not None and 0 < longest < length,
+         f"the model takes {longest} positions (max_position_embeddings)", f"Give {longest} or less"),
+    ):  # fmt: skip
+        if wrong:
+            raise ConfigError(value, rule, remedy)
+
+
+def _limit(memory: str | None) -> float | None:
+    if memory is None:
+        return None
+    if (nbytes := parse_size(memory)) is None or nbytes <= 0:
+        raise ConfigError(f"--memory {memory!r}", "it is an amount of memory", "Write it like 75GiB")
+    return nbytes
+
+
+def written(best: Estimate, cluster: Cluster, model: dict[str, Any]) -> str:
+    """The config of a run, as YAML."""
+    tree = run_config(best.candidate, model)
+    head = (
+        f"# penstock plan: {best.candidate.mesh} on {cluster.hosts} x {cluster.host}. Predicted: "
+        f"{best.seconds:.3g} s a step,\n# {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, "
+        f"{gib(best.nbytes)} on the fullest rank.\n# The data is made up: name your own.\n"
+    )
+    return head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
+
+
+# ---- What is printed
+
+
+def _head(workload: Workload, cluster: Cluster, plans: Plans, batch: int, length: int) -> Iterator[str]:
+    name = type(workload.source.model).__name__
+    size = f"{workload.layers} layers, {workload.parameters:,} parameters"
+    yield f"{name}, {size}, {workload.precision} precision"
+    yield (
+        f"{cluster.hosts} x {cluster.host}: {cluster.world} devices ({cluster.device.name}), "
+        f"{gib(plans.limit)} of {gib(cluster.device.memory)} a device"
+    )
+    yield f"{batch:,} rows of {length:,} tokens a step, all of them attended to as one document"
+    yield (
+        f"{plans.runs:,} runs, of which {plans.simulated:,} were simulated and {len(plans.fitting):,} fit. "
+        f"No run of these meshes, by whatever schedule or split, beats the first by over {plans.gap:.1%}"
+    )
+
+
+def ranked(best: Sequence[Estimate]) -> Table:
+    """The best runs, the fastest first."""
+    rows = [
+        (
+            str(place),
+            run.candidate.mesh,
+            run.candidate.label,
+            f"{run.candidate.microbatches} x {run.candidate.rows}",
+            recomputation(run),
+            f"{run.seconds:.3f}",
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.mfu:.1%}",
+            f"{run.bubble:.1%}",
+            " ".join(f"{axis} {share:.1%}" for axis, share in exposed_shares(run).items()) or "none",
+            f"{run.nbytes / 2**30:.1f}",
+        )
+        for place, run in enumerate(best, 1)
+    ]
+    heads = (
+        "",
+        "mesh",
+        "schedule",
+        "microbatches",
+        "recomputed",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "bubble",
+        "exposed",
+        "GiB",
+    )
+    return table(heads, rows, left=("mesh", "schedule", "recomputed", "exposed"), gap=1)
+
+
+def recomputation(run: Estimate) -> str:
+    """What runs again in the backward, in words."""
+    candidate = run.candidate
+    what = candidate.recomputed
+    if candidate.in_flight is not None:
+        counts = sorted(set(candidate.in_flight))
+        what += f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in flight"
+    return f"{what}; weights gathered by layer" if candidate.reshard else what
+
+
+def exposed_shares(run: Estimate) -> Mapping[str, float]:
+    """The share of a step that ranks wait for communication, by axis; what is below 0.1 % is left out."""
+    shares = {axis: time / run.seconds for axis, time in run.exposed.items()}
+    return {axis: share for axis, share in shares.items() if share >= 0.001}
+
+
+def _reasons(plans: Plans) -> Iterator[str]:
+    """Where the first run's time goes, and why the second loses."""
+    first, *others = plans.best
+    parts = ", ".join(
+        f"{name} {time / first.seconds:.1%}"
+        for name, time in sorted(first.spent.items(), key=lambda of: -of[1])
+    )
+    yield f"a step of 1 is, as a mean over ranks: {parts}"
+    yield f"layers of its stages: {_split(first.candidate.split)}"
+    if not others:
+        yield "no other run fits"
+        return
+    second = others[0]
+    names = dict.fromkeys((*first.spent, *second.spent))
+    more = {name: second.spent.get(name, 0.0) - first.spent.get(name, 0.0) for name in names}
+    worst = max(more, key=lambda name: more[name])
+    late = second.seconds - first.seconds
+    yield (
+        f"2 loses {late:.3g} s a step ({late / first.seconds:.1%}): "
+        f"it {_WORDS[worst]} {more[worst]:.3g} s longer"
+    )
+
+
+def _split(split: Sequence[int]) -> str:
+    """10 x 4, 9 for stages with 10 layers four times, then 9."""
+    runs = [(count, len(list(alike))) for count, alike in groupby(split)]
+    return ", ".join(f"{count} x {times}" if times > 1 else str(count) for count, times in runs)
+
+
+def _memory(run: Estimate) -> Table:
+    rank = run.memory[run.fullest]
+    columns = {
+        "rank": str(run.fullest),
+        "weights": rank.weights,
+        "gradients": rank.gradients,
+        "moments": rank.optimizer,
+        "casts": rank.casts,
+        "gathered": rank.gathered_weights + rank.gathered_gradients,
+        "activations": rank.activations or 0,
+        "total": rank.total,
+    }
+    row = [value if isinstance(value, str) else f"{value / 2**30:.2f}" for value in columns.values()]
+    return table(list(columns), [row], gap=1)

@@ -1,0 +1,73 @@
+"""The command `penstock plan`, in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli.plan import show
+from penstock.errors import ConfigError, InputError
+from penstock.train.config.load import load_config
+from support.planning import LENGTH, small_config
+
+CLUSTER = "hosts: 1\nhost: DGX H100\ndevices: 4\ndevice: {memory: 1 GB}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    small_config().save_pretrained(tmp_path)
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    return tmp_path
+
+
+def test_it_ranks_runs_and_writes_the_first_as_a_config(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = folder / "plan.yaml", folder / "plan.html"
+    show(str(folder), str(folder / "cluster.yaml"), 16, LENGTH, "0.5GB", out, page)
+    printed = capsys.readouterr().out
+    assert "LlamaForCausalLM, 6 layers" in printed
+    assert "4 devices (H100), 0.5 GiB of 0.9 GiB" in printed
+    assert "a step of 1 is" in printed
+    assert "2 loses" in printed
+    assert f"wrote {out}" in printed
+    config = load_config(out)
+    assert config.train.batch_size == 16
+    assert config.data.sequence_length == LENGTH
+    assert page.read_text().startswith("<!doctype html>")
+    first = next(line for line in printed.splitlines() if line.lstrip().startswith("1 "))
+    assert f"pp={config.pipeline.ranks}" in first
+
+
+def test_a_models_config_may_be_named_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(str(folder / "config.json"), str(folder / "cluster.yaml"), 16, LENGTH, out=folder / "plan.yaml")
+    assert yaml.safe_load((folder / "plan.yaml").read_text())["model"] == {"path": str(folder)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "--batch 0"),
+        ({"batch": 10**9}, "--batch 1000000000"),
+        ({"length": 1}, "--length 1"),
+        ({"length": 512}, "the model takes 256 positions"),
+        ({"memory": "much"}, "--memory 'much'"),
+        ({"memory": "80GB"}, "H100 has 0.9 GiB"),
+        ({"model": "nowhere/at/all"}, "there is no such folder"),
+        ({"cluster": "8 x DGX H1000"}, "H1000"),
+    ],
+)
+def test_wrong_input_is_one_message(folder: Path, change: dict[str, object], message: str) -> None:
+    given = {"model": str(folder), "cluster": str(folder / "cluster.yaml"), "batch": 16, "length": LENGTH}
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        show(**given | change)  # type: ignore[arg-type]
+
+
+def test_a_million_layers_are_refused_at_once(folder: Path) -> None:
+    keys = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(keys | {"num_hidden_layers": 10**6}))
+    with pytest.raises(ConfigError, match="num_hidden_layers=1,000,000"):
+        show(str(folder), str(folder / "cluster.yaml"), 16, LENGTH)
