@@ -1,0 +1,151 @@
+"""The section of docs/validation.md on published runs: each row measured and predicted, and which bars are met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from benchmarks.validation.models import flops, gpt_flops
+from benchmarks.validation.predict import Constants, Predicted
+from benchmarks.validation.runs import FOLDER, Table
+
+PAGE = FOLDER.parents[2] / "docs" / "validation.md"
+TITLE = "## Published runs"
+TIME_MEDIAN, TIME_WORST, MEMORY, ORDER = 0.10, 0.20, 0.07, 0.9  # the bars, for rows predicted blind
+_GIB = 2**30
+
+Results = Mapping[str, Sequence[Predicted]]
+
+
+class Bar(NamedTuple):
+    """A bar: what it is of, its limit, what came out, over how many figures, and whether it is met."""
+
+    what: str
+    limit: str
+    result: str
+    count: int
+    met: bool
+
+
+def bars(tables: Mapping[str, Table], results: Results) -> list[Bar]:
+    """Of rows that are predicted blind; of pairs in which at least one row is."""
+    blind = [row for rows in results.values() for row in rows if row.run.half == "blind"]
+    times = [abs(row.error) for row in blind]
+    memory = [abs(row.memory_error) for row in blind if row.memory_error is not None]
+    right = [
+        agree
+        for stem, rows in results.items()
+        if tables[stem].one_model
+        for agree in _order(rows)
+    ]
+    share = sum(right) / len(right)
+    return [
+        Bar("step time, median error", f"{TIME_MEDIAN:.0%}", f"{median(times):.1%}", len(times),
+            median(times) <= TIME_MEDIAN),
+        Bar("step time, largest error", f"{TIME_WORST:.0%}", f"{max(times):.1%}", len(times),
+            max(times) <= TIME_WORST),
+        Bar("memory, largest error", f"{MEMORY:.0%}", f"{max(memory):.1%}", len(memory), max(memory) <= MEMORY),
+        Bar("pairs of one model in the right order", f"{ORDER:.0%}", f"{share:.0%}", len(right), share >= ORDER),
+    ]  # fmt: skip
+
+
+def _order(rows: Sequence[Predicted]) -> Iterator[bool]:
+    """For each pair with a blind row, whether the faster one is predicted to be the faster one."""
+    for one, other in combinations(rows, 2):
+        if "blind" in {one.run.half, other.run.half}:
+            (measured, predicted), (measured_other, predicted_other) = one.speed, other.speed
+            yield (measured < measured_other) == (predicted < predicted_other)
+
+
+def section(tables: Mapping[str, Table], results: Results, constants: Mapping[str, Constants]) -> str:
+    """The text, with a table for each source."""
+    lines = [TITLE, "", _ABOUT, *_bars(tables, results), "", *_constants(tables, constants), "", _MISSES]
+    lines += ["### FLOPs", "", *_flops(results)]
+    for stem, table in tables.items():
+        lines += ["", f"### {table.source}", "", *_about(table), "", *_rows(table, results[stem])]
+    return "\n".join([*lines, ""])
+
+
+def write(text: str) -> None:
+    """Put the section into the page, in place of the one there, or behind all others."""
+    page = PAGE.read_text(encoding="utf-8")
+    before, title, after = page.partition(f"{TITLE}\n")
+    if not title:
+        before = page.rstrip("\n") + "\n\n"
+    _, heading, rest = after.partition("\n## ")
+    PAGE.write_text(before + text + heading + rest, encoding="utf-8")
+
+
+_ABOUT = """\
+Each row is a run that others measured and published, and what `penstock plan` predicts for it on the cluster
+where it ran. Half of the rows fit a few constants of the devices. The other half is predicted blind: of the rows
+of a table, in the order in which it prints them, the first fits, the second is blind, and so on. The rows, their
+sources and what these leave open are in `benchmarks/validation/runs/`, and say which half they are of.
+`make validate` predicts them again; `python -m benchmarks.validate --fit --write` fits and writes this section.
+"""
+_MISSES = ""
+
+
+def _bars(tables: Mapping[str, Table], results: Results) -> Iterator[str]:
+    yield "| of the blind half | bar | result | figures | |"
+    yield "|---|---:|---:|---:|---|"
+    for bar in bars(tables, results):
+        yield f"| {bar.what} | {bar.limit} | {bar.result} | {bar.count} | {'met' if bar.met else '**missed**'} |"
+
+
+def _constants(tables: Mapping[str, Table], constants: Mapping[str, Constants]) -> Iterator[str]:
+    yield "| constants of | `matmul` | of float8 | `attention` | traffic of fused ops | rows that fit them |"
+    yield "|---|---:|---:|---:|---:|---:|"
+    for name, of_device in constants.items():
+        fitted = sum(
+            run.half == "fit" for table in tables.values() if table.constants == name for run in table.runs
+        )
+        shares = (of_device.matmul, of_device.float8, of_device.attention, of_device.traffic)
+        yield f"| {name} | {' | '.join(f'{share:.3f}' for share in shares)} | {fitted} |"
+
+
+def _flops(results: Results) -> Iterator[str]:
+    """The planner's FLOPs of each GPT model over those of the formula in arXiv 2104.04473."""
+    yield "FLOPs of a step that the planner counts on the meta device, over formula (3) of arXiv 2104.04473 without the"
+    yield "recomputed forward. The formula counts attention as if it had no mask; in the last column it has one."
+    yield ""
+    yield "| model | planner / formula | with the mask |"
+    yield "|---|---:|---:|"
+    seen = set()
+    for rows in results.values():
+        for row in rows:
+            run = row.run
+            if run.family == "gpt" and run.model not in seen:
+                seen.add(run.model)
+                plain, masked = (
+                    flops(run) / gpt_flops(run, recomputed=False, mask=mask) for mask in (False, True)
+                )
+                yield f"| {run.layers} layers of {run.hidden:,} | {plain:.4f} | {masked:.4f} |"
+
+
+def _about(table: Table) -> Iterator[str]:
+    yield f"{table.table}, {table.date}. Checked: {table.checked.strip()}"
+    yield ""
+    yield f"Assumed: {'; '.join(table.assumed)}."
+    if table.memory_of:
+        yield ""
+        yield f"Memory is {table.memory_of}."
+
+
+def _rows(table: Table, rows: Sequence[Predicted]) -> Iterator[str]:
+    memory = any(row.run.memory is not None for row in rows)
+    more = " memory, GiB | predicted | error |" if memory else ""
+    yield f"| run | half | measured, s | predicted, s | error | bubble |{more}"
+    yield f"|---|---|---:|---:|---:|---:|{'---:|' * 3 if memory else ''}"
+    for row in rows:
+        times = f"{row.measured:.2f} | {row.seconds:.2f} | {row.error:+.1%} | {row.estimate.bubble:.1%}"
+        yield f"| {row.run.name} | {row.run.half} | {times} |{_memory(row) if memory else ''}"
+
+
+def _memory(row: Predicted) -> str:
+    if row.run.memory is None or row.memory is None or row.memory_error is None:
+        return " | | |"
+    return f" {row.run.memory / _GIB:.1f} | {row.memory / _GIB:.1f} | {row.memory_error:+.1%} |"
