@@ -109,7 +109,7 @@ def test_a_host_that_holds_no_copy_of_a_checkpoint_is_told(
     text = " ".join(out.split())
     assert f"{3 * 4 * 3_148_288 / 2**30:.4f} GiB, copied to host memory and written while training" in text
     assert said in text
-    assert ("training stands until it is written" in text) == bool(said)
+    assert ("training waits until it is written" in text) == bool(said)
 
 
 @pytest.mark.parametrize(("schedule", "pairs"), [("dualpipe", True), ("1f1b", False)])
@@ -124,9 +124,9 @@ def test_a_world_belongs_to_a_dry_run_and_has_to_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
     file = elsewhere(tmp_path)
-    assert "--world 64: it says how many processes --dry-run" in penstock("train", file, "--world", "64").err
+    assert "--world 64: it is the number of processes" in penstock("train", file, "--world", "64").err
     assert "12 processes for pp=8 x dp_shard=-1" in penstock("train", file, "--dry-run", "--world", "12").err
-    assert "a dry run takes --world" in penstock("train", file, "--dry-run").err
+    assert "for a dry run give --world" in penstock("train", file, "--dry-run").err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setattr(os, "_exit", exit)

@@ -1,4 +1,4 @@
-"""``penstock train --dry-run``: what is known of a run before it runs. A summary first, then tables."""
+"""``penstock train --dry-run``: the plan of a run. A summary first, then tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from penstock.train.settings import largest_microbatch
 
 _INDENT = 14  # of the summary's text
 _WIDEST = 120  # characters a line
-_LINES = 16  # of the memory's table, and ranks of a schedule's drawing
+_LINES = 16  # of the memory's table, and the most ranks of a schedule's drawing
 
 
 def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
@@ -101,7 +101,7 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
 
 
 def _left_out(planned: Planned) -> str:
-    """What the memory of the ranks leaves out, in words. Frozen towers hold nothing for a backward."""
+    """A clause on towers' activations, which the ranks' memory leaves out. Frozen towers keep none."""
     plan = planned.plan
     *_, embedding, _ = works(plan.source.model, plan.chain)
     if planned.config.data.images is None or not embedding.trained:
@@ -110,7 +110,7 @@ def _left_out(planned: Planned) -> str:
 
 
 def _copies(planned: Planned) -> str:
-    """What a checkpoint takes in host memory while it is written, in words."""
+    """The host memory of a checkpoint while it is written, in words."""
     shares, trained = shares_of(planned.config.optimizer), planned.kinds
     parameters = dict(planned.plan.source.model.named_parameters())
     states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
@@ -119,7 +119,7 @@ def _copies(planned: Planned) -> str:
     if nbytes <= room:
         return copied
     free = gib(room, nbytes)
-    return f"{copied}; this host has {free} GiB free: with so little, training stands until it is written"
+    return f"{copied}; this host has {free} GiB free: with so little, training waits until it is written"
 
 
 def _weights(planned: Planned) -> str:
@@ -160,7 +160,7 @@ def _filled(lines: Iterable[PlanLine], width: int) -> str:
 
 
 def gib(nbytes: float, largest: float) -> str:
-    """Bytes in GiB, with as many digits as become a table whose largest number is `largest`."""
+    """Bytes in GiB, with as many digits as suit a table whose largest number is `largest`."""
     return f"{nbytes / 2**30:,.{2 if largest >= 2**30 else 4}f}"
 
 
@@ -180,7 +180,7 @@ def stage_costs(planned: Planned) -> list[float]:
 
 
 def _stages(planned: Planned, costs: Sequence[float]) -> Table:
-    """Stages in a row that are alike take a line together."""
+    """A table of stages; equal stages in a row share a line."""
     stages = planned.plan.stages
     shares = [cost / (sum(costs) or 1) for cost in costs]
 
@@ -204,7 +204,7 @@ def _stages(planned: Planned, costs: Sequence[float]) -> Table:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and the last."""
+    """Text such as 0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and last."""
     pieces: list[list[int]] = []
     for index in numbers:
         last = pieces[-1] if pieces else []
@@ -238,13 +238,13 @@ _MEANING = {
 def mesh(ranks: int, axes: Axes) -> Iterator[PlanLine]:
     """The groups of processes along each axis, and those over which gradients are summed."""
     sizes = [{"pp": ranks, **axes.sizes}[name] for name in MESH]
-    numbers = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
+    processes = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
 
     def along(*names: str) -> np.ndarray[Any, Any]:
         """A row for each group."""
-        places = [MESH.index(name) for name in names]
-        last = np.moveaxis(numbers, places, range(-len(places), 0))
-        return last.reshape(-1, math.prod(last.shape[-len(places) :]))
+        dims = [MESH.index(name) for name in names]
+        last = np.moveaxis(processes, dims, range(-len(dims), 0))
+        return last.reshape(-1, math.prod(last.shape[-len(dims) :]))
 
     for name, size in zip(MESH, sizes, strict=True):
         if size > 1:
@@ -257,7 +257,7 @@ def mesh(ranks: int, axes: Axes) -> Iterator[PlanLine]:
 
 
 def _groups(rows: np.ndarray[Any, Any]) -> str:
-    """Their number and size, and who is in the first, second and last."""
+    """The number and size of groups, and the members of the first, second and last."""
     count, size = rows.shape
     shown = [f"{{{_spans([int(n) for n in row])}}}" for row in (rows if count < 4 else rows[[0, 1, -1]])]
     if count > 3:
@@ -269,7 +269,7 @@ def _groups(rows: np.ndarray[Any, Any]) -> str:
 
 
 class Trained(NamedTuple):
-    """What an optimizer trains: parameters, entries in them, and their names without the layer's."""
+    """The weights that an optimizer trains: parameters, their entries, and names without the layer's."""
 
     parameters: int
     entries: int
@@ -277,7 +277,7 @@ class Trained(NamedTuple):
 
 
 def optimizers(planned: Planned) -> dict[str, Trained]:
-    """What each optimizer trains of the whole model, by the optimizer's name."""
+    """The weights of the whole model that each optimizer trains, by the optimizer's name."""
     model, layers = planned.plan.source.model, re.escape(planned.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     by_kind = {}
@@ -300,17 +300,17 @@ def _optimizers(planned: Planned) -> Iterator[PlanLine]:
 
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
-    account = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
+    estimate = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
     shares = shares_of(planned.config.optimizer)
 
     def kept(name: str, parameter: Tensor, entries: int) -> float:
         return shares[planned.kinds[name]].kept(parameter, entries)
 
-    return account.ranks(largest_microbatch(planned.config), kept)
+    return estimate.ranks(largest_microbatch(planned.config), kept)
 
 
 def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
-    """Ranks in a row that are alike take a line together; of too many, those that need the most."""
+    """A table of ranks; equal ranks in a row share a line. Of too many lines, those with the most memory."""
     groups = [list(alike) for _, alike in groupby(range(len(needs)), lambda rank: (needs[rank], live[rank]))]
     shown = sorted(sorted(groups, key=lambda group: -needs[group[0]].total)[:_LINES])
     ranks = [group[0] for group in shown]

@@ -134,7 +134,7 @@ def test_a_pair_waits_for_both_its_inputs() -> None:
 
 
 def test_an_exchange_longer_than_its_op_is_refused() -> None:
-    with pytest.raises(ConfigError, match="what 0F1 waits within itself, 2, is a part of what it takes, 1"):
+    with pytest.raises(ConfigError, match="the exchange of 0F1, 2, is a part of its duration, 1"):
         pair_of(Costs(forward=1, exchange=2))
 
 

@@ -1,4 +1,4 @@
-"""Sizes of activations, estimated from the model alone; prefer measured ones."""
+"""Sizes of activations, estimated from the model without a run; measured sizes are better."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.runtime.stage_part import Forward
 
 
 class _Fused(TorchFunctionMode):
-    """Attention as kernels with values do it: without them torch takes the one that keeps all scores."""
+    """Attention by fused kernels: without values, torch would choose the kernel that keeps all scores."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ def _fused(
     return result
 
 
-_ONE_DOCUMENT = "penstock_one_document"  # sdpa of rows that hold a document each
+_ONE_DOCUMENT = "penstock_one_document"  # sdpa of rows with one document each
 
 
 def _mask_of_one_document(*args: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ def _mask_of_one_document(*args: Any, **options: Any) -> Any:
 
 @contextmanager
 def _one_document(model: nn.Module) -> Iterator[None]:
-    """Inside, transformers makes the masks of `model` as if each row held one document."""
+    """Inside, transformers makes the masks of `model` for rows with one document each."""
     ALL_ATTENTION_FUNCTIONS[_ONE_DOCUMENT] = ALL_ATTENTION_FUNCTIONS["sdpa"]
     ALL_MASK_ATTENTION_FUNCTIONS[_ONE_DOCUMENT] = _mask_of_one_document
     for part in model.modules():
@@ -78,7 +78,7 @@ def _one_document(model: nn.Module) -> Iterator[None]:
 
 
 class _Under(NamedTuple):
-    """A call of a stage under autocast: innermost, so that other modes see what is cast."""
+    """A call of a stage under autocast, innermost, so that other modes see the casts."""
 
     autocast: AutocastWithoutValues
     call: StageCall
@@ -100,25 +100,25 @@ def stage_sizes(
     autocast: torch.dtype | None = None,
     offload: Offload | None = None,
 ) -> tuple[MicrobatchBytes, int] | None:
-    """The bytes that one microbatch holds on a stage made by `cut`, and the most while its I or B runs.
+    """The bytes of one microbatch on a stage made by `cut`, and the most during its I or B.
 
-    From a forward and the first half of a backward without values, the next-token loss included. A region of
-    autocast that this is called in is left out. Each row counts as one document.
+    They come from a forward and the first half of a backward without values, with the next-token loss. An
+    autocast region of the caller has no effect. Each row counts as one document.
 
     Args:
         shape: rows and sequence of the microbatch.
-        split: whether backwards are split, and something is held for W.
-        entries: those of a microbatch that the model takes, if axes have changed its forward.
-        shared: what a copy of the stage takes as it is, such as a mesh.
+        split: whether backwards are split, so that some bytes are kept for W.
+        entries: the microbatch's entries for the model, if axes have changed its forward.
+        shared: objects that a copy of the stage shares, such as a mesh.
         autocast: the dtype of autocast; None for none. Its casts of weights do not count.
-        offload: of what leaves `part`; None where nothing does.
+        offload: offloads activations of `part`; None without offloading.
 
-    Returns None where the model's forward looks at values, so that only a real run can show it.
+    Returns None if the model's forward reads values, so that only a real run can show the sizes.
     """
     if not edges.known:
         return None
     taken = (*shared, offload)
-    with shadow(part, {id(each): each for each in taken}) as model, _one_document(model):
+    with shadow(part, {id(original): original for original in taken}) as model, _one_document(model):
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
         edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
@@ -137,26 +137,26 @@ def stage_sizes(
                     sent: tuple[torch.Tensor, ...] = ()
                 else:
                     sent = stage.forward(0, received, microbatch, edge, how).tensors
-        except RuntimeError:  # torch's, of a forward that looks at values
+        except RuntimeError:  # torch's, in a forward that reads values
             return None
-        held = footprint(measured.own_bytes, stage.live[0].inputs, sent)
+        kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         offloaded = 0
         if offload is not None:
             staying = stage.staying(0, microbatch)
-            offloaded = sum(place.nbytes for place in offload.leaving(0, staying))
+            offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent
         with nullcontext() if lowered is None else lowered:  # layers that run again
             grown = _growth_in_backward(stage, gradients, measured)
         for_weight = stage.deferred[0].nbytes
-        sizes = MicrobatchBytes(held.activation, held.output, incoming.nbytes, for_weight, offloaded)
-        return sizes, held.activation + grown
+        sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
+        return sizes, kept.activation + grown
 
 
 def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured) -> int:
-    """The most bytes that the I or B of microbatch 0 holds beyond those held before it.
+    """The most bytes that the I or B of microbatch 0 allocates beyond those before it.
 
-    Gradients of weights are there from the start, as after a first microbatch.
+    Gradients of weights exist from the start, as after a first microbatch.
     """
     for parameter in stage.module.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.private import tree_map_only
 from penstock.runtime.split_backward.casts import WeightCasts, is_weight
 
-# those of torch's "ops that autocast to lower precision" that language models call
+# the ops among torch's "ops that autocast to lower precision" that language models call
 _LOWERED = frozenset({
     F.linear, F.conv1d, F.conv2d, torch.conv1d, torch.conv2d, F.scaled_dot_product_attention, torch.einsum,
     torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm, torch.baddbmm,
@@ -22,9 +22,9 @@ _LOWERED = frozenset({
 
 
 class AutocastWithoutValues(TorchFunctionMode):
-    """Casts float32 to `dtype` before products. What autocast widens is float32 in these models anyway.
+    """Casts float32 to `dtype` before products. Inputs that autocast widens are float32 here anyway.
 
-    casts: those of weights, which a stage has once for all microbatches
+    casts: of weights, which a stage makes once for all microbatches
     """
 
     def __init__(self, dtype: torch.dtype) -> None:

@@ -53,7 +53,7 @@ class Costs:
         microbatches that gain by it
     host_bandwidth: sizes per unit of time that a rank's link to host memory moves, in each of the two
         directions at once. None: copies take no time
-    offload_ahead: ops in whose time a copy should be over
+    offload_ahead: number of ops during which a copy may run
     gather: how much longer a stage's first F of a step takes, for the weights that other ranks of the mesh
         hold (FSDP). A number, or one per stage
     reduction: how long a rank sums a stage's gradients over the mesh, after the last op that adds to them. A
@@ -87,7 +87,7 @@ class Costs:
                 rule = "it divides bytes, and is a number above 0"
                 raise ConfigError(f"Costs({name}={value!r})", rule, "Give bytes a unit of time")
         if type(self.offload_ahead) is not int or self.offload_ahead < 1:
-            rule = "it is how many ops a copy may take, a whole number from 1 on"
+            rule = "it is the number of ops during which a copy may run, from 1 on"
             raise ConfigError(f"Costs(offload_ahead={self.offload_ahead!r})", rule, "Give 1 or more")
         if self.offloads and self.overlaps:
             rule = "the copies of pairs that run side by side are not simulated"
@@ -152,12 +152,12 @@ class Costs:
         durations = {kind: self.durations(kind, placement, microbatches) for kind in waits}
 
         def checked(op: Op) -> tuple[float, float]:
-            """Its duration, and how much of that it waits."""
+            """The duration of `op`, and how much of it is its exchange."""
             stage, kind, microbatch = op
             duration, wait = durations[kind][stage][microbatch], waits[kind][stage][microbatch]
             if wait > duration:
-                rule = f"what {op} waits within itself, {wait:g}, is a part of what it takes, {duration:g}"
-                raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give as much at most")
+                rule = f"the exchange of {op}, {wait:g}, is a part of its duration, {duration:g}"
+                raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give at most the duration")
             return duration, wait
 
         def length(pair: Pair) -> float:
@@ -175,11 +175,11 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
-        """The median durations of each stage's ops in `timeline`; what the device takes, where that is known.
+        """The median durations of each stage's ops in `timeline`, on the device where these are known.
 
         If no backward of a stage is split, its whole backwards count as `input_grad`. An op that ran next to
-        another took longer for it, so it counts only if no op of its stage and kind ran alone. A timeline
-        has no `exchange` of an op: set it with `dataclasses.replace`, or pairs run one after the other.
+        another took longer, so it counts only if no op of its stage and kind ran alone. A timeline does not
+        show the `exchange` of an op: set it with `dataclasses.replace`, or pairs run one after the other.
         """
         overlapped = timeline.side_by_side
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)

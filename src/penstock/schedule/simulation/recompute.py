@@ -28,8 +28,8 @@ _ROUNDING = 1e-9  # of sums in another order
 def first_in_flight(schedule: Schedule, counts: Counts) -> StageMicrobatches:
     """The (stage, microbatch) pairs that are recomputed, if each rank recomputes its first ones in flight.
 
-    counts: how many of a rank's live activations are recomputed: an F is if fewer are when it starts.
-        One number, or one per rank; None: all
+    counts: how many of a rank's live activations are recomputed: an F is if fewer than that are live and
+        recomputed at its start. One number, or one per rank; None: all
 
     Raises ConfigError for another number of counts than ranks, or negative ones.
     """

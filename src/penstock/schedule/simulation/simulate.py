@@ -12,7 +12,7 @@ Each op starts as soon as its rank has ended the one before and its input has ar
                     F keeps it as a part of its activation, I and B drop it at their end
     a send          from the end of its op until it has arrived
 
-What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
+Activations do not count while they are in host memory (`penstock.schedule.offload`).
 
 A rank sums a stage's gradients over the mesh when the last of them is there (`Costs.reduction`), and does
 nothing else meanwhile. Replicas of the pipeline take the same time, so that one stands for all: they meet in
@@ -44,7 +44,7 @@ Times = list[tuple[float, float]]  # start and end of each op of a program
 
 
 def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline:
-    """Predict one step of `schedule`, or of its proof, which saves another one. Times begin at 0.
+    """Predict one step of `schedule`, or of its proof, which need not be made again. Times begin at 0.
 
     costs: of each op, in one unit of time; None: unit times
 
@@ -54,7 +54,7 @@ def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline
     """
     costs = costs or Costs()
     proof = schedule if isinstance(schedule, Proof) else verify(schedule)
-    with collector_paused():
+    with collector_paused(all_stay=True):
         run = _Run(proof, costs)
         return Timeline(
             proof.schedule.name,
@@ -119,7 +119,7 @@ class _Run:
         return tuple(map(partial(tuple.__new__, Span), zip(*columns, strict=True)))  # in half of Span's time
 
     def waits(self) -> tuple[Wait, ...]:
-        """By rank, in the order of its program."""
+        """The waits of all ranks, by rank and in the order of its program."""
         import numpy as np
 
         waited = np.flatnonzero(self.there > self.free_at)
@@ -275,9 +275,7 @@ class _Held:
         times = np.stack([run.start, run.end], axis=1)
         changes = np.stack([self._at_start, self._at_end], axis=1)
         by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
-        return tuple(
-            curve(time[change != 0].tolist(), change[change != 0].tolist()) for time, change in by_rank
-        )
+        return tuple(curve(time.ravel(), change.ravel()) for time, change in by_rank)
 
     def of_rank(self, rank: int) -> list[Change]:
         """By position, what the start and the end of the op change."""

@@ -1,0 +1,1 @@
+"""What others measured and published, beside what penstock predicts for it."""
