@@ -97,4 +97,6 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
             self.checkpointing(),
             self.own_loss and self.chunked_loss,
             self.offloading(),
+            sequence_length=self.sequence_length,
+            image_tokens=self.image_tokens,
         )

@@ -19,7 +19,7 @@ from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.source import Source
 from penstock.models.split.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.model_costs import model_costs
 from penstock.models.split.partition import to_layout
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
@@ -231,7 +231,7 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
 
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
-    costs = as_layer_costs(costs or multiply_adds(plan.source.model, plan.chain), plan.chain.count)
+    costs = as_layer_costs(costs or model_costs(plan.source.model, plan.chain).of_step(), plan.chain.count)
     return to_layout(fastest_split(costs, plan.schedule, memory), plan.chain.prediction_layers)
 
 

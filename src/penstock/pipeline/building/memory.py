@@ -28,9 +28,11 @@ from penstock.models.activation_offloading import Offloading
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFEdges, cut
-from penstock.models.split.activation_sizes import stage_sizes
+from penstock.models.split.activation_sizes import AroundOp, StageSizes, stage_sizes
 from penstock.models.split.balanced_split import Memory
+from penstock.models.split.model_costs import model_costs
 from penstock.models.stage import StageInfo
+from penstock.models.tracing.autocast import AutocastWithoutValues, cast_again
 from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
 from penstock.parallel.fsdp import is_cast
@@ -96,6 +98,8 @@ class Account:
     chunked_loss: as in Options; has an effect where the mesh has no other axes
     accumulates: whether a step adds to the gradients of earlier steps; gradients of weights that several
         stages share are then set aside during the step
+    sequence_length, image_tokens: as in AutoOptions, for the durations of ops; without a sequence_length
+        each row is one document
     """
 
     plan: BuildPlan
@@ -105,6 +109,8 @@ class Account:
     chunked_loss: Chunked = True
     offloading: Offloading | None = None
     accumulates: bool = False
+    sequence_length: int | None = None
+    image_tokens: int | None = None
 
     def ranks(self, shape: tuple[int, int] | None = None, kept: Kept = adamw) -> list[RankMemory]:
         """The memory of each rank of the pipeline.
@@ -209,8 +215,8 @@ class Account:
     def costs(self, shape: tuple[int, int]) -> Costs | None:
         """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
 
-        Durations are those of Costs(). None if the forward depends on values, so that only a step can measure
-        the bytes (Pipeline.costs).
+        Durations are multiply-adds of F, I and W, what runs again included. None if the forward depends on
+        values, so that only a step can measure them (Pipeline.costs).
         """
         if self.checkpointing is None:
             return self._sizes(shape)
@@ -258,22 +264,57 @@ class Account:
             return None
         # The bisection of counts assumes that recomputing more never takes more memory
         placement, one = self.plan.schedule.placement, min(1, self.plan.schedule.microbatches)
-        both = (costs.rows("held_in_backward", placement, one) for costs in (recomputed, kept))
-        least = [min(pair) for pair in zip(*both, strict=True)]
-        return kept, replace(recomputed, held_in_backward=[nbytes for (nbytes,) in least])
+        least: dict[str, Any] = {}
+        for name in ("held_in_forward", "held_in_backward"):
+            both = (costs.rows(name, placement, one) for costs in (recomputed, kept))
+            least[name] = [nbytes for (nbytes,) in (min(pair) for pair in zip(*both, strict=True))]
+        return kept, replace(recomputed, **least)
 
     def _sizes(self, shape: tuple[int, int], checkpointing: Checkpointing | None = None) -> Costs | None:
         """Bytes of microbatches, if all of them use `checkpointing`."""
         split = frozenset(stage for stage, _ in self.plan.schedule.split)
-        key = shape, checkpointing, self.axes, self.options, split, self.plan.stages, self.offloading
+        timed = self.chunked_loss, self.sequence_length, self.image_tokens
+        key = shape, checkpointing, self.axes, self.options, split, self.plan.stages, self.offloading, timed
         if key not in self.plan.known_sizes:
-            self.plan.known_sizes[key] = self._measured(self.axes.local_shape(shape), checkpointing)
+            sizes = self._measured(self.axes.local_shape(shape), checkpointing)
+            self.plan.known_sizes[key] = sizes and replace(sizes, **self.durations(shape))
         return self.plan.known_sizes[key]
 
+    def durations(self, shape: tuple[int, int]) -> dict[str, Any]:
+        """The fields of Costs that are durations: each stage's multiply-adds for a document.
+
+        shape: (rows, sequence) of a microbatch, whose logits may be large
+
+        Waits for messages, and for the other axes, take none.
+        """
+        plan, checkpointing = self.plan, self.checkpointing
+        depth = plan.schedule.placement.depth
+        costs = model_costs(
+            plan.source.model,
+            plan.chain,
+            self.sequence_length or shape[1],
+            self.image_tokens,
+            together=shape[0] * shape[1],
+            chunked=self._defers_head,
+            save=() if checkpointing is None else checkpointing.save,
+            every=1 if checkpointing is None else checkpointing.every,
+        )
+        stages = costs.of_stages([stage.layers for stage in plan.stages[:depth]])
+        names = ("forward", "input_grad", "weight_grad", "recomputed")
+        return dict(zip(names, map(list, zip(*stages, strict=True)), strict=True))
+
+    def timed(self, shape: tuple[int, int]) -> Costs:
+        """The durations alone, what runs again included: known also where only a step shows the sizes.
+
+        Raises what `recomputed` raises.
+        """
+        costs = Costs(**self.durations(shape))
+        return mixed(self.plan.schedule, costs, costs, self.recomputed())
+
     def _measured(self, shape: tuple[int, int], checkpointing: Checkpointing | None) -> Costs | None:
-        plan, by_stage = self.plan, list[tuple[MicrobatchBytes, int]]()
+        plan, by_stage = self.plan, list[StageSizes]()
         split = {stage for stage, _ in plan.schedule.split}
-        known: dict[Hashable, tuple[MicrobatchBytes, int]] = {}  # equal for stages of one size
+        known: dict[Hashable, StageSizes] = {}  # equal for stages of one size
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             for stage in range(plan.schedule.placement.depth):
                 info, layers = plan.info(stage), plan.layers_of(plan.source.model, stage)
@@ -288,10 +329,11 @@ class Account:
                         return None
                     known[key] = sizes
                 by_stage.append(known[key])
-        sizes_by_stage, in_backward = zip(*by_stage, strict=True)
-        columns = zip(MicrobatchBytes._fields, zip(*sizes_by_stage, strict=True), strict=True)
+        kept, in_forward, in_backward = zip(*by_stage, strict=True)
+        columns = zip(MicrobatchBytes._fields, zip(*kept, strict=True), strict=True)
         rows: dict[str, Any] = {name: list(column) for name, column in columns}
-        costs = Costs(held_in_backward=in_backward, **rows)
+        rows |= {"bytes": rows["buffer"], "held_in_forward": in_forward, "held_in_backward": in_backward}
+        costs = Costs(**rows)
         return costs if self.offloading is None else replace(costs, offload_ahead=self.offloading.ahead)
 
     def _of_stage(
@@ -302,7 +344,7 @@ class Account:
         mesh: DeviceMesh | None,
         *,
         split: bool,
-    ) -> tuple[MicrobatchBytes, int] | None:
+    ) -> StageSizes | None:
         plan = self.plan
         part, layers = plan.model_of(stage, values=False), plan.stages[stage].layers
         return self._of_part(part, plan.info(stage), layers, plan.ends, shape, split, checkpointing, mesh)
@@ -317,12 +359,14 @@ class Account:
         split: bool,
         checkpointing: Checkpointing | None,
         mesh: DeviceMesh | None = None,
-    ) -> tuple[MicrobatchBytes, int] | None:
-        """Bytes of a microbatch on a part of the model, and the most during its I or B.
+        watch: AroundOp | None = None,
+    ) -> StageSizes | None:
+        """Bytes of a microbatch on a part of the model, and the most while an op of it runs.
 
         Args:
             layers: indices in the whole model
             ends: for each part, the number of layers up to its end
+            watch: as for `stage_sizes`
         """
         model, computed, offload = self.plan.source.model, self.options.sharded.param_dtype, None
         if computed is not None:
@@ -333,7 +377,12 @@ class Account:
         if mesh is not None:
             tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
         numbered = [(n, part.get_submodule(f"{self.plan.chain.layers}.{n}")) for n in layers]
+        autocast = self.options.autocast
+        lowered = None if autocast is None else AutocastWithoutValues(autocast)
         if checkpointing is not None:
+            if lowered is not None:
+                for _, layer in numbered:
+                    cast_again(layer, lowered)
             install(numbered, checkpointing)
         if self.offloading is not None:
             offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
@@ -347,8 +396,9 @@ class Account:
             taken(model),
             (mesh,) if mesh else (),
             defers_head=self._defers_head,
-            autocast=self.options.autocast,
+            autocast=lowered,
             offload=offload,
+            **({} if watch is None else {"watch": watch}),
         )
 
     @property
@@ -389,10 +439,44 @@ class Account:
             (head[0] + max(head[2] - working, 0), head[1]),
         )
 
+    def of_part(
+        self,
+        shape: tuple[int, int],
+        layers: range,
+        stage: int,
+        checkpointing: Checkpointing | None = None,
+        watch: AroundOp | None = None,
+    ) -> tuple[StageSizes, int]:
+        """Bytes of a microbatch on one part of the model, with split backwards, and its parameters here.
+
+        Args:
+            layers: of the part, none for the embedding or the head
+            stage: 0 for the embedding, 1 for layers, 2 for the head
+
+        Raises ModelError where the activations are unknown before a step.
+        """
+        model, chain, info = self.plan.source.model, self.plan.chain, StageInfo(stage, 3)
+        ends = (layers.start, layers.stop, chain.count)
+        with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
+            part = cut(model, chain, layers, info, values=False)
+            names = {name for name, _ in part.named_parameters()}
+            local = self.axes.local_shape(shape)
+            sizes = self._of_part(part, info, layers, ends, local, True, checkpointing, mesh, watch)
+        if sizes is None:
+            raise self._unknown()
+        return sizes, sum(self._local[name].own for name in names)
+
+    def _unknown(self) -> ModelError:
+        return ModelError(
+            f"the activations of {type(self.plan.source.model).__name__}",
+            "its forward reads values, and an estimate has none",
+            "Measure them, and give balance a Memory of your own",
+        )
+
     def _of_range(
         self, shape: tuple[int, int], checkpointing: Checkpointing | None, layers: range, stage: int
     ) -> tuple[int, int, int]:
-        """Bytes of weights, of a microbatch, and further bytes during its backward.
+        """Bytes of weights, of a microbatch, and of more of it while an op of it runs.
 
         If a microbatch has more bytes between I and W, these count.
 
@@ -404,15 +488,11 @@ class Account:
         split, local = bool(self.plan.schedule.split), self.axes.local_shape(shape)
         estimate = self._of_part(part, info, layers, ends, local, split, checkpointing)
         if estimate is None:
-            raise ModelError(
-                f"the activations of {type(model).__name__}",
-                "its forward reads values, and an estimate has none",
-                "Measure them, and give balance a Memory of your own",
-            )
+            raise self._unknown()
         weights, _ = self._weights(dict(part.named_parameters()), adamw)
-        sizes, in_backward = estimate
+        sizes, in_forward, in_backward = estimate
         activation = max(sizes.activation, sizes.held_for_weight)
-        return weights.fixed, activation, max(in_backward - activation, 0)
+        return weights.fixed, activation, max(in_forward - activation, in_backward - activation, 0)
 
 
 def estimated_memory(plan: BuildPlan, limit: float, shape: tuple[int, int]) -> Memory:

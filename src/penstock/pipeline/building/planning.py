@@ -10,13 +10,14 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import unwrap
 from penstock.models.huggingface.head import check_for_liger
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.split.balanced_split import Memory
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.model_costs import model_costs
 from penstock.models.split.partition import (
     check_enough,
     check_one_description,
@@ -27,6 +28,7 @@ from penstock.models.split.partition import (
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.provenance import Provenance
+from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan, fastest_split, frozen_stages, plan_stages
@@ -36,6 +38,7 @@ from penstock.schedule import Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
+from penstock.schedule.simulation.recompute import first_in_flight
 
 
 def plan_build(options: AutoOptions, model: ModelLike) -> BuildPlan:
@@ -172,8 +175,28 @@ def _fastest(
     memory: Memory | None = None,
 ) -> list[range]:
     check_enough(chain.count, schedule.placement.depth)
-    costs = multiply_adds(model, chain, options.sequence_length, options.image_tokens)
-    return fastest_split(costs, schedule, memory)
+    checkpointing = options.checkpointing()
+    again = 1.0 if memory is not None else _share_again(schedule, checkpointing)
+    shape = None if checkpointing is None else checkpointing.shape
+    costs = model_costs(
+        model,
+        chain,
+        options.sequence_length,
+        options.image_tokens,
+        together=None if shape is None else shape[0] * shape[1],
+        chunked=options.own_loss and options.chunked_loss if options.axes in (None, Axes()) else False,
+        save=() if checkpointing is None else checkpointing.save,
+        every=1 if checkpointing is None else checkpointing.every,
+    )
+    return fastest_split(costs.of_step(again, trains=schedule.trains), schedule, memory)
+
+
+def _share_again(schedule: Schedule, checkpointing: Checkpointing | None) -> float:
+    """The share of forwards that run again; a memory limit says it only after the split, and counts none."""
+    if checkpointing is None or checkpointing.memory_limit is not None:
+        return 0.0
+    again = first_in_flight(schedule, checkpointing.in_flight)
+    return len(again) / (schedule.stages * schedule.microbatches)
 
 
 def _in_stages_of_size(options: AutoOptions, layers: int, schedule: Schedule) -> Schedule:

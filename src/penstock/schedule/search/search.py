@@ -190,8 +190,8 @@ def search(
     check_size(ranks, microbatches, stages_per_rank if type(stages_per_rank) is int else 1)
     where = _placement(placement, ranks, stages_per_rank)
     _check(seconds, objective)
-    ignored: dict[str, Any] = {"buffer": 0.0, "sent": None, "held_in_backward": None, "offloaded": 0.0}
-    costs = replace(costs or Costs(), **ignored, gather=0.0, reduction=0.0)
+    ignored: dict[str, Any] = {"buffer": 0.0, "sent": None, "held_in_forward": None, "held_in_backward": None}
+    costs = replace(costs or Costs(), **ignored, offloaded=0.0, gather=0.0, reduction=0.0)
     limits = _limits(memory_limit, where.ranks)
     task = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
     _check_limits(task, memory_limit, costs, limits)

@@ -19,10 +19,11 @@ Row = list[float]  # one number per microbatch
 
 # the costs that may differ between stages; and those that equal another one if they are None
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
-         "held_in_backward", "exchange", "exchange_in_backward", "offloaded", "gather",
-         "reduction")  # fmt: skip
-_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
-              "exchange_in_backward": "exchange"}  # fmt: skip
+         "held_in_forward", "held_in_backward", "exchange", "exchange_in_backward", "offloaded",
+         "recomputed", "gather", "reduction")  # fmt: skip
+_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_forward": "activation",
+              "held_in_backward": "activation", "exchange_in_backward": "exchange",
+              "recomputed": "forward"}  # fmt: skip
 _OF_A_STEP = ("gather", "reduction")  # once for a stage, whatever the microbatches
 
 
@@ -44,6 +45,8 @@ class Costs:
         until it has arrived; a runtime that notices later holds it longer
     sent: held by the sender of a forward result instead: less than `buffer`, down to 0, if the graph keeps
         the result anyway. None: `buffer`
+    held_in_forward: held while F runs: the activation, and what its ops need meanwhile, such as the whole
+        logits of a loss. None: `activation`
     held_in_backward: held while I or B runs: more than the activation if the forward runs again. None:
         `activation`
     exchange: the part of F that waits for other ranks within the op, such as for expert parallelism. Above 0,
@@ -54,6 +57,9 @@ class Costs:
     host_bandwidth: sizes per unit of time that a rank's link to host memory moves, in each of the two
         directions at once. None: copies take no time
     offload_ahead: number of ops during which a copy may run
+    recomputed: how much longer I or B takes where the forward runs again
+        (penstock.schedule.simulation.recompute): less than F if a part of its results was kept. None:
+        `forward`
     gather: how much longer a stage's first F of a step takes, for the weights that other ranks of the mesh
         hold (FSDP). A number, or one per stage
     reduction: how long a rank sums a stage's gradients over the mesh, after the last op that adds to them. A
@@ -70,12 +76,14 @@ class Costs:
     held_for_weight: Cost | None = None
     buffer: Cost = 0.0
     sent: Cost | None = None
+    held_in_forward: Cost | None = None
     held_in_backward: Cost | None = None
     exchange: Cost = 0.0
     exchange_in_backward: Cost | None = None
     offloaded: Cost = 0.0
     host_bandwidth: float | None = None
     offload_ahead: int = 1
+    recomputed: Cost | None = None
     gather: Cost = 0.0
     reduction: Cost = 0.0
 

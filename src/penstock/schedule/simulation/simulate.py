@@ -7,7 +7,8 @@
 
 Each op starts as soon as its rank has ended the one before and its input has arrived. A rank holds
 
-    an activation   from the start of F to the end of B or W (with sizes of its own in between, see `Costs`)
+    an activation   from the start of F to the end of B or W (with sizes of its own while F, I or B runs, and
+                    between I and W, see `Costs`)
     a receive       from its post, at the op that `order.posts` says, until an op has taken it:
                     F keeps it as a part of its activation, I and B drop it at their end
     a send          from the end of its op until it has arrived
@@ -255,16 +256,20 @@ class _Held:
         import numpy as np
 
         arrays, schedule = self._arrays, self._schedule
-        names = ("activation", "held_in_backward", "held_for_weight")
+        names = ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
         rows = (costs.rows(name, schedule.placement, schedule.microbatches) for name in names)
-        kept, in_backward, for_weight = (np.array(row)[arrays.stage, arrays.microbatch] for row in rows)
+        kept, in_forward, in_backward, for_weight = (
+            np.array(row)[arrays.stage, arrays.microbatch] for row in rows
+        )
         nothing = np.zeros_like(kept)
         if not schedule.trains:  # no backward needs it
             return nothing, nothing
         is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(len(KINDS)))
-        at_start = np.select([is_f, is_b | is_i], [kept, in_backward - kept], nothing)
+        at_start = np.select([is_f, is_b | is_i], [in_forward, in_backward - kept], nothing)
         at_end = np.select(
-            [is_b, is_i, is_w], [nothing - in_backward, for_weight - in_backward, -for_weight], nothing
+            [is_f, is_b, is_i, is_w],
+            [kept - in_forward, nothing - in_backward, for_weight - in_backward, -for_weight],
+            nothing,
         )
         return at_start, at_end
 
