@@ -8,14 +8,14 @@ of so many seconds, by the same median.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 import torch.nn.functional as F
 
-from penstock.planner.calibrate import calibrate
+from penstock.planner.calibrate import calibrate, clock_of
 from penstock.planner.hardware import Cluster, to_yaml
 from penstock.planner.roofline import op_seconds
 from penstock.planner.work import OpWork
@@ -26,11 +26,11 @@ BAR = 0.25
 
 def timed(run: Callable[[], object], repeats: int = 15) -> float:
     run()
-    taken = []
+    clock, taken = clock_of(torch.device("cpu")), []
     for _ in range(repeats):
-        begin = time.perf_counter()
+        begin = clock()
         run()
-        taken.append(time.perf_counter() - begin)
+        taken.append(clock() - begin)
     return median(taken)
 
 
@@ -41,9 +41,7 @@ def cases() -> list[tuple[str, OpWork, Callable[[], object]]]:
         a, b, out = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
         nbytes = a.nbytes + b.nbytes + out.nbytes
         work = OpWork("matmul", "float32", 2.0 * rows * inner * columns, nbytes)
-        listed.append(
-            (f"{rows} x {inner} x {columns}", work, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-        )  # type: ignore[misc]
+        listed.append((f"{rows} x {inner} x {columns}", work, partial(torch.mm, a, b, out=out)))
     query = torch.randn(2, 8, 256, 64)
     work = OpWork("attention", "float32", 4.0 * 16 * 256 * 256 * 64, 4 * query.nbytes)
     listed.append(("attention, forward", work, lambda: F.scaled_dot_product_attention(query, query, query)))

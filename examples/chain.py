@@ -1,7 +1,7 @@
-"""A chain of linear layers whose stages take a known time: what both examples train.
+"""A chain of linear layers whose stages take a known time: the model of both examples.
 
-Each stage is one linear layer that sleeps besides, so that the pictures show the schedule and not the
-speed of this machine.
+Each stage is one linear layer that also sleeps, so that the pictures show the schedule and not the speed of
+this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Sleep(torch.autograd.Function):
-    """Passes its input on, having slept as long as the stage's computation is to take."""
+    """Returns its input after a sleep, as long as the stage's computation shall take."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, seconds: float) -> Tensor:
@@ -50,8 +50,8 @@ class Sleep(torch.autograd.Function):
         return gradients[0], None
 
 
-class WorldOptions(nn.Module):
-    """One stage. The first reads the batch's `x`, each other one what the stage before gave."""
+class TimedStage(nn.Module):
+    """One stage. The first reads the batch's `x`, each other one the output of the stage before."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class WorldOptions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden: Tensor = self.linear(x)
-        if hidden.is_meta:  # penstock learns the shapes here, and need not wait
+        if hidden.is_meta:  # penstock infers the shapes here, and need not wait
             return hidden
         slept: Tensor = Sleep.apply(hidden, self.seconds)  # type: ignore[no-untyped-call]
         return slept
 
 
-def stage(seconds: float, info: StageInfo) -> WorldOptions:
-    torch.manual_seed(info.stage)  # the same values however many ranks there are
-    return WorldOptions(seconds)
+def stage(seconds: float, info: StageInfo) -> TimedStage:
+    torch.manual_seed(info.stage)  # the same values for any number of ranks
+    return TimedStage(seconds)
 
 
 def mean_squared_error(output: Tensor, microbatch: Any) -> Tensor:
@@ -76,7 +76,7 @@ def mean_squared_error(output: Tensor, microbatch: Any) -> Tensor:
 
 
 def run(schedule: str, options: Options) -> None:
-    """Take a step to warm up and one to look at; rank 0 draws it beside the prediction."""
+    """Run a step to warm up and one to draw; rank 0 draws it beside the prediction."""
     relaunch(options.ranks)
     torch.set_num_threads(1)
     pipe = Pipeline.from_provider(
@@ -99,8 +99,8 @@ def run(schedule: str, options: Options) -> None:
 
 
 def draw(pipe: Pipeline, options: Options, losses: Sequence[float]) -> None:
-    each = options.seconds
-    predicted = simulate(pipe.schedule, Costs(forward=each, input_grad=each, weight_grad=each))
+    forward = options.seconds
+    predicted = simulate(pipe.schedule, Costs(forward=forward, input_grad=forward, weight_grad=forward))
     measured = pipe.timeline
     options.out.mkdir(parents=True, exist_ok=True)
     picture = options.out / f"{pipe.schedule.name}.svg"
@@ -118,18 +118,18 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def read_options(description: str) -> Options:
-    """From the command line. `--ranks` is as many as torchrun started, where it did, and 4 otherwise."""
+    """From the command line. `--ranks` is by default the number that torchrun started, or 4 without it."""
     parser = OneLineParser(description=description)
-    parser.add_argument("--ranks", type=number, default=int(os.environ.get("WORLD_SIZE", "4")))
-    parser.add_argument("--microbatches", type=number, default=8)
+    parser.add_argument("--ranks", type=count, default=int(os.environ.get("WORLD_SIZE", "4")))
+    parser.add_argument("--microbatches", type=count, default=8)
     parser.add_argument("--pseudo-computation-time", type=seconds, default=0.05, metavar="SECONDS",
                         help="of one forward; a backward takes twice as long")  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path("timelines"), help="folder for the pictures")
-    given = parser.parse_args()
-    return Options(given.ranks, given.microbatches, given.pseudo_computation_time, given.out)
+    parsed = parser.parse_args()
+    return Options(parsed.ranks, parsed.microbatches, parsed.pseudo_computation_time, parsed.out)
 
 
-def number(text: str) -> int:
+def count(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is too few; give 1 or more")
     return int(text)

@@ -86,7 +86,7 @@ def write(folder: Path, count: int, seed: int = 0, *, hidden: int = 64, layers: 
             shown.append(words)
             drawn += 1
         chats.append(chat("What do you see?", " and ".join(shown) or "nothing", *files))
-    (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in chats))
     write_model(folder / "model", hidden, layers)
 
 

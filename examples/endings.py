@@ -20,18 +20,18 @@ ENDINGS = 4
 
 def arithmetic(draw: random.Random) -> Question:
     a, b = draw.randint(2, 40), draw.randint(2, 40)
-    others = draw.sample([number for number in range(2, 90) if number != a + b], ENDINGS - 1)
+    others = draw.sample([wrong for wrong in range(2, 90) if wrong != a + b], ENDINGS - 1)
     said = draw.choice(
         ("Someone adds {} and {}. The sum", "There are {} stages, and then {} more. All in all it")
     )
-    return said.format(a, b), f"is {a + b}.", [f"is {number}." for number in others]
+    return said.format(a, b), f"is {a + b}.", [f"is {wrong}." for wrong in others]
 
 
 def units(draw: random.Random) -> Question:
     large, small, factor = draw.choice(UNITS)
     count = draw.randint(2, 9)
-    others = draw.sample([number for number in range(2, 12) if number != count], ENDINGS - 1)
-    wrong = [f"get {number * factor} {small}." for number in others]
+    others = draw.sample([other for other in range(2, 12) if other != count], ENDINGS - 1)
+    wrong = [f"get {other * factor} {small}." for other in others]
     return f"Someone converts {count} {large}. They", f"get {count * factor} {small}.", wrong
 
 
@@ -50,9 +50,9 @@ def questions(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     while len(seen) < count:
         kind = draw.choice((arithmetic, units, facts))
         context, right, wrong = kind(draw)
-        place = draw.randrange(ENDINGS)
+        label = draw.randrange(ENDINGS)
         record = {"ind": len(seen), "activity_label": kind.__name__, "ctx": context,
-                  "endings": [*wrong[:place], right, *wrong[place:]], "label": str(place)}  # fmt: skip
+                  "endings": [*wrong[:label], right, *wrong[label:]], "label": str(label)}  # fmt: skip
         key = json.dumps([context, record["endings"]])
         if key not in seen:
             seen.add(key)

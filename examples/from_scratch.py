@@ -22,7 +22,7 @@ LAYERS, WIDTH, ROWS, MICROBATCHES, STEPS = 7, 16, 12, 4, 20
 
 
 def own_layers(rank: int, ranks: int) -> range:
-    """The numbers of a rank's layers: as even as can be, the first ranks take one more."""
+    """The numbers of a rank's layers: an even share; the first ranks get the remainder, one layer each."""
     share, rest = divmod(LAYERS, ranks)
     start = rank * share + min(rank, rest)
     return range(start, start + share + (rank < rest))
@@ -38,7 +38,7 @@ def make_stage(rank: int, ranks: int) -> nn.Module:
 
 
 class Stage:
-    """A rank's layers, and what it keeps of each microbatch between its forward and its backward."""
+    """A rank's layers, and its live microbatches: those between their forward and their backward."""
 
     def __init__(self, module: nn.Module, rank: int, ranks: int, inputs: Tensor, targets: Tensor) -> None:
         self.module, self.rank, self.ranks = module, rank, ranks
@@ -53,7 +53,7 @@ class Stage:
         else:
             x = torch.empty(len(self.inputs[number]), WIDTH)
             dist.recv(x, self.rank - 1)
-            x.requires_grad_()  # (1) a received tensor is a leaf: only so does the backward leave it a .grad
+            x.requires_grad_()  # (1) a received tensor is a leaf: without this the backward gives it no .grad
         y = self.module(x)
         if self.rank == self.ranks - 1:
             # (3) a sum over these rows, divided by the rows of the whole batch: added over the microbatches,
@@ -78,7 +78,7 @@ class Stage:
 
     def send(self, tensor: Tensor | None, target: int) -> None:
         # (2) a send must not wait for its receiver: two neighbours may both send first, one its output and
-        # the other its gradient. The tensor has to live until its send has ended.
+        # the other its gradient. The tensor must live until its send has ended.
         assert tensor is not None
         self.sends.append((dist.isend(tensor, target), tensor))
 
@@ -87,7 +87,7 @@ class Stage:
         warm_up = min(self.ranks - 1 - self.rank, MICROBATCHES)  # the last rank starts its backwards at once
         for number in range(warm_up):
             self.forward(number)
-        for number in range(MICROBATCHES - warm_up):  # steady: so no rank holds more than ranks - rank
+        for number in range(MICROBATCHES - warm_up):  # steady: at most `ranks - rank` microbatches are live
             self.forward(warm_up + number)
             self.backward(number)
         for number in range(MICROBATCHES - warm_up, MICROBATCHES):  # cool-down
@@ -112,7 +112,7 @@ if __name__ == "__main__":
     for number in range(1, STEPS + 1):
         stage = Stage(module, rank, ranks, *batch(number))
         loss = stage.step()
-        optimizer.step()  # each rank steps its own layers; nothing has to be exchanged
+        optimizer.step()  # each rank updates its own layers; nothing is exchanged
         optimizer.zero_grad()
         if rank == ranks - 1:
             print(f"step {number}: loss {loss:.4f}, at most {stage.most_live} microbatches live on this rank")

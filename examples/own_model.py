@@ -1,7 +1,7 @@
-"""A model of one's own in a pipeline: a small decoder whose stages are built each on its own rank.
+"""A model of one's own in a pipeline: a small decoder, of which each rank builds its own stage.
 
-A stage is a module, here `Chunk`, made from a StageInfo: which stage of how many. It builds what it runs
-and nothing else. Between two stages goes whatever the one returns and the next one's forward takes:
+A stage is a module, here `Chunk`, made from a StageInfo: which stage of how many. It builds only its own
+layers. A stage sends what its forward returns to the next stage's forward:
 
     tokens -> embedding, blocks -> {hidden, auxiliary, documents} -> blocks -> ... -> blocks, norm, head
 
@@ -28,7 +28,7 @@ from penstock.models.stage import StageInfo, distribute_layers
 
 LAYERS, WIDTH, HEADS = 6, 32, 2
 NUMBERS, STEPS, DOCUMENT = 16, 3, 6  # a document: its step, a number to start from, and four that follow
-VOCABULARY = NUMBERS + STEPS  # token NUMBERS + i stands for "by i + 1"
+VOCABULARY = NUMBERS + STEPS  # token NUMBERS + i means "by i + 1"
 IGNORED = -100  # the label that cross_entropy leaves out
 SIZES = [(8, 3), (16, 1), (4, 5), (12, 2)]  # rows and documents in a row of each microbatch: any will do
 
@@ -62,18 +62,18 @@ class Chunk(nn.Module):
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         # named by their numbers in the whole model, so that parameters are called the same in every cut
         self.layers = nn.ModuleDict()
-        # embedding and head count for a layer each: their stages get fewer blocks
-        for number in distribute_layers(LAYERS, info, before=1, after=1):
-            torch.manual_seed(number)
-            self.layers[str(number)] = Block()
+        # embedding and head count as a layer each: their stages get fewer blocks
+        for layer in distribute_layers(LAYERS, info, before=1, after=1):
+            torch.manual_seed(layer)
+            self.layers[str(layer)] = Block()
         if info.is_last:
             torch.manual_seed(LAYERS + 1)
             self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(
         self,
-        tokens: Tensor,  # an entry of the batch: any stage may name those that it needs
-        hidden: Tensor | None = None,  # these come from the stage before, by the names that it returns
+        tokens: Tensor,  # an entry of the batch: any stage may name the entries that it needs
+        hidden: Tensor | None = None,  # this and the next two come from the stage before, by name
         auxiliary: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -90,16 +90,16 @@ class Chunk(nn.Module):
             return {"logits": self.head(self.norm(hidden)), "auxiliary": auxiliary}
         return {"hidden": hidden, "auxiliary": auxiliary, "documents": documents}
 
-    # Optional. Without these two each rank builds the other stages too, on the meta device, where nothing
-    # has values, and runs them there once for each new shape to learn what it will receive.
+    # Optional. Without these two methods each rank builds the other stages too, on the meta device, where
+    # tensors have no values, and runs them there once for each new shape to infer the shapes it receives.
 
     def infer_outputs(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """What goes to the next stage: shapes and dtypes, and nothing is computed."""
+        """The shapes and dtypes of the tensors sent to the next stage; nothing is computed."""
         shape = microbatch["tokens"].shape
         return {
             "hidden": torch.empty(*shape, WIDTH),
             "auxiliary": torch.empty(()),
-            "documents": torch.empty(shape, dtype=torch.long),  # of whole numbers: no gradient comes back
+            "documents": torch.empty(shape, dtype=torch.long),  # integers: no gradient comes back
         }
 
     infer_inputs = infer_outputs  # here every edge looks the same
@@ -127,7 +127,7 @@ def draw(seed: int) -> list[dict[str, Tensor]]:
         numbers = (start + (step + 1) * torch.arange(DOCUMENT - 1)) % NUMBERS
         documents = torch.cat([NUMBERS + step, numbers], dim=2)
         labels = documents.roll(-1, dims=2)
-        labels[:, :, 0] = labels[:, :, -1] = IGNORED  # the start, and the next document: from nothing known
+        labels[:, :, 0] = labels[:, :, -1] = IGNORED  # the start, and the next document, are not predictable
         microbatches.append({"tokens": documents.flatten(1), "labels": labels.flatten(1)})
     return microbatches
 
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     torch.set_num_threads(1)  # so small a model gains nothing by more
-    # Plainly started, this process holds all ranks, good to debug in. Under torchrun it is one of them.
+    # Without torchrun this process holds all ranks, which is good for debugging. Under torchrun it is one.
     pipe = Pipeline.from_provider(
         Chunk,
         schedule=options.schedule,
@@ -155,12 +155,12 @@ def main() -> None:
         if pipe.processes.index == 0 and step % 20 == 0:
             print(f"step {step}: loss {loss:.3f}")
     unseen = draw(seed=options.steps)
-    # by microbatch, on the last stage's rank alone, so that only there is anything to print
-    found = pipe.infer(unseen, collect=lambda output, number: output["logits"].argmax(-1))
-    right = [(found[i] == unseen[i]["labels"])[unseen[i]["labels"] != IGNORED] for i in found]
-    if found:
+    # by microbatch, on the last stage's rank; empty on the others, which print nothing
+    predicted = pipe.infer(unseen, collect=lambda output, number: output["logits"].argmax(-1))
+    right = [(predicted[i] == unseen[i]["labels"])[unseen[i]["labels"] != IGNORED] for i in predicted]
+    if predicted:
         step, start, *_ = unseen[0]["tokens"][0].tolist()
-        print(f"by {step - NUMBERS + 1} from {start}: {found[0][0, 1 : DOCUMENT - 1].tolist()}")
+        print(f"by {step - NUMBERS + 1} from {start}: {predicted[0][0, 1 : DOCUMENT - 1].tolist()}")
         print(f"{torch.cat(right).float().mean():.0%} of the unseen numbers are right")
     pipe.close()
     if dist.is_initialized():

@@ -52,7 +52,7 @@ SMALL = {
 
 
 class Calls:
-    """What clients may ask of a pipeline. Each rank has one, and all run the same calls in the same order.
+    """The calls of clients on a pipeline. Each rank has one, and all run the same calls in the same order.
 
     A PenstockError is raised on all ranks, and leaves weights and gradients as they were.
     """
@@ -71,10 +71,10 @@ class Calls:
         return {"loss": result.loss, "tokens": result.tokens}
 
     def forward_backward(self, microbatches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Add the gradients of the loss's sum. They count only when the whole call has gone well."""
+        """Add the gradients of the loss's sum. They count only if the whole call succeeds."""
         try:
             result = self.pipe.step(as_batch(microbatches), total_tokens=1)
-            norm = self.pipe.clip_grad_norm_(math.inf)  # clips nothing, and looks at every gradient
+            norm = self.pipe.clip_grad_norm_(math.inf)  # clips nothing, but reads every gradient
             check_finite(loss=result.loss, norm=norm)
             for at, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
@@ -106,7 +106,7 @@ class Calls:
     def sample(
         self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, stop: list[int]
     ) -> dict[str, Any]:
-        """Continue each prompt: a microbatch each, so that they fill the pipeline, one token a pass."""
+        """Continue the prompts, one token a pass. Each is a microbatch, so that they fill the pipeline."""
         rows, ends = [list(prompt) for prompt in prompts], set(stop)
         for position in range(max_tokens):
             growing = [at for at, row in enumerate(rows) if position == 0 or row[-1] not in ends]
@@ -138,9 +138,9 @@ class Calls:
         return {"path": str(path), "steps": self.steps}
 
     def load(self, name: str) -> dict[str, Any]:
-        """Go back to a checkpoint. Gradients that wait for a step are those of other weights, and go.
+        """Go back to a checkpoint. Gradients that wait for a step are of other weights, and are dropped.
 
-        Its files are hashed first: `load_checkpoint` finds an altered one when weights have changed.
+        Its files are hashed first: `load_checkpoint` detects an altered file only when weights have changed.
         """
         path = self.folder / name
         with hashed_meanwhile(path, self.pipe.processes):
@@ -151,7 +151,7 @@ class Calls:
 
     @property
     def pending(self) -> dict[str, int]:
-        """What the next optimizer step is of."""
+        """The calls and tokens of the next optimizer step."""
         return {"calls": self.calls, "tokens": self.tokens}
 
     def facts(self) -> dict[str, Any]:
@@ -166,8 +166,8 @@ class Calls:
 
 def as_batch(microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Microbatches as Pipeline.step takes them, with labels."""
-    tensors = [{name: torch.tensor(rows) for name, rows in each.items() if rows} for each in microbatches]
-    return [{"labels": each["input_ids"], **each} for each in tensors]
+    tensors = [{name: torch.tensor(rows) for name, rows in one.items() if rows} for one in microbatches]
+    return [{"labels": one["input_ids"], **one} for one in tensors]
 
 
 def choose_token(logits: Tensor, temperature: float, draw: float) -> int:
@@ -188,10 +188,10 @@ def check_finite(**values: float) -> None:
 
 
 def serve(calls: Calls, front: Front | None) -> None:
-    """Run one request after the other until the front is to stop. Collective; rank 0 has the front.
+    """Run one request after the other until the front stops. Collective; rank 0 has the front.
 
-    Ranks that have nothing to do meet every half a second, so that one that dies is noticed.
-    Raises PeerError, and whatever may have gone wrong on one rank alone.
+    Idle ranks meet every half second, so that a rank that dies is noticed.
+    Raises PeerError, and any error of one rank alone.
     """
     stopping = False
     while not stopping:
@@ -219,7 +219,7 @@ def limits_of(pipe: Pipeline, tokens: int) -> Limits:
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, which is made where there is none, for its owner alone to read."""
+    """The token in a file, which is made if there is none, readable by its owner alone."""
     try:
         with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
             file.write(secrets.token_urlsafe(32))
@@ -241,7 +241,7 @@ def main() -> None:
     parser.add_argument("--one-process", action="store_true", help="all ranks live in this process")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="folder of all clients")
     parser.add_argument("--max-tokens", type=int, default=Limits(0, 0).tokens, help="of one call")
-    parser.add_argument("--host", default="127.0.0.1", help="who reaches it can use it: there is no TLS")
+    parser.add_argument("--host", default="127.0.0.1", help="all who reach it can use it: there is no TLS")
     parser.add_argument("--port", type=int, default=8765, help="0 takes a free one")
     parser.add_argument(
         "--token-file", type=Path, default=Path("server-token"), help="made if it is not there"
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--no-token", action="store_true", help="answer everyone who reaches the port")
     options = parser.parse_args()
     if options.one_process:
-        torch.set_num_threads(1)  # as each rank has that `relaunch` starts
+        torch.set_num_threads(1)  # as in each rank that `relaunch` starts
     else:
         relaunch(options.ranks)
     pipe = AutoPipeline(ranks=options.ranks, schedule=options.schedule, microbatches=options.ranks).build(
@@ -257,15 +257,15 @@ def main() -> None:
     )
     calls = Calls(pipe, options.checkpoints)
     if pipe.processes.index > 0:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # rank 0 says when all end
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: None)  # rank 0 decides when all end
         serve(calls, None)
     else:
         token = None if options.no_token else read_token(options.token_file)
         address = options.host, options.port
         with Front(address, token, limits_of(pipe, options.max_tokens), calls.facts) as front:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: setattr(front, "stopping", True))
+            for signum in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(signum, lambda *_: setattr(front, "stopping", True))
             secret = "without a token" if token is None else f"token in {options.token_file}"
             print(f"listening on http://{options.host}:{front.server_port}, {secret}", flush=True)
             serve(calls, front)

@@ -2,7 +2,7 @@
 
     python examples/server_client.py --url http://127.0.0.1:8765 --token-file server-token
 
-It teaches the server's small model to count, and has it go on counting.
+It teaches the server's small model to count, and then lets it continue a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 
 class ServerError(Exception):
-    """What the server refuses: `status` of HTTP, and the error's type, value, rule and remedy."""
+    """A refused request: the HTTP `status`, and the error's type, value, rule and remedy."""
 
     def __init__(self, status: int, type: str, value: str, rule: str, remedy: str) -> None:
         super().__init__(f"{value}: {rule}. {remedy}")
@@ -47,7 +47,7 @@ class Client:
 
 
 def counting(rng: random.Random) -> list[dict[str, list[list[int]]]]:
-    """Microbatches of rows that count up, as many and as long as chance has it."""
+    """A random number of microbatches, of rows of random length that count up."""
     return [
         {"input_ids": [[*range(start, start + length)] for start in rng.sample(range(100), 4)]}
         for length in rng.choices(range(8, 32), k=rng.randint(1, 4))

@@ -1,10 +1,10 @@
-"""The HTTP front of examples/server.py, on rank 0: what clients ask for becomes one queue.
+"""The HTTP front of examples/server.py, on rank 0: it puts the requests of all clients into one queue.
 
     a thread for each connection:   token -> size -> arguments -> queue, then it waits for the answer
     the main thread:                takes one request after the other, in the order of arrival
 
 A connection carries one request. It has READING seconds to arrive, so that a client that sends slowly, or
-nothing, does not keep a thread. Whatever is wrong with it is answered in JSON: value, rule and remedy.
+nothing, does not keep a thread. The answer to a wrong request is JSON: value, rule and remedy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORGOTTEN = 1 << 24  # bytes of a refused request that are read, so that its cli
 
 
 class RequestError(PenstockError):
-    """A request that is refused for its HTTP."""
+    """A request that is refused with an HTTP status."""
 
     def __init__(self, status: HTTPStatus, value: str, rule: str, remedy: str) -> None:
         super().__init__(value, rule, remedy)
@@ -42,7 +42,7 @@ class RequestError(PenstockError):
 
 
 class Job(NamedTuple):
-    """A request in the queue, and the place for its answer."""
+    """A request in the queue, and the future of its answer."""
 
     call: str
     arguments: dict[str, Any]
@@ -50,12 +50,12 @@ class Job(NamedTuple):
 
 
 class Front(ThreadingHTTPServer):
-    """Listens from its making on. As a context manager it answers whoever still waits at its end.
+    """Listens as soon as it is made. As a context manager it answers all waiting clients at its end.
 
     Args:
         address: host and port; port 0 takes a free one
-        token: what clients send as "Authorization: Bearer ..."; None asks for nothing
-        facts: returns what `status` answers, besides the queue
+        token: clients send it as "Authorization: Bearer ..."; None for no token
+        facts: returns the entries of `status`, besides the queue
     """
 
     daemon_threads = True
@@ -104,7 +104,7 @@ class Front(ThreadingHTTPServer):
     # ---- the threads of connections
 
     def submit(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Wait for a turn, and return the answer. Raises what the call raises."""
+        """Queue a request, wait, and return the answer. Raises what the call raises."""
         job = Job(call, arguments, Future())
         with self._lock:
             if self._closed:
@@ -227,7 +227,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What the standard library finds wrong with a request."""
+        """Answer a request that the standard library refuses."""
         self.close_connection = True
         rule = "a request is GET /status or POST /CALL, in HTTP"
         self._send(

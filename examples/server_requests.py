@@ -1,7 +1,7 @@
-"""What clients of examples/server.py may ask for: the calls, their arguments, and the limits of both.
+"""The requests to examples/server.py: the calls, their arguments, and the limits of both.
 
-Rank 0 checks a request as a whole before it gets a place in the queue. What passes is a dict of plain numbers
-and text, which every rank is then given.
+Rank 0 checks a whole request before it enters the queue. An accepted request is a dict of plain numbers and
+text, which is sent to every rank.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.errors import BatchError, ConfigError
 
-IGNORED = -100  # the label that counts for nothing
+IGNORED = -100  # the label that the loss ignores
 
 Rows = list[list[int]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # of one folder, never a path
 
 
 class Limits(NamedTuple):
-    """vocabulary: tokens are numbers below it; positions: tokens of a row; tokens: of a call, in all rows"""
+    """vocabulary: all token ids are below it; positions: tokens of a row; tokens: of a call, in all rows"""
 
     vocabulary: int
     positions: int
@@ -39,7 +39,7 @@ class Request(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     def check(self, limits: Limits) -> None:
-        """Raise BatchError for what this model does not take, or not at once."""
+        """Raise BatchError for a request that this model does not accept, or not in one call."""
 
 
 class Microbatch(Request):
@@ -57,22 +57,21 @@ class Forward(Request):
     microbatches: list[Microbatch]
 
     def check(self, limits: Limits) -> None:
-        check_size(
-            [row for each in self.microbatches for row in each.input_ids], len(self.microbatches), limits
-        )
-        for number, each in enumerate(self.microbatches):
-            where = f"microbatches.{number}"
-            check_tokens(f"{where}.input_ids", each.input_ids, limits)
-            check_tokens(f"{where}.labels", each.targets, limits, IGNORED)
-            lengths = [len(row) for row in each.input_ids]
-            if len(set(lengths)) > 1 or lengths != [len(row) for row in each.targets]:
+        rows = [row for microbatch in self.microbatches for row in microbatch.input_ids]
+        check_size(rows, len(self.microbatches), limits)
+        for index, microbatch in enumerate(self.microbatches):
+            where = f"microbatches.{index}"
+            check_tokens(f"{where}.input_ids", microbatch.input_ids, limits)
+            check_tokens(f"{where}.labels", microbatch.targets, limits, IGNORED)
+            lengths = [len(row) for row in microbatch.input_ids]
+            if len(set(lengths)) > 1 or lengths != [len(row) for row in microbatch.targets]:
                 rule = "the rows of a microbatch, and their labels, are of one length"
                 raise BatchError(
                     f"{where} with rows of {reprlib.repr(lengths)} tokens", rule,
                     "Put rows of other lengths into a microbatch of their own",
                 )  # fmt: skip
-        rows = [row for each in self.microbatches for row in each.targets]
-        if all(label == IGNORED for row in rows for label in row[1:]):
+        targets = [row for microbatch in self.microbatches for row in microbatch.targets]
+        if all(label == IGNORED for row in targets for label in row[1:]):
             rule = "a loss needs one label at least, after the first token of a row"
             raise BatchError("microbatches without a label", rule, f"Give labels other than {IGNORED}")
 
@@ -123,8 +122,8 @@ def arguments_of(call: str, body: bytes, limits: Limits) -> dict[str, Any]:
     """The arguments in a request's body. Raises ConfigError, BatchError."""
     try:
         request = CALLS[call].model_validate_json(body)
-    except ValidationError as found:
-        first = found.errors(include_url=False)[0]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
         value = ".".join(map(str, (call, *first["loc"])))
         if first["type"] != "missing":
             value += f"={reprlib.repr(first['input'])}"
@@ -150,7 +149,7 @@ def check_size(rows: Sequence[Sequence[int]], microbatches: int, limits: Limits)
 
 
 def check_tokens(name: str, rows: Rows, limits: Limits, *also: int) -> None:
-    """Raise BatchError where a row is empty or has a number that is no token's, nor one of `also`."""
+    """Raise BatchError for an empty row, and for a number that is neither a token nor in `also`."""
     if not rows or not all(rows):
         raise BatchError(
             f"{name} with {len(rows)} rows", "there is a row, and each has a token", "Leave it out"

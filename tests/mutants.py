@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant("models/weights/reading.py", "1 - self._turn", "self._turn", OF_READING),
     Mutant(
         "checkpoint/save_load.py",
-        "each.register_step_pre_hook(copies.before_step)",
-        "each.register_step_pre_hook(lambda *_: None)",
+        "one.register_step_pre_hook(copies.before_step)",
+        "one.register_step_pre_hook(lambda *_: None)",
         "checkpoint/test_save_load.py",
     ),
     Mutant(
@@ -285,7 +285,7 @@ MUTANTS = [
     ),
     Mutant("pipeline/steps/runner.py", "total_tokens or tokens, collect", "tokens, collect", OF_COUNTS),
     Mutant(
-        "parallel/expert/replay.py", "        self.reset()  # a micro", "        pass  # a micro", OF_COUNTS
+        "parallel/expert/replay.py", "        self.reset()  # an equal", "        pass  # an equal", OF_COUNTS
     ),
     Mutant(
         "pipeline/options.py",
@@ -445,7 +445,7 @@ MUTANTS = [
     ),
     Mutant(
         "runtime/sharded_weights.py",
-        "    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):\n"
+        "    if not all(type(kind) is Shard or isinstance(kind, Replicate) for kind in placements):\n"
         "        return None\n",
         "",
         "runtime/test_sharded_weights.py",

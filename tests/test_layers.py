@@ -19,7 +19,6 @@ LAYERS = (
     "cli",
     "train",
     "launch",
-    "planner",
     "checkpoint",
     "planner",
     "pipeline",

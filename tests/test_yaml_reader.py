@@ -30,7 +30,7 @@ def test_values_are_those_that_people_mean(text: str, value: object) -> None:
     [
         ("{a: 1, a: 2}", "given twice"),
         ("[" * 101 + "]" * 101, "nests deeper than 100"),
-        ("&a [*a]", "an alias stands within"),
+        ("&a [*a]", "an alias is within its own"),
         ("9" * 101, "more than 100 digits"),
         ("!!bool maybe", "not what its tag says"),
         (

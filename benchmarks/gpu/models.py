@@ -184,7 +184,7 @@ def wait_for(device: torch.device) -> None:
 def predicted_live(
     timeline: Timeline, schedule: Schedule, costs: Costs, made: Mapping[int, int] | None = None
 ) -> float:
-    """The most bytes that `costs` has for the live activations of all ranks at once, in an I or B too.
+    """The most bytes that `costs` has for the live activations of all ranks at once, in an op too.
 
     In one process ranks take turns, and not as on machines of their own, so the ops count in the order in
     which they ran. A result that is only to be sent counts until the next stage takes it.
@@ -193,15 +193,19 @@ def predicted_live(
     """
     late = dict(made or {})
     placement, count = schedule.placement, schedule.microbatches
-    names = ("activation", "held_in_backward", "held_for_weight", "sent", "buffer")
-    activation, working, deferred, sent, buffer = (costs.rows(name, placement, count) for name in names)
+    names = ("activation", "held_in_forward", "held_in_backward", "held_for_weight", "sent", "buffer")
+    activation, forming, working, deferred, sent, buffer = (
+        costs.rows(name, placement, count) for name in names
+    )
     held, most = -float(sum(late.values())), 0.0
     for span in sorted(timeline.spans, key=lambda span: span.start):
         stage, kind, number = span.op
         first, last = placement.is_first(stage), placement.is_last(stage)
         kept = activation[stage][number]
         if kind == "F":  # its input is from here on a part of its activation
-            held += kept - (0.0 if first else sent[stage - 1][number])
+            received = 0.0 if first else sent[stage - 1][number]
+            most = max(most, held + forming[stage][number] - received)
+            held += kept - received
             held += 0.0 if last else sent[stage][number]
         elif kind == "W":
             held -= deferred[stage][number]

@@ -41,7 +41,7 @@ class PenstockError(Exception):
     value: the value that was found, named as the user named it, e.g. ``pipeline.ranks=9``
     rule: the rule that the value breaks
     remedy: what to change
-    names_rank: whether it says itself which rank it is of, wherever it is raised
+    names_rank: whether the message names the failing rank, so that a report need not
     """
 
     exit_code = 1
@@ -66,7 +66,7 @@ class ConfigError(InputError):
 
 
 class ScheduleError(InputError):
-    """A schedule that would hang, leave work out or hold too much.
+    """A schedule that would hang, leave work out or hold too many activations.
 
     violations: every reason, each a penstock.schedule.Violation
     """
@@ -110,7 +110,7 @@ class AlteredError(CheckpointError):
 
 
 class UnfitError(CheckpointError):
-    """A checkpoint that can be read, and is of another model or optimizer."""
+    """A readable checkpoint of another model or optimizer."""
 
 
 class FolderInUseError(InputError):

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @contextmanager
 def as_finding() -> Iterator[None]:
-    """Turn such an error into a ValueError "rule; remedy", the only exception that pydantic collects."""
+    """Turn a ConfigError or PartitionError into a ValueError, the only exception that pydantic collects."""
     try:
         yield
     except (ConfigError, PartitionError) as error:
@@ -46,7 +46,7 @@ def as_finding() -> Iterator[None]:
 
 
 def at_most(most: float) -> AfterValidator:
-    """Refuse what no run has, and clocks, seeds and loops choke on. No limit that a page needs to show."""
+    """Refuse values that would overflow clocks, seeds and loops. The docs need not show this limit."""
 
     def check(value: float) -> float:
         if value > most:
@@ -69,7 +69,7 @@ _REMEDIES = {
     "greater_than": "Give more than {gt}",
     "less_than": "Give less than {lt}",
 }
-_SHOWN = 20  # of the things that are wrong
+_SHOWN = 20  # findings in an error
 Finding = tuple[str, str, str]  # value, rule and remedy
 
 
@@ -112,7 +112,7 @@ Patterns = Annotated[tuple[str, ...], Field(strict=False)]  # YAML knows lists o
 
 
 def says(complaint: str) -> WrapValidator:
-    """Refuse any other value with one complaint: of a union pydantic complains for each member."""
+    """Refuse any other value with one complaint; pydantic gives one for each member of a union."""
 
     def check(value: object, read: ValidatorFunctionWrapHandler) -> object:
         try:
@@ -124,7 +124,7 @@ def says(complaint: str) -> WrapValidator:
 
 
 def _frozen(value: Any) -> Any:
-    """Lists, which YAML has, as tuples, which are equal wherever they come from."""
+    """Turn lists into tuples, so that a value from YAML equals the same value from Python."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
@@ -145,7 +145,9 @@ def _bytes(value: object) -> object:
     raise ValueError(f"{value!r} is no number of bytes; write 8 GiB, or 8589934592")
 
 
-NamePatterns = Annotated[Sequence[str], AfterValidator(_frozen)]
+NamePatterns = Annotated[
+    Sequence[str], says("is no list of names; write [mlp, score.*]"), AfterValidator(_frozen)
+]
 LayoutLike = Annotated[
     str | Sequence[Sequence[str]] | None,
     says("is no layout; write Ett|ttL, or a list of names for each stage"),
@@ -191,18 +193,19 @@ def described(kind: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """On how many ranks a pipeline runs, in which order, and how its messages go.
+    """How many ranks a pipeline runs on, its schedule, and how it sends messages.
 
     Args:
-        ranks: number of pipeline ranks. -1 takes all processes that the other axes leave, or the axis of a
-            `mesh` whole
+        ranks: number of pipeline ranks. -1 takes all processes that the other axes leave, or all of the pp
+            axis of a `mesh`
         schedule: a name, such as 1f1b, or a mapping of the name and its options, as {schedule: 1f1b,
-            stages_per_rank: 2}; in Python also a Schedule, which says `ranks` and `microbatches` itself
-        microbatches: number of microbatches of a step, or of each part of its batch
+            stages_per_rank: 2}; in Python also a Schedule, which sets `ranks` and `microbatches` itself
+        microbatches: number of microbatches in a step, for each data-parallel part of its batch
         transport: gloo, nccl, or local in one process. Left out, or auto: NCCL between GPUs, shared memory
             between CPUs of one host (Linux on x86-64), else gloo
-        exchange: channels: each message by itself. batched: over NCCL those of a moment together, by torch's
-            batch_isend_irecv. auto: batched on NCCL where the schedule and its messages can, else channels
+        exchange: how messages are sent. channels: one by one. batched, over NCCL only: all messages between
+            two ops in one batch_isend_irecv of torch. auto: batched on NCCL where the schedule and its
+            messages allow it, else channels
         wire_dtype: dtype in which floating-point tensors travel; left out, their own. A dtype narrower than
             the model's changes the gradients
         shapes: how a rank knows the shapes that cross an edge. inferred: by arithmetic. exchanged: from the
@@ -221,13 +224,13 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PaddingOptions:
-    """How long rows become where microbatches are padded: as the longest of each step, if left out.
+    """The length to which rows are padded; left out, that of the longest row in the step.
 
     Args:
         length: always this length, and no row may be longer
         multiple: lengths are rounded up to a multiple of it, as some attention kernels want
-        buckets: lengths, ascending; a step's is rounded up to the next of them, so that a run meets few. A
-            longer row is rounded to `multiple` only
+        buckets: lengths, ascending; a step's length is rounded up to the next one, so that a run has few
+            lengths. A longer row is rounded to `multiple` only
     """
 
     length: Count | None = None
@@ -237,18 +240,18 @@ class PaddingOptions:
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Which layers each stage holds: one description at most.
+    """Which layers each stage holds. Give at most one of these descriptions.
 
-    `first_stage_layers` and `last_stage_layers` are one together, and so are `embedding_weight` and
-    `head_weight`. Without any, the slowest rank becomes as fast as possible, by multiply-adds.
+    `first_stage_layers` and `last_stage_layers` count as one, and so do `embedding_weight` and `head_weight`.
+    Without any, the split makes the slowest rank as fast as possible, in multiply-adds.
 
     Args:
         embedding_weight: number of layers that the embedding counts as, in an even division of layers
         head_weight: number of layers that the head counts as, in an even division of layers
         layout: such as Ett|(ttt|)*2tL, or a list of Megatron's names for each stage
             (penstock.schedule.layout)
-        layers_per_stage: a list of the number of layers of each stage. A single number is the most for all,
-            and chooses how many stages a rank has, where the schedule takes several and does not say how many
+        layers_per_stage: a list of the number of layers of each stage. A single number is the maximum for
+            every stage, and sets how many stages a rank has where the schedule leaves that open
         first_stage_layers: number of layers of the first stage; the others share the rest evenly
         last_stage_layers: number of layers of the last stage; the others share the rest evenly
         modules_per_stage: for each stage, a list of the names of its modules
@@ -269,22 +272,22 @@ class ModelOptions:
 
     Args:
         revision: branch, tag or commit of a Hub name; left out, the main branch
-        load: who reads the weights of a folder. each: every rank those of its stages. broadcast: one of the
-            ranks that host the same stages, which sends them to the others: for a file system that is slower
-            than the network
+        load: which ranks read a folder's weights. each: every rank reads those of its stages. broadcast: of
+            the ranks that host the same stages, one reads and sends to the others, for a file system that is
+            slower than the network
         dtype: dtype of the weights
         attention: attention implementation, as transformers names it: eager, sdpa, ...; left out, the
             config's
         experts: how a mixture's experts are computed, as transformers names it: eager, batched_mm,
-            grouped_mm, ...; left out, the config's, or grouped_mm. A model object is taken as it is
+            grouped_mm, ...; left out, the config's, or grouped_mm. A model object keeps its own
         seed: seed of the initial values of weights that no file gives
         new_weights: patterns of names, such as score.*, of weights that the files lack: they get initial
-            values from the seed. A weight that no file gives is an error without it, as is a pattern that is
-            not needed
+            values from the seed. A missing weight that no pattern matches is an error, and so is a pattern
+            that matches no missing weight
         mtp_loss_scaling_factor: builds the prediction layers (MTP) of a folder or a config, as many as its
             num_nextn_predict_layers, and multiplies the mean of their losses: 0.1 in Megatron. They are the
-            last layers, and the m of a layout. A model object has them by its class (penstock.with_mtp). Not
-            with cp and tp
+            last layers, and the m of a layout. A model object gets them from its class (penstock.with_mtp).
+            Not with cp and tp
         trust_remote_code: whether Python code in the folders of model and tokenizer may run
     """
 
@@ -301,12 +304,12 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """Whether routers choose their experts again.
+    """What routers choose when a layer runs again.
 
     Args:
-        replay_routing: whether a layer that runs again takes the experts that routers chose the first time,
-            however nearly others tie with them. Steps then also take `routed_experts`, the experts that
-            tokens are to choose, and `Pipeline.routed_experts` returns those they chose
+        replay_routing: whether a layer that runs again uses the experts that its router chose the first
+            time, also where other experts nearly tie with them. Steps then also take `routed_experts`, the
+            experts to use for each token, and `Pipeline.routed_experts` returns those that were used
     """
 
     replay_routing: bool = False
@@ -317,20 +320,20 @@ class LayerOptions:
     """How layers and head compute, and what of their activations is kept for the backward.
 
     Args:
-        chunked_loss: whether the next-token loss of large logits (more than 256 MiB a microbatch in float32)
-            runs the head on a block of the vocabulary at a time, so that they are never whole, and once more
-            in the backward. Heads that are no plain linear layer, and those on a mesh with other axes, stay
-            as they are. liger: Liger's fused kernel, for logits of any size, which runs the head once; a live
-            microbatch then holds the gradient of the head's weight. It needs a GPU, a plain linear head whose
-            logits the model leaves as they are, and no other axes
+        chunked_loss: whether the next-token loss computes large logits (more than 256 MiB a microbatch in
+            float32) one block of the vocabulary at a time, in the forward and again in the backward, so that
+            they never exist whole. Heads that are no plain linear layer, and those on a mesh with other axes,
+            are not affected. liger: Liger's fused kernel, for logits of any size, which runs the head once; a
+            live microbatch then holds the gradient of the head's weight. It needs a GPU, a plain linear head
+            whose logits the model leaves as they are, and no other axes
         activation_checkpointing: keep less of each layer's forward and run it again in the backward. true or
             full: keep its input alone. selective: also keep what costs most to compute. Or a mapping; in
             Python a Checkpointing
         compile: whether torch.compile compiles each layer, and the next-token loss. layers or loss: these
             alone. Or a mapping; in Python a penstock.pipeline.Compile. Compiled code rounds in another order
             than plain code does. Not with replay_routing and quantize
-        activation_offloading: let activations wait in host memory between forward and backward: true, or a
-            mapping of which; in Python an Offloading
+        activation_offloading: keep activations in host memory between forward and backward: true, or a
+            mapping that says which; in Python an Offloading
     """
 
     chunked_loss: Literal[True, False, "liger"] = True
@@ -347,10 +350,10 @@ class CheckpointingOptions:
         every: layers 0, k, 2k, ... run again, counted over the whole model, whatever the split
         save: ops whose outputs are kept all the same: the groups matmul and attention, or names of torch's
             ops such as aten.mm
-        in_flight: only the first so many of a rank's microbatches in flight: one number for all ranks, or one
-            for each; left out, all of them
-        memory_limit: bytes of a rank, from which the plan chooses `in_flight`; a config also takes text such
-            as 8 GiB
+        in_flight: recompute only for the first n of a rank's microbatches in flight: one number for all
+            ranks, or one for each; left out, for all microbatches
+        memory_limit: memory of a rank in bytes, from which the plan chooses `in_flight`; a config also takes
+            text such as 8 GiB
     """
 
     every: Count = 1
@@ -361,15 +364,14 @@ class CheckpointingOptions:
 
 @dataclass(frozen=True)
 class OffloadingOptions:
-    """Which activations wait in host memory between forward and backward.
+    """Which activations are kept in host memory between forward and backward.
 
     Args:
         modules: names of modules within a layer, with * and ? for any characters: mlp, self_attn, *norm*.
             Empty: whole layers
-        layers: number of layers of each stage, from its first one on, whose backward comes last; left out,
-            all
-        ahead: ops of a rank in whose time a copy should be over. With more, a slow link holds up less, and
-            more microbatches lie on the device
+        layers: offload only the first n layers of each stage, whose backward comes last; left out, all
+        ahead: number of ops during which a copy may run. A higher number makes a rank wait less for a slow
+            link, and keeps more microbatches on the device
         min_bytes: smaller tensors stay on the device
     """
 
@@ -391,7 +393,7 @@ class CompileOptions:
             and so do large logits, which `chunked_loss` never makes whole
         backend: as torch.compile takes it: inductor, aot_eager, cudagraphs, ...
         mode: as torch.compile takes it: default, reduce-overhead, max-autotune, ...
-        dynamic: whether lengths are dynamic; left out, once a second one comes
+        dynamic: whether lengths are dynamic; left out, from the second length on
     """
 
     layers: CompiledLayers = "auto"
@@ -406,7 +408,7 @@ class CompileOptions:
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Number of processes of each axis of the mesh other than `pp`. One may be -1: all that remain.
+    """Sizes of the mesh's axes other than `pp`. One may be -1: all processes that remain.
 
     Args:
         dp_replicate: copies of everything below, each with its own part of the batch, whose gradients are
@@ -430,7 +432,7 @@ class MeshOptions:
 
     Args:
         context: attention over a sequence that is split over cp. ulysses: each process computes some of the
-            heads. ring: keys and values travel around
+            heads. ring: processes pass keys and values on in a ring
         sequence_parallel: whether tp also shards, along the sequence, the activations between its matrices
     """
 

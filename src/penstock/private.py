@@ -54,6 +54,11 @@ dispatch_get_all_op_names = torch._C._dispatch_get_all_op_names
 # ---- Tensors without values that keep their device
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # instead: is_meta, with the device kept aside
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
+# what fake tensors raise of code that looks at values. instead: RuntimeError, which hides other errors
+LOOKS_AT_VALUES: tuple[type[Exception], ...] = (
+    torch._subclasses.fake_tensor.DataDependentOutputException,
+    torch._subclasses.fake_tensor.DynamicOutputShapeException,
+)
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a subclass without memory. instead: one on meta
 
 # ---- What holds for this thread, or for this backward
@@ -79,6 +84,7 @@ cuda_sleep = torch.cuda._sleep
 # ---- Ops
 C_LINEAR = torch._C._nn.linear  # F.linear, before anybody replaced it
 grouped_mm = torch._grouped_mm  # experts of transformers call it. instead: F.grouped_mm, where they call that
+GROUPED_MM = torch.ops.aten._grouped_mm  # the same, beneath autograd
 # one kernel for a list of tensors. instead: a loop
 foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
@@ -91,6 +97,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 LOCAL_SCALAR_DENSE = torch.ops.aten._local_scalar_dense.default
 FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention
 FLASH_ATTENTION_FOR_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+FLASH_ATTENTION_FOR_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 EFFICIENT_ATTENTION = torch.ops.aten._scaled_dot_product_efficient_attention
 # tensors as one, for one message. instead: torch.cat and torch.split
 flatten_dense_tensors = torch._utils._flatten_dense_tensors
@@ -160,7 +167,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
     "torch.autograd:Variable": {"_execution_engine": "a backward without torch.autograd.backward's checks"},
     "torch.autograd.forward_ad": {"_current_level": "whether forward-mode autograd looks at a product"},
     "torch.autograd.profiler": {"_is_profiler_enabled": "whether somebody reads an op's name"},
-    "torch._ops:OpOverload": {"_schema": "which arguments an op writes, and what it returns"},
+    "torch._ops:OpOverload": {
+        "_overloadpacket": "which op it is, whatever its arguments",
+        "_schema": "which arguments an op writes, and what it returns",
+    },
     "torch.distributed:ProcessGroup": {
         "_device_types": "which devices a group serves",
         "_get_backend": "its gloo or NCCL: options, abort",

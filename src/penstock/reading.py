@@ -23,7 +23,7 @@ LARGEST_JSON = 32 * MIB  # bytes: the index of a model with 200,000 tensors has 
 DEEPEST = 100  # brackets within each other; Python gives up at some 1,000
 _LONGEST_NAME, _LONGEST_PATH = 255, 3000  # of Linux, with room for what is written below a folder
 _MOST_NESTED = 1 << 20  # lists and objects: 90 MB of memory
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGTP])(i?))?B?\s*", re.IGNORECASE)
 _RATE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTPE]?)(B|bit|b|FLOP)(?:/s|ps)\s*")
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([num\u00b5\u03bc]?)s\s*")
 _VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")  # as shells have them
@@ -92,7 +92,7 @@ def parse_size(text: str) -> float | None:
     if (match := _SIZE.fullmatch(text)) is None:
         return None
     digits, unit, binary = match.groups(default="")
-    scale: int = (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    scale: int = (1024 if binary else 1000) ** " KMGTP".index(unit.upper() or " ")
     return float(digits) * scale
 
 

@@ -1,8 +1,8 @@
 """YAML as people mean it, within limits.
 
-PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Numbers are those of YAML 1.2 here; yes,
-no, on and off are booleans all the same. A day is text, and a key given twice is an error. Few lines may
-become much once they are read: ten of ten aliases each make ten thousand million values.
+PyYAML reads YAML 1.1, where 1:30 is 90, 017 is 15 and 1e-3 is text. Here numbers are those of YAML 1.2; yes,
+no, on and off stay booleans. A date is text, and a key given twice is an error. A few lines may expand to a
+huge value: ten nested lists of ten aliases each make ten thousand million values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.errors import ConfigError
 from penstock.reading import DEEPEST, read_text, size
 
 LARGEST = 256 * 1024  # bytes of a file, which PyYAML takes seconds to parse
-_EXPANDED = 1 << 20  # characters and values, with each alias counted as what it stands for
+_EXPANDED = 1 << 20  # characters and values, with each alias counted as its expansion
 _DIGITS = 100  # of a number
 _TAG = "tag:yaml.org,2002:"
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
@@ -65,7 +65,7 @@ _refused = partial(yaml.MarkedYAMLError, None, None)  # takes what is wrong, and
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {  # noqa: RUF012 - as in PyYAML
-        first: [each for each in resolvers if each[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
+        first: [pair for pair in resolvers if pair[0] in (f"{_TAG}bool", f"{_TAG}null", f"{_TAG}merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     yaml_constructors = {  # noqa: RUF012 - as in PyYAML; without dates, sets and bytes, which no key takes
@@ -88,7 +88,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._depth -= 1
         if is_alias and node not in self._expanded:
-            raise _refused("an alias stands within what it stands for", mark)
+            raise _refused("an alias is within its own expansion", mark)
         if node is not None and not is_alias:
             self._expanded[node] = self._size(node, mark)
         return node
@@ -97,8 +97,8 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.ScalarNode):
             return 1 + len(node.value)
         pairs = isinstance(node, yaml.MappingNode)
-        inner = [each for pair in node.value for each in pair] if pairs else node.value
-        size = 1 + sum(self._expanded[each] for each in inner)
+        inner = [child for pair in node.value for child in pair] if pairs else node.value
+        size = 1 + sum(self._expanded[child] for child in inner)
         if size > _EXPANDED:
             raise _refused(f"with its aliases expanded it has more than {_EXPANDED:,} characters", mark)
         return size

@@ -116,7 +116,7 @@ def test_a_batch_is_split_as_a_step_splits_it() -> None:
         (
             {"x": torch.arange(7)},
             3,
-            "of 7 rows in 3 microbatches: they are to be of one size",
+            "of 7 rows in 3 microbatches: all microbatches have the same number of rows",
         ),
         ({"x": torch.arange(7)}, 0, "microbatches=0"),
         ({"x": torch.arange(2)}, 3, "a batch of 2 rows"),

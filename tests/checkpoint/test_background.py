@@ -75,7 +75,7 @@ def test_an_error_elsewhere_lets_a_checkpoint_end_and_ctrl_c_does_not(
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"] * whole
     if not whole:
         (note,) = caught.value.__notes__
-        why = "OSError: disk full" if error is ValueError else "it was given up"
+        why = "OSError: disk full" if error is ValueError else "it was abandoned"
         assert note.startswith(f"checkpoint {tmp_path / 'checkpoint'}: it was not written: ")
         assert why in note
 
@@ -90,7 +90,7 @@ def test_what_follows_a_checkpoint_may_fail_and_it_stands(
         raise OSError("no room")
 
     writer = CheckpointWriter(pipe, background=background)
-    with pytest.raises(RunError, match="it was written, and what was to follow it failed: OSError: no room"):  # noqa: PT012
+    with pytest.raises(RunError, match=r"it was written, and .* failed: OSError: no room"):  # noqa: PT012
         writer.save(tmp_path / "checkpoint", optimizers, then=failing)
         writer.wait()
     check_folder(tmp_path / "checkpoint")

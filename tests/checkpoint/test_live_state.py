@@ -44,9 +44,9 @@ def test_no_value_is_copied(alone: Made) -> None:
 def test_the_state_of_another_model_does_not_fit(alone: Made) -> None:
     own = Holdings(*alone).identity(1)
     check_identity(own, Holdings(*make(1, "1f1b", layers=1)).identity(1))
-    with pytest.raises(UnfitError, match="the layout of ranks is another"):
+    with pytest.raises(UnfitError, match="the layout of ranks differs"):
         check_identity(own, Holdings(*alone).identity(2))
-    with pytest.raises(UnfitError, match="the model's config is another"):
+    with pytest.raises(UnfitError, match="the model's config differs"):
         check_identity({**own, "the model's config": "x"}, own)
 
 

@@ -101,7 +101,7 @@ def failing_follower(path: str) -> None:
     writer.save(path, optimizers, then=then)
     error = error_of(writer.wait)
     assert "OSError: no room" in error
-    assert error.startswith(f"RunError: checkpoint {path}, on process 0: it was written, and what was to ")
+    assert error.startswith(f"RunError: checkpoint {path}, on process 0: it was written, and ")
     writer.wait()
     writer.save(path, optimizers)
     writer.wait()
@@ -122,7 +122,7 @@ def dropped(path: str, rank: int, axes: Axes | None) -> None:
     if dist.get_rank() == rank:
         writer.drop()
     for _ in range(2):
-        with pytest.raises(RunError, match="that gave a write up: its group may still be in that write"):
+        with pytest.raises(RunError, match="its group may still be in that write"):
             writer.save(f"{path}/second", optimizers)
     with CheckpointWriter(pipe) as another:
         another.save(f"{path}/third", optimizers)
@@ -217,7 +217,7 @@ def unfit_on_one(path: str) -> None:
     other: Any = SGD(pipe.parameters(), lr=0.1) if rank == 1 else optimizers
     error = error_of(lambda: load_checkpoint(path, pipe, other))
     assert error.startswith("UnfitError: ")
-    assert "was trained by AdamW, on process 1: here it is by SGD" in error
+    assert "was trained by AdamW, on process 1: here SGD trains it" in error
     assert all(map(torch.equal, before, (parameter.detach() for parameter in pipe.parameters())))
     pipe.close()
 

@@ -239,7 +239,7 @@ def test_a_host_without_memory_for_copies_writes_while_training_stands(
         writer.wait()
         assert of_training(tmp_path / f"{room}") == of_training(tmp_path / "at once")
     assert [record.message.partition(": ")[2][:31] for record in caplog.records] == [
-        "training stands until it is wri"
+        "training waits until it is writ"
     ]
 
 
@@ -312,7 +312,7 @@ def test_weights_under_names_of_an_adapter_are_refused(tmp_path: Path) -> None:
     layer = pipe.modules[0].get_submodule("model.layers.0.mlp")
     layer.down_proj = nn.Sequential(layer.get_submodule("down_proj"))
     for background in (False, True):
-        with pytest.raises(ModelError, match=r"down_proj.*which only the model or"):
+        with pytest.raises(ModelError, match=r"down_proj.*which only the original model or"):
             CheckpointWriter(pipe, background=background).save(tmp_path / "checkpoint", optimizers)
     assert list(tmp_path.iterdir()) == []
 

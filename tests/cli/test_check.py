@@ -137,7 +137,7 @@ def test_a_model_that_fails_by_itself_is_no_wrong_split(
 BAD = {
     "an unknown schedule": (["--schedule", "2f2b"], "schedule '2f2b'"),
     "no backward": (["--schedule", "inference"], "--schedule inference: it holds no backward"),
-    "too few rows": (["--rows", "3"], "--rows 3: each of 8 microbatches has a row at least. Give 8 or more"),
+    "too few rows": (["--rows", "3"], "--rows 3: each of 8 microbatches needs a row. Give 8 or more"),
     "too long": (["--length", "4000"], "--length 4000: the model takes 64 positions"),
     "too short": (["--length", "1"], "--length 1: the first token of a row predicts nothing"),
     "no tolerance": (["--tolerance", "0"], "--tolerance 0.0: it is a difference relative to"),

@@ -63,7 +63,9 @@ def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_worl
     for text in (
         "9 layers, 32,892,043,264 parameters, bfloat16", "64 processes: pp=8 x dp_shard=8",
         "64 rows of 4096 tokens, divided between 8 pipelines", "1f1b, 8 ranks, 8 stages, 8 microbatches",
-        "predicted, if time goes by multiply-adds", "1 communicator a rank, for all messages",
+        "predicted, if time goes by multiply-adds of forwards, input gradients",
+        "bfloat16: products, weights, gradients and states",
+        "1 communicator a rank, for all messages",
         "GiB predicted for a process of rank", "data.path=/nowhere/text: not on this machine",
         "data.tokenizer=/nowhere/tokenizer: not on this machine", "flash_attention_2: not installed",
         "torch sees no GPU",
@@ -72,10 +74,24 @@ def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_worl
     lines = out.partition("\nconfig\n")[0].splitlines()
     assert max(map(len, lines)) <= 80
     assert not re.search("…", out)
+    assert out.count("bubble") == 1
     assert "\n   1-5    1-5  1-5, 1 each  3,187,703,808  10.4%\n" in out  # alike: one line
     for text in ("8 groups of 8 {0-56 by 8}, {1-57 by 8}, ...,", "8 groups of 8 {0-7}, {8-15}, ..., {56-63}"):
         assert text in out
     assert "dp_shard: 8\n" in out  # in the config
+
+
+@pytest.mark.parametrize(("attention", "told"), [("eager", True), ("sdpa", False)])
+def test_eager_attention_says_what_its_scores_take(
+    tmp_path: Path, penstock: Command, attention: str, told: bool
+) -> None:
+    """1.0: 3.1 GiB a layer of gpt-oss, without a word of why."""
+    config = ROOT / "configs" / "stdlib.yaml"
+    _, out, err = penstock(
+        "train", config, f"data.path={tmp_path}", f"model.attention={attention}", "--dry-run"
+    )
+    assert err == ""
+    assert ("eager: a layer keeps the scores of all pairs" in " ".join(out.split())) == told
 
 
 def test_the_memory_says_that_it_leaves_towers_out(
@@ -109,7 +125,7 @@ def test_a_host_that_holds_no_copy_of_a_checkpoint_is_told(
     text = " ".join(out.split())
     assert f"{3 * 4 * 3_148_288 / 2**30:.4f} GiB, copied to host memory and written while training" in text
     assert said in text
-    assert ("training stands until it is written" in text) == bool(said)
+    assert ("training waits until it is written" in text) == bool(said)
 
 
 @pytest.mark.parametrize(("schedule", "pairs"), [("dualpipe", True), ("1f1b", False)])
@@ -124,9 +140,9 @@ def test_a_world_belongs_to_a_dry_run_and_has_to_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, penstock: Command
 ) -> None:
     file = elsewhere(tmp_path)
-    assert "--world 64: it says how many processes --dry-run" in penstock("train", file, "--world", "64").err
+    assert "--world 64: it is the number of processes" in penstock("train", file, "--world", "64").err
     assert "12 processes for pp=8 x dp_shard=-1" in penstock("train", file, "--dry-run", "--world", "12").err
-    assert "a dry run takes --world" in penstock("train", file, "--dry-run").err
+    assert "for a dry run give --world" in penstock("train", file, "--dry-run").err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.setattr(os, "_exit", exit)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from penstock.cli.plan import show
-from penstock.errors import ConfigError, InputError
+from penstock.errors import InputError
 from penstock.train.config.load import load_config
 from support.planning import LENGTH, small_config
 
@@ -38,7 +38,7 @@ def test_it_ranks_runs_and_writes_the_first_as_a_config(
     assert config.train.batch_size == 16
     assert config.data.sequence_length == LENGTH
     assert page.read_text().startswith("<!doctype html>")
-    first = next(line for line in printed.splitlines() if line.lstrip().startswith("1 "))
+    first = next(line for line in printed.splitlines() if line.lstrip().startswith("1  pp"))
     assert f"pp={config.pipeline.ranks}" in first
 
 
@@ -68,6 +68,7 @@ def test_wrong_input_is_one_message(folder: Path, change: dict[str, object], mes
 
 def test_a_million_layers_are_refused_at_once(folder: Path) -> None:
     keys = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(keys | {"num_hidden_layers": 10**6}))
-    with pytest.raises(ConfigError, match="num_hidden_layers=1,000,000"):
-        show(str(folder), str(folder / "cluster.yaml"), 16, LENGTH)
+    for layers, rule in ((10**6, "at most 10,000 layers"), (5000, "takes 4,096 of them")):
+        (folder / "config.json").write_text(json.dumps(keys | {"num_hidden_layers": layers}))
+        with pytest.raises(InputError, match=rule):
+            show(str(folder), str(folder / "cluster.yaml"), 16, LENGTH)

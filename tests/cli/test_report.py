@@ -21,5 +21,5 @@ def test_the_command_writes_the_page_or_says_what_is_wrong(tmp_path: Path, penst
     assert (
         "it has no metrics.jsonl that can be read (No such file or directory). Give the output.folder" in err
     )
-    assert "stands there twice" in penstock("report", folder, folder).err
+    assert "is listed twice" in penstock("report", folder, folder).err
     assert penstock("report", folder, "--out", tmp_path / "none" / "x.html").code == 2

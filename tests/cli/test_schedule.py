@@ -107,7 +107,7 @@ def test_sample_draws_steps(penstock: Command) -> None:
     assert data["percentiles"]["50"] == expected.percentile(50)
     out = penstock("sample", "1f1b", *SMALL, *options, "--reduction", "1,2").out
     assert "7 steps, 3 replicas, 6 ranks in all" in out
-    assert f"mean step {expected.mean:.6g}, {expected.loss:.1%} more than the undisturbed 17" in out
+    assert f"mean step {expected.mean:.6g}, {expected.loss:.1%} more than the undisturbed 16" in out
     assert f"rank 1 alone, as slow, and no jitter: {100 * expected.by_slow_rank[1]:.2f} % more" in out
 
 
@@ -222,7 +222,7 @@ def test_search_says_how_good_it_is(
         "stages_per_rank": None, "objective": "makespan", "seconds": 0.5, "seed": 0,
     }  # fmt: skip
     for text in (
-        "makespan 15", "found by luck", "none can take less than 12: at most 25.0% could be gained",
+        "makespan 15", "found by luck", "none is faster than 12: at most 25.0% could be gained",
         "the best built by name that keeps the limit: gpipe, 16", "another run may find another one",
     ):  # fmt: skip
         assert text in out

@@ -227,5 +227,5 @@ def test_an_adapter_beside_a_model_is_refused(tmp_path: Path) -> None:
     tiny_config("qwen3").save_pretrained(tmp_path)
     assert open_source(tmp_path, None, None).model.config.model_type == "qwen3"
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "other"}')
-    with pytest.raises(ModelError, match="it holds an adapter, too"):
+    with pytest.raises(ModelError, match="it also has an adapter"):
         open_source(tmp_path, None, None)

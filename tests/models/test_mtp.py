@@ -186,7 +186,7 @@ def test_transformers_drafts_with_what_was_saved(tmp_path: Path) -> None:
     [
         ("qwen3", 1, "Qwen3ForCausalLM: transformers has none for it. Leave out mtp_loss_scaling_factor"),
         ("deepseek_v3", 0, "its config has num_nextn_predict_layers=0. Leave out"),
-        ("mellum", 1, "name and join them in another way"),
+        ("mellum", 1, "other names and structures for them"),
         ("bailing_hybrid", 1, "without `mtp_layer_types` is ambiguous. Add that key to the config"),
     ],
 )
@@ -198,7 +198,7 @@ def test_models_without_such_layers_are_refused(model_type: str, count: int, mes
 def test_tokens_are_needed() -> None:
     model = tiny_predicting()
     embedded = model.get_input_embeddings()(zoo.tiny_batch("deepseek_v3")["input_ids"])
-    with pytest.raises(BatchError, match=r"these embed the tokens that follow\. Give input_ids"):
+    with pytest.raises(BatchError, match=r"these layers embed the following tokens\. Give input_ids"):
         model(inputs_embeds=embedded)
 
 

@@ -82,8 +82,11 @@ def test_every_gradient_is_that_of_the_quantised_model(tmp_path: Path) -> None:
     [
         ({"quantize": "nf4"}, r"quantize='nf4' without an adapter: it is for frozen weights"),
         ({"quantize": "int3", "adapter": lora()}, r"quantize='int3': weights under an adapter are in 'nf4'"),
-        ({"quantize": "nf4", "adapter": lora(use_dora=True)}, r"quantize='nf4' with DoRA: DoRA takes norms"),
-        ({"quantize": "nf4", "adapter": lora()}, r"torchao makes it, and is not installed. Install it: pip"),
+        ({"quantize": "nf4", "adapter": lora(use_dora=True)}, r"quantize='nf4' with DoRA: DoRA needs norms"),
+        (
+            {"quantize": "nf4", "adapter": lora()},
+            r"it needs torchao, which is not installed. Install it: pip",
+        ),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(

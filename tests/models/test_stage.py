@@ -73,18 +73,18 @@ def test_arguments_of_forward(forward: Any, received: Any, expected: Any) -> Non
     ("forward", "received", "message"),
     [
         (lambda hiden: 0, {"hidden": 1, "mask": 2},
-         r"Given.forward\(hiden\): the stage before gives hidden, mask, and it has no hidden, mask. Name"),
-        (lambda hiden=0: 0, {"hidden": 1}, "the stage before gives hidden, and it has no hidden"),
-        (lambda hidden: 0, {0: 1}, "the stage before gives 0, and it has no 0"),
-        (lambda a, *, x: 0, (1, 2), r"forward\(a, x\): the stage before gives 2 values, and it takes 1 by"),
-        (lambda *, x: 0, 1, "gives 1 values, and it takes 0 by position. Give it a parameter for each"),
-        (lambda hidden, deep: 0, 1, r"neither the stage before nor the batch \(x, y, z\) gives deep. Give"),
-        (lambda hidden, x, deep, wide: 0, {"hidden": 1}, "gives deep, wide. Give it a default"),
-        (lambda deep, **more: 0, {"hidden": 1}, "gives deep. Give it a default"),
-        (lambda **more: 0, {0: 1}, "the stage before gives 0, and it has no 0"),
-        (lambda *, deep: 0, 1, "gives 1 values, and it takes 0 by position"),
-        (lambda a, b, /: 0, 1, "gives 1 values, and it takes 2 by position"),
-        (lambda b, x: 0, FIRST, r"nor the batch \(x, y, z\) gives b. Give it a default"),
+         r"Given.forward\(hiden\): the previous stage returns hidden, mask, and it has no parameter hidden"),
+        (lambda hiden=0: 0, {"hidden": 1}, "the previous stage returns hidden, and it has no"),
+        (lambda hidden: 0, {0: 1}, "the previous stage returns 0, and it has no parameter 0"),
+        (lambda a, *, x: 0, (1, 2), r"forward\(a, x\): the previous stage returns 2 values, and it takes 1"),
+        (lambda *, x: 0, 1, "returns 1 values, and it takes 0 by position. Give it a parameter for each"),
+        (lambda hidden, deep: 0, 1, r"neither the previous stage nor the batch \(x, y, z\) has deep. Give"),
+        (lambda hidden, x, deep, wide: 0, {"hidden": 1}, "has deep, wide. Give it a default"),
+        (lambda deep, **more: 0, {"hidden": 1}, "has deep. Give it a default"),
+        (lambda **more: 0, {0: 1}, "the previous stage returns 0, and it has no parameter 0"),
+        (lambda *, deep: 0, 1, "returns 1 values, and it takes 0 by position"),
+        (lambda a, b, /: 0, 1, "returns 1 values, and it takes 2 by position"),
+        (lambda b, x: 0, FIRST, r"nor the batch \(x, y, z\) has b. Give it a default"),
     ],
 )  # fmt: skip
 def test_arguments_that_forward_does_not_take(forward: Any, received: Any, message: str) -> None:
@@ -218,7 +218,7 @@ def test_an_output_that_depends_on_values_cannot_be_inferred(wish: Any) -> None:
     with pytest.raises(ShapeError) as refused:
         InferredEdges(Wishing, 3)(0, batch())
     error = refused.value
-    assert error.value == "stage 1 run without values, to learn what it gives"
+    assert error.value == "stage 1 run without values, to infer the shapes of its output"
     assert str(error.__cause__) in error.rule
     assert "use shapes='exchanged'" in error.remedy
 
@@ -328,8 +328,8 @@ def test_edges_that_do_not_agree(taken: Any, message: str) -> None:
             return taken if self.info.stage == 1 else self.infer_outputs(microbatch)
 
     for answer in (error for split in SPLITS for error in agree(split, Other, [batch()])):
-        assert answer.startswith("ShapeError: stage 0 says that it gives float32[2, 3], 0 as ")
-        assert f": stage 1 says that it takes {message}" in answer
+        assert answer.startswith("ShapeError: stage 0 declares the output float32[2, 3], 0 as ")
+        assert f": stage 1 declares the input {message}" in answer
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -342,4 +342,4 @@ def test_declared_names_that_forward_does_not_take(split: Sequence[Sequence[int]
         assert answer.startswith(
             "ModelError: the shapes that stages 0 and 1 declare for the edge between them: a"
         )
-        assert "the stage before gives hidden, stage, and it has no hidden, stage" in answer
+        assert "the previous stage returns hidden, stage, and it has no parameter hidden, stage" in answer

@@ -114,7 +114,7 @@ def test_initial_values_do_not_depend_on_the_mesh(
 @pytest.mark.parametrize(
     ("family", "options", "axes", "refusal"),
     [
-        ("llama", {}, Axes(tp=2), r"tp=2 for a model with an adapter \(on model\.layers\.0.*Take dp_shard"),
+        ("llama", {}, Axes(tp=2), r"tp=2 for a model with an adapter \(on model\.layers\.0.*Use dp_shard"),
         (
             "qwen3_moe",
             {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
@@ -125,7 +125,7 @@ def test_initial_values_do_not_depend_on_the_mesh(
             "llama",
             {"lora_dropout": 0.1},
             Axes(cp=2),
-            r"p=0\.1 of .*lora_dropout.* with cp: each rank holds a part",
+            r"p=0\.1 of .*lora_dropout.* with cp: each rank has a part",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def test_sizes_that_do_not_multiply_are_refused_with_remedies(
     ("sizes", "message"),
     [
         ({"dp_shard": -1, "tp": -1}, "dp_shard and tp of -1: one axis at most .* Give all but one a size"),
-        ({"cp": 0}, "cp=0: an axis has one rank at least"),
+        ({"cp": 0}, "cp=0: an axis has at least one rank"),
         ({"tp": 2.0}, "tp=2.0: an axis has a whole number of ranks"),
         ({"ep": True}, "ep=True: an axis has a whole number of ranks"),
         ({"dp_shard": "2"}, "dp_shard='2': an axis has a whole number of ranks"),

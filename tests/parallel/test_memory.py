@@ -175,6 +175,6 @@ def check(case: Case, pool: Pool, world: int) -> None:
         assert (costs is None) == (model.config.model_type == "mixtral")  # eager experts look at values
         if costs is not None:
             # a step's own count has neither what travels nor what a backward works with
-            held = replace(costs, buffer=0.0, sent=0.0, held_in_backward=None)
+            held = replace(costs, buffer=0.0, sent=0.0, held_in_forward=None, held_in_backward=None)
             peak = simulate(plan.schedule, held).peak_memory[rank]
             assert peak == pytest.approx(most.activations, rel=0.1)

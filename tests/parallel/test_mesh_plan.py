@@ -72,7 +72,7 @@ def test_layers_that_need_all_tokens_refuse_sequence_parallel(family: str, messa
 DROPS: list[tuple[str, dict[str, Any], Axes, dict[str, Any], str]] = [
     ("qwen3", {"attention_dropout": 0.1}, Axes(tp=2), {}, "attention_dropout=0.1 of .*attn with tp: each"),
     ("qwen3", {"attention_dropout": 0.1}, Axes(cp=2), {}, "attention_dropout=0.1 of .*attn with cp: each"),
-    ("gpt_neox", {"hidden_dropout": 0.1}, Axes(cp=2), {}, "p=0.1 of .*dropout with cp: each rank holds"),
+    ("gpt_neox", {"hidden_dropout": 0.1}, Axes(cp=2), {}, "p=0.1 of .*dropout with cp: each rank has"),
     ("gpt_neox", {"hidden_dropout": 0.1}, Axes(tp=2), {"sequence_parallel": True}, "with sequence_parallel"),
 ]
 
@@ -164,7 +164,7 @@ def modules_of_ones_own(ranks: int, axes: Axes, schedule: str) -> tuple[str, lis
     return refused, differences
 
 
-REPLICAS = "HandshakeError: ranks that were given models with other values"
+REPLICAS = "HandshakeError: ranks whose models have different values"
 
 
 @pytest.mark.parametrize(

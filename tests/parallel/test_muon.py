@@ -102,7 +102,7 @@ def test_muon_of_plain_matrices_is_torchs(options: dict[str, Any]) -> None:
 
 
 def test_muon_refuses_a_vector() -> None:
-    with pytest.raises(ValueError, match=r"Muon is for matrices, and not for one of shape \[3\]"):
+    with pytest.raises(ValueError, match=r"Muon is for matrices, not for one of shape \[3\]"):
         Muon([nn.Parameter(torch.zeros(3))])
 
 

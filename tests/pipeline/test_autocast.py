@@ -489,7 +489,7 @@ def test_families_under_the_option(family: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"autocast": torch.float16}, "autocast=torch.float16: float16 needs a scaled loss"),
+        ({"autocast": torch.float16}, "autocast=torch.float16: float16 needs loss scaling"),
         (
             {"autocast": LOW, "sharded": Sharded(param_dtype=LOW), "axes": Axes(dp_shard=2)},
             "both are mixed precision",
@@ -555,5 +555,5 @@ def test_a_module_of_the_users_own_sends_what_autocast_made() -> None:
     pipe.step(batch)
     found = {f"{n}.{name}": g for n, m in pipe.modules.items() for name, g in gradients_of(m).items()}
     assert_same_bits(found, gradients_of(whole))
-    with autocast(), pytest.raises(ShapeError, match="give the option autocast="):
+    with autocast(), pytest.raises(ShapeError, match="use the option autocast="):
         Pipeline.from_provider(EndsInAProduct, **options).step(batch)

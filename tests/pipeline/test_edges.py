@@ -75,14 +75,14 @@ def test_numbers_that_values_decide() -> None:
 def test_what_is_declared_must_agree_on_all_ranks(pool: Pool) -> None:
     """Also on those whose own edges agree, and before any stage has run."""
     shape, gradient, names = errors = edges.disagreements(3)
-    assert shape.startswith("ShapeError: stage 0 says that it gives float64[4, 3, 3]: stage 1 says that it")
-    assert "takes float64[4, 6, 3]. Make infer_outputs of the one agree" in shape
-    assert gradient.startswith("ShapeError: stage 0 says that it gives")
-    assert ", tensor 1 without a gradient: stage 1 says that it takes" in gradient
+    assert shape.startswith("ShapeError: stage 0 declares the output float64[4, 3, 3]: stage 1 declares the")
+    assert "input float64[4, 6, 3]. Make infer_outputs of the first agree" in shape
+    assert gradient.startswith("ShapeError: stage 0 declares the output")
+    assert ", tensor 1 without a gradient: stage 1 declares the input" in gradient
     assert names.startswith(
         "ModelError: the shapes that stages 0 and 1 declare for the edge between them: a declaration"
     )
-    assert "OtherNames.forward(x): the stage before gives hiden, and it has no hiden" in names
+    assert "OtherNames.forward(x): the previous stage returns hiden, and it has no parameter hiden" in names
     assert pool.run(3, edges.disagreements, 3) == [errors] * 3
 
 
@@ -128,14 +128,14 @@ class Spreading(Part):
     ("case", "mode", "error", "message"),
     [
         (OtherKeys, "declared", ShapeError, r"0F0 gave .* 'more': tensor\}: the next rank expects "),
-        (NotDetached, "declared", ShapeError, "one of these has a gradient, and the next stage expects none"),
+        (NotDetached, "declared", ShapeError, "and the next stage sends none"),
         (Strange, "learnt", ShapeError, "a StageInfo in a stage's output"),
         (Strange, "declared", ModelError, "stages 0 and 1 declare .*: a StageInfo in a stage's output"),
         (Strange, "exchanged", ShapeError, "a StageInfo in a stage's output"),
-        (Asking, "learnt", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* gives needed"),
-        (Asking, "exchanged", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* gives needed"),
-        (Spreading, "learnt", ModelError, "the stage before gives 2 values, and it takes 1 by position"),
-        (Spreading, "exchanged", ModelError, "the stage before gives 2 values, and it takes 1 by position"),
+        (Asking, "learnt", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* has needed"),
+        (Asking, "exchanged", ModelError, r"Asking.forward\(hidden, x, needed\): neither .* has needed"),
+        (Spreading, "learnt", ModelError, "the previous stage returns 2 values"),
+        (Spreading, "exchanged", ModelError, "the previous stage returns 2 values"),
     ],
 )  # fmt: skip
 def test_refusals(case: type[Part], mode: str, error: type[Exception], message: str) -> None:

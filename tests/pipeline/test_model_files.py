@@ -34,7 +34,7 @@ def test_weights_under_other_names_are_refused() -> None:
     pipe.files.check(pretrained=True)
     layer = pipe.modules[0].get_submodule("model.layers.0.mlp")
     layer.down_proj = nn.Sequential(layer.get_submodule("down_proj"))
-    with pytest.raises(ModelError, match=r"down_proj.*which only the model or"):
+    with pytest.raises(ModelError, match=r"down_proj.*which only the original model or"):
         pipe.files.check(pretrained=True)
 
 

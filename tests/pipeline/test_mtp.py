@@ -200,7 +200,7 @@ def test_initial_values_do_not_depend_on_the_layout() -> None:
     ("options", "error", "message"),
     [
         ({"layout": "Ettt|tmL"}, PartitionError, "1 multi-token-prediction layer .m., and the model is built "
-         "with none. Set mtp_loss_scaling_factor to train those that it has, or take m away"),
+         "with none. Set mtp_loss_scaling_factor to train the model's prediction layers, or remove m"),
         ({"layout": "Ettt|tL", "mtp_loss_scaling_factor": 0.1}, PartitionError,
          "0 multi-token-prediction layers .m., and the model is built with 1. Write 1 m behind the"),
         ({"layout": "Ettt|tmmL", "mtp_loss_scaling_factor": 0.1}, PartitionError, "Write 1 m behind"),

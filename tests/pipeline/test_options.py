@@ -74,7 +74,7 @@ def test_modules_per_stage_by_either_name() -> None:
     rest = [f"model.layers.{i}" for i in (1, 2, 3)] + ["model.norm", "lm_head"]
     for name in ("modules_per_stage", "module_fqns_per_stage"):
         assert layers(**{name: [first, rest]}) == [[0], [1, 2, 3]]
-    with pytest.raises(PartitionError, match="modules_per_stage and module_fqns_per_stage: each says"):
+    with pytest.raises(PartitionError, match="modules_per_stage and module_fqns_per_stage: each of them"):
         layers(modules_per_stage=[first, rest], module_fqns_per_stage=[first, rest])
 
 
@@ -83,7 +83,7 @@ def test_a_measured_balance() -> None:
     assert layers(balance=LayerCosts([1, 1, 1, 1], embedding=0, head=2.5)) == [[0, 1, 2], [3]]
     with pytest.raises(ConfigError, match="costs of 3 layers: the model has 4"):
         layers(balance=[1, 2, 3])
-    with pytest.raises(PartitionError, match="layout and balance: each says"):
+    with pytest.raises(PartitionError, match="layout and balance: each of them"):
         layers(balance=[1] * 4, layout="Ett|ttL")
 
 
@@ -122,6 +122,18 @@ def test_network_is_taken_with_a_warning() -> None:
     """0.5.0 emulated a slower network."""
     with pytest.warns(DeprecationWarning, match=r"network=.*simulate\(\)"):
         AutoPipeline(ranks=2, microbatches=4, network=1.0).chosen_schedule()
+
+
+@pytest.mark.parametrize("action", ["build_plan", "build"])
+def test_a_warning_names_the_line_that_calls_penstock(action: str) -> None:
+    """0.5.0 named a line within penstock or contextlib, so that Python showed none of them."""
+    auto = AutoPipeline(ranks=2, microbatches=2, overlap=True)
+    with pytest.warns(DeprecationWarning, match="overlap=") as caught:
+        getattr(auto, action)(tiny_config("llama"))
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(DeprecationWarning, match="overlap=") as caught:
+        Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares, overlap=True)
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_overlap_is_taken_with_a_warning() -> None:

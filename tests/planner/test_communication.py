@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
@@ -24,6 +24,8 @@ from penstock.planner.communication import (
 )
 from support.clusters import round_cluster
 
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
+
 CLUSTER = round_cluster(hosts=1024)  # 100 GB/s and 1 us inside, 10 GB/s and 10 us between
 ALONE = round_cluster(hosts=1, between=None)
 BYTES = st.floats(0, 1e13)
@@ -33,6 +35,7 @@ GROUPS = st.builds(
 COLLECTIVES = (all_reduce, all_gather, reduce_scatter, all_to_all)
 
 
+@SETTINGS
 @given(nbytes=BYTES, size=st.integers(2, 8))
 def test_a_ring_on_one_host_is_the_textbooks(nbytes: float, size: int) -> None:
     """Thakur et al., 2005: 2 (p - 1) alpha + 2 (p - 1) / p n beta."""
@@ -83,12 +86,14 @@ def test_a_message_takes_its_link() -> None:
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@SETTINGS
 @given(nbytes=BYTES, more=BYTES, group=GROUPS)
 def test_more_bytes_are_never_faster(collective: Any, nbytes: float, more: float, group: Group) -> None:
     assert 0 <= collective(nbytes, group, CLUSTER) <= collective(nbytes + more, group, CLUSTER)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@SETTINGS
 @given(nbytes=BYTES, size=st.integers(1, 8))
 def test_a_group_on_one_host_never_touches_the_network(collective: Any, nbytes: float, size: int) -> None:
     """`ALONE` has no link between hosts: using it is an error."""
@@ -97,6 +102,7 @@ def test_a_group_on_one_host_never_touches_the_network(collective: Any, nbytes: 
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@SETTINGS
 @given(nbytes=BYTES, size=st.integers(1, 64))
 def test_a_group_with_one_rank_a_host_never_touches_the_links_inside(
     collective: Any, nbytes: float, size: int
@@ -106,6 +112,7 @@ def test_a_group_with_one_rank_a_host_never_touches_the_links_inside(
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@SETTINGS
 @given(nbytes=BYTES, group=GROUPS, factor=st.floats(1, 100))
 def test_oversubscription_never_helps(collective: Any, nbytes: float, group: Group, factor: float) -> None:
     narrow = round_cluster(hosts=1024, oversubscription=factor)
@@ -127,15 +134,16 @@ def test_groups_of_a_mesh_that_fills_hosts() -> None:
 def lying(axis: str, sizes: dict[str, int], devices: int) -> Group:
     """The group of an axis by listing all ranks of the mesh: that on the most hosts."""
     ranks = list(product(*(range(sizes[name]) for name in MESH)))
-    place = MESH.index(axis)
+    position = MESH.index(axis)
     hosts: dict[tuple[int, ...], set[int]] = {}
     for rank, coordinates in enumerate(ranks):
-        others = coordinates[:place] + coordinates[place + 1 :]
+        others = coordinates[:position] + coordinates[position + 1 :]
         hosts.setdefault(others, set()).add(rank // devices)
     size = sizes[axis]
     return Group(size, max(1, size // max(map(len, hosts.values()))))
 
 
+@SETTINGS
 @given(
     sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in MESH}), devices=st.integers(1, 9)
 )  # fmt: skip

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
 from penstock.planner.roofline import op_seconds, seconds
 from penstock.planner.work import OpKind, OpWork
 from support.clusters import round_cluster
+
+SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
 
 DEVICE = round_cluster().device
 KINDS = st.sampled_from(("matmul", "attention", "other"))
@@ -44,7 +46,7 @@ def test_a_product_of_half_reaches_half_of_its_share() -> None:
 
 
 def test_works_run_one_after_the_other() -> None:
-    works = [OpWork("matmul", "bfloat16", 99e9, 0, count=3), OpWork("other", "float32", 0, 800e6, count=2.5)]
+    works = [OpWork("matmul", "bfloat16", 99e9, 0, calls=3), OpWork("other", "float32", 0, 800e6, calls=2.5)]
     assert seconds(works, DEVICE) == pytest.approx(3 * 2.01e-3 + 2.5 * 1.01e-3)
     assert seconds((), DEVICE) == 0
 
@@ -54,6 +56,7 @@ def test_a_dtype_without_a_peak_is_an_error() -> None:
         seconds([OpWork("matmul", "float16", 1, 1)], DEVICE)
 
 
+@SETTINGS
 @given(kind=KINDS, flops=AMOUNTS, nbytes=AMOUNTS, more_flops=AMOUNTS, more_bytes=AMOUNTS)
 def test_more_work_is_never_faster(
     kind: OpKind, flops: float, nbytes: float, more_flops: float, more_bytes: float
@@ -63,6 +66,7 @@ def test_more_work_is_never_faster(
     assert less >= DEVICE.launch
 
 
+@SETTINGS
 @given(kind=KINDS, flops=AMOUNTS, nbytes=AMOUNTS, factor=st.floats(1, 10))
 def test_a_faster_device_is_never_slower(kind: OpKind, flops: float, nbytes: float, factor: float) -> None:
     work = OpWork(kind, "bfloat16", flops, nbytes)

@@ -25,7 +25,7 @@ RUN = Candidate(2, rows=2, length=LENGTH, microbatches=4)
     "run",
     [
         RUN,
-        replace(RUN, axes=Axes(dp_shard=2), schedule="zb_v", recomputed="selective", in_flight=(2, 1)),
+        replace(RUN, axes=Axes(dp_shard=2), schedule="zb_v"),
         replace(RUN, axes=Axes(tp=2), sequence_parallel=True, recomputed="full"),
         replace(RUN, ranks=1, axes=Axes(dp_shard=2, dp_replicate=2), recomputed="full", reshard=True),
         replace(RUN, schedule="1f1b", options=(("stages_per_rank", 2),), recomputed="full", in_flight=(1, 1)),

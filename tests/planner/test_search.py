@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.planner.search import RESERVED, Promise, fitted, memory_limit, plan, promised
+from penstock.planner.candidate import Candidate
+from penstock.planner.estimate import Estimate, estimate
+from penstock.planner.search import (
+    RESERVED,
+    Miss,
+    Promise,
+    fitted,
+    fixed_bytes,
+    memory_limit,
+    plan,
+    promised,
+)
+from penstock.planner.space import meshes
 from support.planning import LENGTH, cluster, workload
 
 SMALL = cluster(1, 4)
 
 
+def field() -> list[Candidate]:
+    return [mesh for mesh in meshes(workload(), SMALL, 16, LENGTH) if not workload().takes(mesh)]
+
+
 def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
     limit = 60e6
     everything: list[tuple[Promise, float]] = []
-    for promise in promised(workload(), SMALL, 16, LENGTH):
+    for promise in promised(workload(), SMALL, field(), inf):
         try:
             run = fitted(workload(), promise.candidate, SMALL, limit)
         except ConfigError:
             continue
+        if isinstance(run, Miss):
+            assert run.nbytes > limit
+            continue
+        assert run.nbytes <= limit
         assert run.seconds >= promise.least * (1 - 1e-9)
-        if run.nbytes <= limit:
-            everything.append((promise, run.seconds))
+        everything.append((promise, run.seconds))
     plans = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=10**6)
     assert plans.best[0].seconds == pytest.approx(min(seconds for _, seconds in everything))
     assert len(plans.best) == 3
@@ -35,30 +57,39 @@ def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
 def test_no_more_microbatches_are_recomputed_than_memory_asks_for() -> None:
     run = next(
         promise.candidate
-        for promise in promised(workload(), SMALL, 16, LENGTH)
+        for promise in promised(workload(), SMALL, field(), inf)
         if promise.candidate.ranks == 2 and promise.candidate.axes.tp == 2 and promise.candidate.rows == 2
     )
     kept = fitted(workload(), run, SMALL, 1e12)
+    assert isinstance(kept, Estimate)
     assert kept.candidate.recomputed == "none"
     tight = fitted(workload(), run, SMALL, kept.nbytes - 1)
+    assert isinstance(tight, Estimate)
     assert tight.candidate.recomputed != "none"
     assert tight.nbytes < kept.nbytes
     assert tight.seconds > kept.seconds
     none = fitted(workload(), run, SMALL, 1e3)
-    assert none.nbytes > 1e3
-    assert none.candidate.in_flight is None
+    assert isinstance(none, Miss)
+    everything = estimate(workload(), replace(run, recomputed="full"), SMALL)
+    assert 1e3 < none.nbytes <= everything.nbytes
 
 
 def test_where_nothing_fits_the_error_says_what_would() -> None:
+    least = min(fixed_bytes(workload(), mesh) for mesh in field())
     with pytest.raises(
-        ConfigError, match=r"needs .* GiB a device, .* more than .*; .*(Take|hosts|rows)"
-    ) as error:
-        plan(workload(), SMALL, 16, LENGTH, limit=4e6)
-    assert "Take" in error.value.remedy
+        ConfigError, match=r"the smallest, .* needs .* GiB a device, .* more than"
+    ) as activations:
+        plan(workload(), SMALL, 16, LENGTH, limit=least * 1.5)
+    assert activations.value.remedy.startswith("Take")
+    with pytest.raises(ConfigError, match=r"weights, gradients .* alone take") as weights:
+        plan(workload(), SMALL, 16, LENGTH, limit=least / 3)
+    assert weights.value.remedy.startswith("Take 4 hosts")
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
-    with pytest.raises(ConfigError, match="batch=3: no mesh of 7 devices"):
+    with pytest.raises(
+        ConfigError, match="batch=3: no mesh of 7 devices that divides it takes the model: tp=7"
+    ):
         plan(workload(), cluster(1, 7), 3, LENGTH)
 
 

@@ -8,6 +8,7 @@ from penstock.parallel.axes import Axes
 from penstock.planner.communication import all_reduce, groups
 from penstock.planner.roofline import op_seconds
 from penstock.planner.stages import Parts
+from penstock.planner.tracing import Measurement
 from penstock.planner.traffic import Collective, Traffic
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
 from support.planning import cluster
@@ -28,7 +29,7 @@ LAYER = part(1e12, PartBytes(10, 4, 13, 15, 2, 16, 1), layer=True)
 EMBEDDING = part(1e9, PartBytes(3, 1, 4, 5, 3, 5, 1), layer=False)
 HEAD = part(2e12, PartBytes(5, 2, 30, 40, 5, 40, 0), layer=False)
 WORK = ModelWork((LAYER,), (0, 0, 0), EMBEDDING, HEAD)
-PARTS = Parts.of(WORK, Traffic(((SENT, SENT._replace(backward=True)),), (), ()), ACROSS, HOST)
+PARTS = Parts.of(Measurement(WORK, 7), Traffic(((SENT, SENT._replace(backward=True)),), (), ()), ACROSS, HOST)
 
 
 def test_an_op_takes_its_parts_and_their_collectives() -> None:
@@ -51,10 +52,13 @@ def test_a_split_counts_what_runs_again() -> None:
 
 
 def test_a_stage_holds_what_its_parts_keep_and_the_peak_of_one() -> None:
-    first, last = (stage.nbytes(recomputed=False) for stage in PARTS.stages([range(2), range(2, 3)]))
+    first, last = (stage.nbytes(False, split=True) for stage in PARTS.stages([range(2), range(2, 3)]))
     assert (first.activation, first.for_weight, first.sent) == (3 + 10 + 10, 1 + 4 + 4, 1)
     assert first.forward_peak == 3 + 10 + 13  # the second layer's forward
     assert first.backward_peak == 3 + 10 + 15  # the second layer's backward: nothing waits for W yet
     assert (last.forward_peak, last.backward_peak) == (10 + 30, 10 + 40)
-    again = PARTS.stages([range(2), range(2, 3)])[0].nbytes(recomputed=True)
-    assert (again.activation, again.backward_peak) == (3 + 2 + 2, 3 + 2 + 16)
+    again = PARTS.stages([range(2), range(2, 3)])[0]
+    split = again.nbytes(True, split=True)
+    assert (split.activation, split.backward_peak) == (3 + 2 + 2, 3 + 16 + 4)  # the first layer's
+    whole = again.nbytes(True, split=False, shared=100)
+    assert (whole.activation, whole.backward_peak, whole.for_weight) == (107, 100 + 3 + 2 + 16, 0)

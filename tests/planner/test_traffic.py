@@ -56,7 +56,7 @@ def test_ep_sends_each_token_to_its_experts_and_back() -> None:
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
     )  # fmt: skip
-    sent = Workload(config).traffic(Candidate(axes=Axes(dp_shard=2, ep=2), rows=1, length=32))
+    sent = Workload(config, "bfloat16").traffic(Candidate(axes=Axes(dp_shard=2, ep=2), rows=1, length=32))
     assert [one for one in sent.kinds[0] if one.axis == "ep"] == [
         Collective("ep", "all_to_all", 32.0 * 32 * 2 * 2, backward) for backward in (False, False, True, True)
     ]

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, PretrainedConfig
+
+from penstock import AutoPipeline
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.split.model_costs import PartCosts, model_costs
+from penstock.parallel.axes import Axes
+from penstock.parallel.mesh_plan import ParallelOptions
+from penstock.pipeline.building.build_plan import BuildPlan
+from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork, model_work
+from support import zoo
+from support.families import tiny_config
 
 
 def part(flops: float) -> PartWork:
@@ -17,3 +32,97 @@ def test_a_stage_has_the_embedding_where_it_begins_and_the_head_where_it_ends() 
     assert model.parts(range(1, 2)) == (sparse,)
     assert model.parts(range(2, 3)) == (sparse, head)
     assert model.parts(range(3)) == (embedding, dense, sparse, sparse, head)
+
+
+def plan_of(config: PretrainedConfig) -> BuildPlan:
+    return AutoPipeline(ranks=1, microbatches=1).build_plan(config)
+
+
+def flops(ops: tuple[OpWork, ...]) -> float:
+    return sum(op.calls * op.flops for op in ops)
+
+
+def passes(work: PartWork) -> PartCosts:
+    return PartCosts(*(flops(ops) / 2 for ops in work[:4]))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
+def test_what_a_part_computes_is_what_its_costs_say(family: str) -> None:
+    """The table is counted in a forward of short rows; here F, I and W run, on rows as they are."""
+    config = zoo.tiny_config(family) if family == "deepseek_v3" else tiny_config(family)
+    plan, length = plan_of(config), 64
+    work = model_work(plan, (1, length))
+    costs = model_costs(plan.source.model, plan.chain, length, chunked=True)
+    for layer, expected in enumerate(costs.layers):
+        assert passes(work.parts(range(layer, layer + 1))[layer == 0]) == pytest.approx(expected)
+    assert passes(work.head) == pytest.approx(costs.head)
+    assert passes(work.embedding) == pytest.approx(costs.embedding)
+
+
+LLAMA: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "dtype": "bfloat16"}
+
+
+@cache
+def llama(*changes: tuple[str, Any]) -> ModelWork:
+    return model_work(plan_of(tiny_config("llama", **LLAMA)), (2, 32), **dict(changes))
+
+
+def products(ops: tuple[OpWork, ...]) -> list[OpWork]:
+    return [op for op in ops if op.kind == "matmul"]
+
+
+def test_a_product_reads_its_factors_and_writes_its_result() -> None:
+    """Gate and up projection are alike."""
+    tokens, width, inner = 2 * 32, 64, 160
+    made = [op for op in products(llama().kinds[0].forward) if op.flops == 2 * tokens * width * inner]
+    assert {op.dtype for op in made} == {"bfloat16"}
+    assert sum(op.calls for op in made) == 3
+    assert {op.nbytes for op in made} == {2 * (tokens * width + width * inner + tokens * inner)}
+
+
+def test_a_lookup_reads_the_rows_of_its_tokens_alone() -> None:
+    tokens, width = 2 * 32, 64
+    read = max(op.nbytes for op in llama().embedding.forward)
+    assert read == 2 * (2 * tokens * width) + 8 * tokens  # bfloat16, and the ids
+
+
+def test_attention_is_one_op_without_w() -> None:
+    (layer,) = llama().kinds
+    kinds = [[op.kind for op in ops] for ops in layer[:3]]
+    assert [names.count("attention") for names in kinds] == [1, 1, 0]
+    assert all(names.count("other") > 0 for names in kinds[:2])
+
+
+def test_axes_shard_the_work() -> None:
+    whole, half, pieces = (
+        llama(*changes) for changes in ((), (("axes", Axes(tp=2)),), (("axes", Axes(cp=2)),))
+    )
+    for sharded in (half, pieces):
+        assert flops(sharded.kinds[0].forward) == flops(whole.kinds[0].forward) / 2
+    assert half.kinds[0].parameters < 0.6 * whole.kinds[0].parameters
+    assert pieces.kinds[0].nbytes.sent == whole.kinds[0].nbytes.sent / 2
+
+
+def test_a_layer_that_runs_again_holds_its_input() -> None:
+    nbytes = llama().kinds[0].nbytes
+    assert nbytes.activation > 3 * nbytes.recomputed_activation >= 3 * nbytes.sent
+    selective = llama(("checkpointing", Checkpointing(save=("matmul", "attention")))).kinds[0]
+    assert flops(selective.recomputed) == 0 < len(selective.recomputed)
+    assert nbytes.recomputed_activation < selective.nbytes.recomputed_activation < nbytes.activation
+
+
+def test_products_under_autocast_are_in_its_dtype() -> None:
+    plan = plan_of(tiny_config("llama"))
+    work = model_work(plan, (2, 32), options=ParallelOptions(autocast=torch.bfloat16))
+    assert {op.dtype for op in products(work.kinds[0].forward)} == {"bfloat16"}
+    assert {op.dtype for op in products(model_work(plan, (2, 32)).kinds[0].forward)} == {"float32"}
+
+
+def test_a_model_of_671_b_parameters() -> None:
+    """DeepSeek-V3 on the meta device: 37 B of its parameters work on a token."""
+    work = model_work(plan_of(DeepseekV3Config(dtype="bfloat16")), (1, 4096))
+    parts = work.parts(range(61))
+    assert sum(part.parameters for part in parts) == 671_026_404_352
+    attention = sum(op.flops for part in parts for op in part.forward if op.kind == "attention")
+    active = (sum(flops(part.forward) for part in parts) - attention) / 2 / 4096
+    assert active == pytest.approx(37e9, rel=0.03)

@@ -132,7 +132,7 @@ def test_refusals_before_the_first_step() -> None:
     pipe = Pipeline.from_provider(
         Chunk, schedule=build("inference", ranks=2, microbatches=2), loss_fn=squares
     )
-    with pytest.raises(ConfigError, match="holds no backward"):
+    with pytest.raises(ConfigError, match="it has no backward"):
         pipe.step(batch())
     with pytest.raises(ConfigError, match="before the first step"):
         _ = pipe.timeline

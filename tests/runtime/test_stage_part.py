@@ -21,8 +21,8 @@ class Traced(StagePart):
     def _add(self, what: str) -> None:
         self._trace.append(f"{self._name} {what}")
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
-        self._add(f"before F{number}{' again' if how.recompute else ''}")
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
+        self._add(f"before F{index}{' again' if how.recompute else ''}")
 
     def after_forward(self) -> None:
         self._add("after F")
@@ -33,11 +33,11 @@ class Traced(StagePart):
     def after_inference(self) -> None:
         self._add("after inference")
 
-    def before_backward(self, number: int) -> None:
-        self._add(f"before backward {number}")
+    def before_backward(self, index: int) -> None:
+        self._add(f"before backward {index}")
 
-    def after_backward(self, number: int, kind: Kind) -> None:
-        self._add(f"after {kind}{number}")
+    def after_backward(self, index: int, kind: Kind) -> None:
+        self._add(f"after {kind}{index}")
 
     def reset(self) -> None:
         self._add("reset")

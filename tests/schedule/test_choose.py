@@ -82,6 +82,8 @@ def test_what_a_config_builds(config: dict[str, Any], name: str, options: dict[s
         ({"schedule": "zb_v", "stages_per_rank": 3}, "stages_per_rank=3", "Give 2"),
         ({"schedule": "1f1b", "microbatch_group_size": 4}, "microbatch_group_size=4", "stages_per_rank=2"),
         ({"schedule": "v_min", "costs": {"forwards": 1}}, "costs with 'forwards'", "Leave it out"),
+        ({"schedule": "zb_v", "objective": "bubble"}, "objective='bubble'", "takes stages_per_rank"),
+        ({"schedule": "zb_v", "objective": "extent"}, "objective='extent' without costs", "Give costs"),
         ({"schedule": "searched", "placement": "round"}, "placement='round'", "takes costs, memory_limit"),
         ({"schedule": "searched", "memory_limit": 0}, "memory_limit=0", "takes costs, memory_limit"),
         ({"schedule": "searched", "seed": -1}, "seed=-1", "takes costs, memory_limit"),

@@ -136,7 +136,7 @@ def test_what_waits_in_host_memory_is_not_held() -> None:
 
 @pytest.mark.parametrize(("wrong", "rule"), [
     ({"host_bandwidth": 0.0}, "it divides bytes"),
-    ({"offload_ahead": 0}, "it is how many ops a copy may take"),
+    ({"offload_ahead": 0}, "it is the number of ops during which a copy may run"),
     ({"offloaded": 1.0, "exchange": 0.5}, "pairs that run side by side are not simulated"),
 ])  # fmt: skip
 def test_costs_that_cannot_be(wrong: Any, rule: str) -> None:

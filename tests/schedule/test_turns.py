@@ -32,18 +32,20 @@ def test_a_reduction_is_a_turn_of_its_own() -> None:
 def test_times_are_to_the_last_digit_those_of_one_op_after_another(
     schedule: Schedule, numbers: list[float], exchanges: bool
 ) -> None:
-    forward, input_grad, weight_grad, latency, gather, reduction = numbers
-    costs = Costs(forward, input_grad, weight_grad, latency, gather=gather, reduction=reduction)
+    forward, input_grad, weight_grad, latency, *once = numbers
+    costs = Costs(forward, input_grad, weight_grad, latency, gather=once[0], reduction=once[1])
     if exchanges:
         costs = replace(costs, exchange=forward / 2, exchange_in_backward=input_grad / 3)
     try:
         timeline = simulate(schedule, costs)
     except ScheduleError:
         return
-    assert {span.op: (span.start, span.end) for span in timeline.spans} == slowly(schedule, costs)
+    assert {span.op: (span.start, span.end) for span in timeline.spans} == slowly(schedule, costs, *once)
 
 
-def slowly(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
+def slowly(
+    schedule: Schedule, costs: Costs, gather: float, reduction: float
+) -> dict[Op, tuple[float, float]]:
     """Start and end of each op: every rank in turn runs its next op or pair once its inputs are known."""
     hosts, count = schedule.placement.rank_of, schedule.microbatches
     lengths = {kind: costs.durations(kind, schedule.placement, count) for kind in ("F", "B", "I", "W")}
@@ -64,7 +66,7 @@ def slowly(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
             start = max([free_at[rank], *arrive])
             takes = lengths[ops[0].kind][ops[0].stage][ops[0].microbatch]
             if ops[0] == next(op for op in schedule.programs[rank] if op[:2] == (ops[0].stage, "F")):
-                takes += costs.gather
+                takes += gather
             if together and len(ops) == 2:
                 takes = together(Pair(*ops))
             for op in ops:
@@ -72,6 +74,6 @@ def slowly(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
             free_at[rank] = start + takes
             last = [op for op in schedule.programs[rank] if op.stage == ops[-1].stage][-1]
             if last == ops[-1] and last.kind != "F":
-                free_at[rank] += costs.reduction
+                free_at[rank] += reduction
             del program[: len(ops)]
     return found

@@ -155,6 +155,15 @@ def clock() -> tuple[float, float, float, list[int]]:
     return start, end, pipe.timeline.makespan, sorted({span.rank for span in pipe.timeline.spans})
 
 
+def end_behind_a_slow_rank(seconds: float) -> float:
+    """The end of a step on the clock that all share. Rank 0 spends `seconds` more in each backward."""
+    pipe = AutoPipeline(ranks=2, microbatches=2, timeout=30).build(tiny_config("llama"))
+    if dist.get_rank() == 0:
+        next(iter(pipe.parameters())).register_hook(lambda gradient: time.sleep(seconds))  # type: ignore[no-untyped-call]
+    pipe.step(ragged_batch())
+    return time.perf_counter()
+
+
 def group_per_channel(ranks: int) -> None:
     """The channels as NCCL gets them, which has no tags, over gloo."""
     with pytest.MonkeyPatch.context() as patch:

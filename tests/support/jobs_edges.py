@@ -558,8 +558,8 @@ WRONG_ENTRIES: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("mask of shape [10]: it is to be split along dimension 1",
      rows_of(), {**entries(), "mask": torch.ones(10)}),
     ("3 parts of thirds: the function that sharding names", rows_of(), {**entries(), "thirds": 0}),
-    ("a list of 0 microbatches: this call is of 1", [], {}),
-    ("mask next to a list of microbatches: they may differ in rows",
+    ("a list of 0 microbatches: this call has 1", [], {}),
+    ("mask next to a list of microbatches: ",
      [{"x": part["x"]} for part in cut_by_hand()], entries()),
     ("scale as an argument: the batch has it", cut_by_hand(), {"scale": 2.0}),
 )  # fmt: skip

@@ -134,7 +134,7 @@ def test_a_base_model_without_weights_is_refused(tmp_path: Path) -> None:
     made = config(tmp_path)
     (tmp_path / "base" / "model.safetensors").unlink()
     for each in (made, tiny.config(tmp_path, keys={"adapter.r": 2})):
-        with pytest.raises(ConfigError, match=r"^adapter: it is for a model with weights, and here they are"):
+        with pytest.raises(ConfigError, match=r"^adapter: an adapter needs a model with trained weights"):
             preflight(each)
     with pytest.raises(ValueError, match=r"'lora' is no section; write adapter: \{kind: lora\}"):
         tiny.config(tmp_path, keys={"adapter": "lora"})

@@ -173,7 +173,7 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
     run(preflight(TrainConfig.model_validate(made)))
     made["train"]["steps"] = 6
     made["optimizer"] = {}
-    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by Muon: here it is by AdamW"):
+    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by Muon: here AdamW trains it"):
         preflight(TrainConfig.model_validate(made), NEWEST)
 
 
@@ -187,7 +187,7 @@ def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) 
     for file in path.glob("optimizer-*.json"):
         file.unlink()
     check_fits(path, prepared.plan.source.model, (), prepared.kinds)
-    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here it is by Muon"):
+    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here Muon trains it"):
         check_fits(path, prepared.plan.source.model, (), muon.kinds)
 
 

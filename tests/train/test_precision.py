@@ -147,7 +147,7 @@ REFUSED = [
     ("train.bf16=true", "Write train.precision=mixed, or bfloat16"),
     (
         "optimizer.stochastic_rounding=true",
-        "optimizer.stochastic_rounding=true: it is of bfloat16 weights, and here they are float32",
+        "optimizer.stochastic_rounding=true: it rounds bfloat16 weights, and here they are float32",
     ),
     (
         "train.precision=mixed; optimizer.stochastic_rounding=true",
@@ -155,7 +155,7 @@ REFUSED = [
     ),
     (
         "optimizer.name=adafactor; parallel.dp_shard=2",
-        "optimizer.name=adafactor on dp_shard=2: it takes means",
+        "optimizer.name=adafactor on dp_shard=2: it computes means",
     ),
     ("optimizer.states=8bit; parallel.tp=2", "optimizer.states=8bit on tp=2: other shards have other blocks"),
     (
@@ -178,7 +178,7 @@ def test_torchao_is_asked_for_before_any_weight_is_loaded(tmp_path: Path) -> Non
     """A dry run goes on, and says so."""
     keys = config(tmp_path, keys={"optimizer": {"states": "8bit"}})
     with pytest.raises(
-        ConfigError, match=r"states=8bit: torchao does it, and is not installed\. pip install"
+        ConfigError, match=r"states=8bit: it needs torchao, which is not installed\. pip install"
     ):
         preflight(keys)
     assert any("optimizer.states=8bit: not checked" in note for note in dry_run(keys).notes)
@@ -187,7 +187,7 @@ def test_torchao_is_asked_for_before_any_weight_is_loaded(tmp_path: Path) -> Non
 def test_state_of_other_moments_is_refused_by_name(tmp_path: Path) -> None:
     run(preflight(config(tmp_path, steps=2)))
     keys = config(tmp_path, keys={"optimizer": {"name": "adafactor"}}, steps=3)
-    with pytest.raises(CheckpointError, match=r"was trained by AdamW: here it is by Adafactor"):
+    with pytest.raises(CheckpointError, match=r"was trained by AdamW: here Adafactor trains it"):
         preflight(keys, NEWEST)
 
 

@@ -320,7 +320,7 @@ def test_a_checkpoint_that_does_not_say_its_data_is_gone_on_from_with_a_note(tmp
     start = replace(prepared.start, state=prepared.start.state._replace(data=None))
     notes = list(data_notes(made, prepared.data, start))
     assert notes == [
-        "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
+        "the checkpoint does not say which data it is of, so penstock cannot check whether they changed"
     ]
 
 

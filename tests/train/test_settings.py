@@ -73,14 +73,14 @@ def test_the_pipeline_takes_all_that_are_left(tmp_path: Path, monkeypatch: pytes
     assert ranks_of(made) == 2
     assert preflight(made).plan.schedule.ranks == 2
     said = refused(config(tmp_path, ranks=-1, dp_shard=-1))
-    assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all that are left" in said
+    assert "the pipeline's ranks and dp_shard of -1: one axis at most takes all remaining" in said
     under_torchrun(monkeypatch, 5)
     assert "5 processes for pp=-1 x dp_shard=2: each of the pipeline's ranks takes 2 of them" in refused(made)
 
 
 def test_the_library_takes_all_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     made = AutoPipeline(ranks=-1, microbatches=8, axes=Axes(tp=2))
-    with pytest.raises(ConfigError, match=r"^ranks=-1 in one process: it takes the processes that are left"):
+    with pytest.raises(ConfigError, match=r"^ranks=-1 in one process: it takes all remaining"):
         made.chosen_schedule()
     under_torchrun(monkeypatch, 8)
     assert made.chosen_schedule().ranks == 4

@@ -107,8 +107,8 @@ def test_what_does_not_fit_together_is_refused(tmp_path: Path, train: dict[str, 
     [
         ({"schedule": "dualpipe", "microbatches": 4}, {},
          "a phase of train.ramp: its 6 rows make 3 microbatches, and microbatches=3: "),
-        ({}, {"dp_shard": 4}, "train.ramp with batch_size=6: with dp_shard=4 it is shared by 4, evenly"),
-        ({}, {"cp": 2}, "train.ramp with sequence_length=10: with cp=2 it is shared by 4, evenly. Give"),
+        ({}, {"dp_shard": 4}, "train.ramp with batch_size=6: with dp_shard=4 it is divided into 4 equal"),
+        ({}, {"cp": 2}, "train.ramp with sequence_length=10: with cp=2 it is divided into 4 equal parts"),
     ],
 )  # fmt: skip
 def test_a_phase_that_schedule_or_axes_do_not_take_is_refused_before_the_run(

@@ -1,8 +1,8 @@
-"""The loss of a large vocabulary without all of its logits.
+"""Cross-entropy over a large vocabulary, without all of its logits in memory.
 
 A row of logits is as long as the vocabulary, so that the logits of a microbatch, with their copy in float32
-and their gradient, are often the largest tensors of a step. `HeadLogits` stands for the result of a linear
-head that has not run. `cross_entropy` runs the head on a block of the vocabulary at a time, forwards and
+and their gradient, are often the largest tensors of a step. `HeadLogits` is the deferred result of a
+linear head. `cross_entropy` runs the head on a block of the vocabulary at a time, forwards and
 backwards, and holds one block:
 
     forward   for each block: logits -> log-sum-exp over the blocks, and the logit of each token's label
@@ -32,16 +32,16 @@ LogitsStep = Callable[[Tensor], Tensor]  # arithmetic on logits, entry by entry
 
 
 class HeadLogits(Tensor):
-    """Stands for ``step(F.linear(hidden, weight, bias))`` with each of `steps` in turn.
+    """Deferred ``F.linear(hidden, weight, bias)``, with `steps` to apply to it in order.
 
-    Arithmetic with numbers, casts, and a choice of rows and tokens give another HeadLogits. Anything else,
-    such as a user's hook that reads it, runs the head, and continues with a plain tensor.
+    Arithmetic with numbers, casts and slices of rows and tokens give another HeadLogits. Any other use, such
+    as a user's hook that reads values, runs the head and continues with a plain tensor.
 
     Args:
         hidden: the head's input (rows, sequence, width).
         weight: the head's (vocabulary, width), in the dtype of `hidden`.
         dtype: that of the result.
-        by_liger: whether Liger's kernel computes their loss, if there are no steps.
+        by_liger: whether Liger's kernel computes the loss, if there are no steps.
     """
 
     hidden: Tensor
@@ -91,13 +91,13 @@ class HeadLogits(Tensor):
     ) -> Any:
         # below autograd, where gradients would be lost
         raise ModelError(
-            f"logits that are not computed, given to {func}",
-            "a forward or a hook reads them where torch does not say so",
+            f"logits that chunked_loss has not computed, read by {func}",
+            "a forward or a hook reads them below autograd, where penstock cannot compute them",
             "Set chunked_loss=False",
         )
 
     def _later(self, func: Any, others: Sequence[Any], options: Mapping[str, Any]) -> HeadLogits | None:
-        """The result of a recorded call; None for a function that has to have the values."""
+        """The deferred result of a call; None for a function that needs the values."""
         if func is Tensor.__getitem__:
             index = others[0] if isinstance(others[0], tuple) else others[:1]
             # slices that leave the vocabulary, the last dimension, as it is
@@ -242,7 +242,7 @@ def _gradient(
     log_sum: Tensor,
     seeds: Tensor,
 ) -> Tensor:
-    """The gradient of what the head gives for a block of the vocabulary (tokens, block)."""
+    """The gradient of the head's logits for one block of the vocabulary (tokens, block)."""
     smoothing, z = ctx.penalties
     raw = _linear(hidden, weight, bias, block).requires_grad_(bool(ctx.steps))
     with torch.enable_grad():

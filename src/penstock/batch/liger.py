@@ -1,10 +1,10 @@
 """The loss of a large vocabulary by Liger's fused kernel (arXiv 2410.10989), in place of our blocks.
 
-Liger goes through the tokens a few at a time, and makes the gradients in the forward already:
+Liger takes a few tokens at a time, and computes the gradients already in the forward:
 
     forward   for some tokens: logits -> loss and gradient of the logits, in place -> rows of the gradient of
               the hidden states; the sum over the tokens is the weight's gradient, in float32
-    backward  both gradients times that of the loss
+    backward  both gradients times the gradient of the loss
 
 So the head's product runs once, and head_logits.py runs it twice. In exchange a live microbatch holds the
 weight's gradient from its forward to its backward.
@@ -31,7 +31,7 @@ def check_liger(key: str, device: str) -> None:
     key: of the config, with its value
     """
     if any(importlib.util.find_spec(name) is None for name in ("liger_kernel", "triton")):
-        raise ConfigError(key, "Liger does it, and is not installed", "pip install 'penstock[liger]'")
+        raise ConfigError(key, "it needs Liger, which is not installed", "pip install 'penstock[liger]'")
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         remedy = "Take chunked_loss=True. For a test of a few tokens, set TRITON_INTERPRET=1"
         raise ConfigError(f"{key} on a CPU", "Liger's kernels are Triton's, for GPUs", remedy)
@@ -67,7 +67,7 @@ def liger_cross_entropy(
 
 
 class _WithoutValues(torch.autograd.Function):
-    """Holds as much as Liger does, for the memory of a step before there are values."""
+    """Saves tensors of the sizes that Liger saves, to estimate memory where tensors have no values."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | None) -> Tensor:

@@ -31,8 +31,8 @@ VALID_ITEMS = f"{INNER}valid_items"  # the entry of a context shard: the weight 
 class Loss(Protocol):
     """A loss that is summed over items, such as tokens or rows.
 
-    Where it has a true attribute `takes_number`, `total` is given a third argument: the number of the
-    microbatch in the step, from 0 on.
+    If it has a true attribute `takes_number`, `total` gets a third argument: the number of the microbatch in
+    the step, from 0 on.
     """
 
     def weight(self, microbatch: Microbatch) -> int:
@@ -46,17 +46,17 @@ class Loss(Protocol):
 
 
 class OwnLoss(Loss):
-    """A loss that transformers' own models compute of the labels of a batch.
+    """A loss that transformers' own models compute from the labels of a batch.
 
     of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
-    entries: of a batch, from which the labels are read: the first that it has
+    entries: names of the entries that may hold the labels; the first one in the batch is read
     """
 
     of_model = False
     entries: tuple[str, ...] = ("labels",)
 
     def as_own(self) -> Self:
-        """The same loss as that of a model."""
+        """A copy with `of_model` set."""
         other = copy.copy(self)
         other.of_model = True
         return other
@@ -118,7 +118,7 @@ class TokenLabels(OwnLoss):
         if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
             raise BatchError(
                 f"{name} of shape {list(labels.shape)}",
-                f"{self.reads} is read from one for each token: {list(most) if most else 'rows'}",
+                f"{self.reads} is read, from a tensor of {list(most) if most else '(rows, tokens)'}",
                 "Give as many as input_ids, with -100 where no loss is wanted, or give a loss_fn",
             )
         return int((self._counted(labels, name) != IGNORED).sum())
@@ -143,7 +143,7 @@ class TokenLabels(OwnLoss):
             )
         labels = labels.to(logits.device, torch.int64)
         seen = self._counted(host_values(microbatch)[name], name)
-        if type(seen) is Tensor and seen.is_cpu and seen.numel():  # a GPU would be waited for
+        if type(seen) is Tensor and seen.is_cpu and seen.numel():  # on a GPU, this would wait for it
             check_tokens("labels", seen, logits.shape[-1], "the model gives a logit for each of")
         total = self._compared(logits, labels, outputs, microbatch)
         if "auxiliary_loss" in outputs:
@@ -175,7 +175,7 @@ class TokenLabels(OwnLoss):
 class NextToken(TokenLabels):
     """Cross-entropy of each next token: labels as transformers takes them, unshifted, -100 ignored.
 
-    As there, `shift_labels` goes before `labels`: the next token of each token. An output may also have
+    As there, `shift_labels`, the next token of each token, is read before `labels`. An output may also have
     "mtp_logits", a tuple of the prediction layers' logits, with "mtp_loss_scaling_factor", which the mean of
     their losses is multiplied by.
 
@@ -249,7 +249,7 @@ class RowLabels(OwnLoss):
         if labels is None:
             return
         if not isinstance(labels, Tensor) or not labels.dim():
-            raise BatchError(f"labels given as {type(labels).__name__}", "rows have them", "Give a tensor")
+            raise BatchError(f"labels given as {type(labels).__name__}", "they are a tensor", "Give one")
         rows = len(labels) if rows is None else rows
         problem = self._problem_of(labels)
         if problem not in self._proven:
@@ -340,7 +340,7 @@ def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = 
 
 
 def ahead(tokens: Tensor, places: int, past_end: int) -> Tensor:
-    """What stands `places` on from each of (rows, sequence), and `past_end` where the row is over."""
+    """The token `places` after each token (rows, sequence); `past_end` beyond the end of the row."""
     return F.pad(tokens, (0, places), value=past_end)[:, places:].contiguous()
 
 
@@ -357,22 +357,22 @@ def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Te
 
 
 def check_labels(name: str, labels: Any) -> None:
-    """Raise BatchError for labels that are no numbers of tokens."""
+    """Raise BatchError for labels that are no token ids."""
     if not isinstance(labels, Tensor) or labels.dtype.is_floating_point or labels.dtype == torch.bool:
         shown = f"of {labels.dtype}" if isinstance(labels, Tensor) else f"given as {type(labels).__name__}"
-        rule = "they are the numbers of tokens, a tensor of int64"
+        rule = "they are token ids, a tensor of int64"
         raise BatchError(f"{name} {shown}", rule, "Give whole numbers, with -100 where no loss is wanted")
     wrong = (labels < 0) & (labels != IGNORED)
     if bool(wrong.any()):
         raise BatchError(
             f"{name} with {int(labels[wrong][0])}, at {wrong.nonzero()[0].tolist()}",
-            f"a label is the number of a token, from 0 on, or {IGNORED}, which counts for nothing",
+            f"a label is a token id, from 0 on, or {IGNORED}, which the loss ignores",
             f"Put {IGNORED} where no loss is wanted",
         )
 
 
 def check_tokens(name: str, tokens: Tensor, count: int, rule: str) -> None:
-    """Raise BatchError for a number of a token from `count` on. rule: what has so many, up to the number"""
+    """Raise BatchError for token ids of `count` or more. rule: the words before `count` in the error"""
     wrong = tokens >= count
     if bool(wrong.any()):
         raise BatchError(
@@ -385,14 +385,14 @@ def check_tokens(name: str, tokens: Tensor, count: int, rule: str) -> None:
 class MeanOverRows:
     """A plain function of (output, microbatch) that returns the mean over the microbatch's rows.
 
-    One of (output, microbatch, number) is also given the microbatch's number in the step, from 0 on.
+    A function of (output, microbatch, number) also gets the microbatch's number in the step, from 0 on.
     """
 
     def __init__(self, function: Callable[..., Tensor], rows: Callable[[Microbatch], int]):
         self._function, self._rows = function, rows
         try:
             parameters = list(signature(function).parameters.values())
-        except ValueError:  # of some builtins
+        except ValueError:  # some builtins have no signature
             parameters = []
         positional = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         required = [of for of in parameters if of.kind in positional and of.default is Parameter.empty]
@@ -414,7 +414,7 @@ class MeanOverRows:
 
 _WITH_NUMBER = 3  # output, microbatch and number
 
-# the entry of a padded microbatch, for a loss that padding would count in: an Unpadding (batch/padding.py)
+# an entry of a padded microbatch, for a loss that would count padding: an Unpadding (batch/padding.py)
 UNPAD = f"{INNER}unpad"
 
 
@@ -425,7 +425,7 @@ def weight_of(loss: Loss, microbatch: Microbatch) -> int:
 
 
 def total_of(loss: Loss, output: Any, microbatch: Microbatch, index: int) -> Tensor:
-    """The loss's total of a microbatch, without padding. It is given its number where it `takes_number`."""
+    """The loss's total of a microbatch, without padding. index: passed on where the loss `takes_number`"""
     more = (index,) if getattr(loss, "takes_number", False) else ()
     unpad = microbatch.get(UNPAD)
     if unpad is not None:

@@ -22,26 +22,26 @@ Batch = Mapping[str, Any]
 # number of microbatches) that returns one part for each
 Split = int | None | Callable[[Any, int], Sequence[Any]]
 Sharding = Mapping[str, Split]  # by entry; other entries are split along their rows, dimension 0
-# what holds images and videos, in transformers' names: of a microbatch as many as its rows have
+# entries of images and videos, in transformers' names: a microbatch gets those that its rows refer to
 PIXELS = {
     "image": ("pixel_values", "pixel_values_images", "image_patches"),
     "video": ("pixel_values_videos",),
 }
-INNER = "penstock:"  # how names of entries begin that the pipeline adds itself
-# of packed documents, in transformers' names: they run over all rows, and are split where the rows are
+INNER = "penstock:"  # the prefix of entries that the pipeline adds itself
+# boundaries of packed documents, in transformers' names: they run over all rows, and are split with them
 _PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"})
 
 
 class PerRow(list[Tensor | None]):
     """An entry of a batch that lists a tensor for each row, or None: such as the pixels of a row's images.
 
-    A microbatch gets those of its rows end to end along dimension 0, or no such entry where there are none:
+    A microbatch gets the tensors of its rows, concatenated along dimension 0, or no such entry without any:
 
         {"input_ids": ids, "pixel_values": PerRow([two_images, None, one_image])}
     """
 
 
-# so that what goes through all tensors of a batch comes to these
+# so that code that visits all tensors of a batch reaches these
 register_pytree_node(PerRow, lambda per_row: (list(per_row), None), lambda of_rows, _: PerRow(of_rows))
 
 # (output of the last stage, number of the microbatch) -> what the caller wants to keep of it
@@ -53,8 +53,8 @@ class StepInput:
     """The input of a step; every rank has all of it.
 
     weight: valid items over all microbatches, by which the loss is divided
-    collect: is given the last stage's outputs where nothing is trained
-    scored: whether the last stage computes the loss; always where something is trained
+    collect: gets the last stage's outputs, in an evaluation only
+    scored: whether the last stage computes the loss; always true in training
     """
 
     microbatches: Sequence[Microbatch]
@@ -87,7 +87,7 @@ def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
 
 
 def joined(microbatch: Microbatch) -> Microbatch:
-    """`microbatch` with what `PerRow` entries list laid end to end, without those that list nothing."""
+    """`microbatch` with the tensors of each `PerRow` entry concatenated, without entries that list none."""
     per_row = {name: value for name, value in microbatch.items() if isinstance(value, PerRow)}
     if not per_row:
         return microbatch
@@ -101,8 +101,8 @@ def split_batch(
 ) -> list[Microbatch]:
     """Split a batch into microbatches as `Pipeline.step` does, before any padding.
 
-    What is split once with the same number belongs to the same microbatches: a loss_fn that takes the
-    microbatch's number may look its targets up in such a list.
+    Targets split with the same `microbatches` line up with the step's: a loss_fn that takes the microbatch's
+    number may index such a list with it.
 
     Args:
         sharding: by entry, how it is split: along a dimension (0 if not named), not at all (None), or by a
@@ -120,7 +120,7 @@ def split_batch(
     if even and rows % microbatches:
         raise BatchError(
             f"a batch of {rows} rows in {microbatches} microbatches",
-            "they are to be of one size",
+            "all microbatches have the same number of rows",
             f"Give a multiple of {microbatches} rows, or even=False",
         )
     return split(batch, microbatches, sharding)
@@ -210,7 +210,7 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
             raise BatchError(
                 f"{len(parts)} parts of {name}",
                 f"the function that sharding names for it makes one for each of {count} microbatches",
-                "Return as many as it is asked for",
+                f"Return {count} parts",
             )
         return parts
     if how is None or not isinstance(value, Tensor | Mapping | Sequence) or isinstance(value, str):
@@ -233,7 +233,7 @@ def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
         shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in tensors}))
         raise BatchError(
             f"{name} of shapes {shapes} in one microbatch",
-            f"those of its rows are laid end to end ({str(error).splitlines()[0]})",
+            f"the tensors of its rows are concatenated ({str(error).splitlines()[0]})",
             "Pad them to one shape, as the model's processor does, or give a list of microbatches",
         ) from None
 
@@ -263,7 +263,7 @@ def with_entries(
     if not isinstance(batch, Mapping) and not listed:
         raise BatchError(
             f"a batch given as {type(batch).__name__}",
-            "it is tensors by name, or a list of microbatches that are",
+            "it is a mapping from names to tensors, or a list of such mappings, one for each microbatch",
             "Give e.g. {'input_ids': ids, 'labels': ids}",
         )
     if not entries:
@@ -279,7 +279,7 @@ def with_entries(
         if isinstance(how, int) and any(leaf.dim() for leaf in _tensors(value)):
             raise BatchError(
                 f"{name} next to a list of microbatches",
-                "they may differ in rows, so it is unknown which rows of it belong to which",
+                "their numbers of rows may differ, so its rows cannot be assigned to them",
                 "Put its parts into the microbatches, or name in sharding a function that splits it, or None",
             )
         parts[name] = _split(name, value, len(microbatches), how)
@@ -326,10 +326,10 @@ _SAMPLED = 1 << 16
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Of each a sum over its entries' bits and positions, from 0 to 2 ** 32 - 1: the same on any device.
+    """For each tensor, a checksum of its bits and their positions, 0 to 2 ** 32 - 1: equal on any device.
 
-    Of a large tensor every n-th entry counts, so that a step does not begin with a pass over its data. Waits
-    for a GPU once.
+    Of a large tensor, only every n-th entry is read, so that a step does not begin with a pass over its data.
+    Waits for a GPU once.
     """
     sampled = [_sampled(tensor) for tensor in tensors]
     away = [tensor for tensor in sampled if not tensor.is_cpu]

@@ -65,8 +65,8 @@ def positions(cu_seq_lens: Tensor) -> Tensor:
 def is_packed(microbatch: Microbatch) -> bool:
     """Whether a row holds more than one document.
 
-    That is by the boundaries, or by positions that restart between two tokens that no mask hides: under a
-    mask of left padding positions restart too, without a new document.
+    Read from the boundaries, or from positions that restart between two tokens that no mask hides: behind
+    masked padding on the left, positions restart without a new document.
     """
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is not None:
@@ -210,7 +210,7 @@ def _why_documents_mix(model: object, kind: type) -> str | None:
     attention = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
     # flash attention reads the boundaries, which the model's keywords pass on to it
     if "flash" not in attention and not _looks_for_documents(model):
-        return f"with {attention} attention it takes no notice of documents"  # opt, falcon, gpt_oss, ...
+        return f"with {attention} attention it ignores documents"  # opt, falcon, gpt_oss, ...
     return None
 
 

@@ -2,8 +2,8 @@
 
 Padding.longest (the maximum over all ranks is the caller's) -> Padding.lengths (rounded) -> Padding.pad
 
-A loss that is not ours may count all that it gets. So it gets rows and outputs as they are without padding: a
-padded microbatch has an entry that undoes it (`Unpadding`).
+A user's loss may count every token that it gets. So it gets rows and outputs without padding: a padded
+microbatch has an entry that removes the padding (`Unpadding`).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Lengths(NamedTuple):
     full: int
 
 
-ROUTED = "routed_experts"  # which experts each token has to choose, -1 where the router chooses
+ROUTED = "routed_experts"  # the experts to use for each token, -1 where the router chooses
 
-# What transformers' models take, and choices of experts. From the end, as position_ids may have a dimension
-# for text, height and width before the rows. The first of them in a microbatch gives its length.
+# Entries that transformers' models take, and ROUTED. Dimensions count from the end, as position_ids may have
+# one for text, height and width before the rows. The first of these entries in a microbatch gives its length.
 KNOWN: dict[str, PadEntry | None] = {
     "input_ids": PadEntry(-1, 0),
     "inputs_embeds": PadEntry(1, 0),
@@ -60,7 +60,7 @@ KNOWN: dict[str, PadEntry | None] = {
     "video_grid_thw": None,
     ROUTED: PadEntry(1, -1),
 }
-BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and what follows from each
+BOUNDARIES = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}  # and its maximum
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Padding(PaddingOptions):
             routers' loss counts, every token that no mask hides.
         unpads: whether the loss gets rows and outputs without padding.
         pools: whether an output without a sequence is known to be free of padding.
-        hidden: what is wrong with outputs of tokens that see only hidden ones; empty where nothing is.
+        hidden: what is wrong with outputs of tokens that see only masked tokens; empty where nothing is.
     """
 
     context_shards: int = 1
@@ -129,7 +129,7 @@ class Padding(PaddingOptions):
         if extra and self.needs_mask and "attention_mask" not in microbatch:
             raise BatchError(
                 f"a microbatch of {length} tokens a row to be padded, without attention_mask",
-                "this model, or its routers' loss, counts all tokens that no mask hides, and padding is none",
+                "this model, or its routers' loss, counts all tokens that no mask hides, and so padding",
                 "Give attention_mask, 1 for each token, or rows of one length, or take shapes='exchanged'",
             )
         if extra and self.hidden:
@@ -186,7 +186,7 @@ class Padding(PaddingOptions):
                 raise _wrong(name, value, "padding knows masks of (rows, sequence)", "make it such a mask")
         elif value.dim() > 1 and value.shape[1] == length:
             rule = f"rows have {length} tokens too, so it may be a sequence or not"
-            raise _wrong(name, value, rule, f"if it is one, name it: PadEntry(dim=1, value=0) for {name!r}")
+            raise _wrong(name, value, rule, f"for a sequence, name it: PadEntry(dim=1, value=0) for {name!r}")
         else:
             entry = None
         dims = value.dim()
@@ -202,9 +202,9 @@ _CONSTANT = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, eq=False)
 class Unpadding:
-    """Undoes the padding of a microbatch of rows of `length` tokens, padded to `full`.
+    """Removes the padding of a microbatch whose rows of `length` tokens were padded to `full`.
 
-    dims: of the entries that were padded, the dimension
+    dims: for each padded entry, the padded dimension
     pools: whether outputs without a sequence are free of padding
     """
 
@@ -232,7 +232,7 @@ class Unpadding:
     def output(self, output: Any) -> Any:
         """The last stage's output without padding: tensors of (rows, sequence, ...) are cut.
 
-        Raises ModelError for another form, which may have padding in it.
+        Raises ModelError for an output of another form, which may contain padding.
         """
         return tree_map(self._cut, output)
 
@@ -245,7 +245,7 @@ class Unpadding:
         shown = type(value).__name__ if dims is None else f"tensor of shape {list(value.shape)}"
         raise ModelError(
             f"an output with a {shown} for padded rows of {self.full} tokens",
-            "a loss_fn gets outputs without padding, which is known of (rows, sequence, ...) alone",
+            "a loss_fn gets outputs without padding, and only those of (rows, sequence, ...) can be cut",
             "Return that form, of three dimensions or more; or take shapes='inferred', which pads nothing",
         )
 

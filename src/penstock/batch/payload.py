@@ -41,7 +41,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The spec of a tensor at hand."""
+        """The spec of `tensor`."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -119,7 +119,7 @@ class EdgeSpecs:
 class Payload(NamedTuple):
     """A value that crosses an edge.
 
-    only_sent: the bytes that are held only to be sent; None: all
+    only_sent: bytes that are in memory only to be sent; None: all of its bytes
     """
 
     tensors: tuple[Tensor, ...]

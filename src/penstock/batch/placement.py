@@ -1,8 +1,8 @@
-"""Where the tensors of a microbatch are: looked at on the host, computed with on a device.
+"""The tensors of a microbatch on the host, where values are read, and on a device, which computes with them.
 
-A host that looks at a value on a GPU waits until the GPU has run all that is queued. So a batch is checked,
-split, padded and counted on the host. A GPU then gets copies of the microbatches, each of which knows what it
-is a copy of. Tensors that were sent ahead are there already, while the step before runs.
+A host that reads a value on a GPU waits until the GPU has run all that is queued. So a batch is checked,
+split, padded and counted on the host. A GPU then gets copies of the microbatches, each with a reference to
+the microbatch on the host. Tensors can be sent ahead, while the previous step runs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, UntypedStorage
 from penstock.batch.shapes import Microbatch
 from penstock.private import tree_leaves, tree_map_only
 
-# by the memory of a tensor that was sent ahead, as long as it lives: its copy, and its version then. A batch
-# is split into new tensors, which have nothing but this memory in common with what was sent
+# storage of a tensor that was sent ahead -> its copy, and the tensor's version when it was sent. Microbatches
+# are new tensors, which share nothing but the storage with the tensor that was sent
 _sent: WeakKeyDictionary[UntypedStorage, tuple[Tensor, int]] = WeakKeyDictionary()
 
 
@@ -50,7 +50,7 @@ def placed(microbatches: Sequence[Microbatch], device: torch.device) -> Sequence
 
 
 def host_values(microbatch: Microbatch) -> Microbatch:
-    """The microbatch whose values can be read without waiting: what `microbatch` is a copy of, or itself."""
+    """The microbatch whose values can be read without waiting: the host's if `microbatch` is a copy."""
     return microbatch.host if isinstance(microbatch, OnDevice) else microbatch
 
 
@@ -72,8 +72,8 @@ def send_ahead(batch: Any, up: Up) -> None:
 
 
 def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """The copy of `tensor` on `device` that was sent ahead; None without one, or once it was written to."""
-    if not _sent:  # what users hand in may have no storage to ask for, such as a sparse tensor
+    """The copy of `tensor` sent ahead to `device`; None without one, or if `tensor` has changed since."""
+    if not _sent:  # a user's tensor may have no storage, such as a sparse one
         return None
     copy, version = _sent.get(tensor.untyped_storage(), (None, 0))
     if copy is None or copy.dtype != tensor.dtype or version != tensor._version or tensor.requires_grad:

@@ -13,7 +13,7 @@ from penstock.private import is_any_autocast_enabled, tree_flatten
 from penstock.schedule import Op
 
 Microbatch = Mapping[str, Any]
-MicrobatchKey = tuple[tuple[str, Any], ...]  # of each entry its name, and what tells its shapes apart
+MicrobatchKey = tuple[tuple[str, Any], ...]  # each entry's name, and what its shapes depend on
 
 
 def model_input(microbatch: Microbatch) -> Tensor:
@@ -33,7 +33,7 @@ class EdgeShapes(Protocol):
 
 
 def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:
-    """Raise ShapeError where the receiver has posted no fitting buffer.
+    """Raise ShapeError unless the buffer that the receiver has posted fits.
 
     gloo would part-fill a buffer that is too long, reinterpret another dtype, and abort the receiving
     process on one that is too short.
@@ -47,7 +47,7 @@ def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) 
         if tensor.requires_grad and not spec.differentiable:
             raise ShapeError(
                 f"{op} gave {EdgeSpecs.of(tensors, SINGLE)}",
-                "one of these has a gradient, and the next stage expects none",
+                "one of these tensors needs a gradient, and the next stage sends none",
                 "Detach it, or declare it differentiable; if it was unfrozen since, build a new pipeline",
             )
 
@@ -57,8 +57,8 @@ def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs
         remedy = "Numbers made of a tensor's values cannot be known beforehand: use shapes='exchanged'"
     elif is_any_autocast_enabled():
         remedy = (
-            "Autocast is on, and shapes are inferred without a region of yours: give the option autocast= in "
-            "its place, let stages end in .to(dtype), or use shapes='exchanged'"
+            "Autocast is on in a region of yours, and shapes are inferred outside of it: use the option "
+            "autocast= instead, let stages end in .to(dtype), or use shapes='exchanged'"
         )
     else:
         remedy = (

@@ -36,9 +36,9 @@ class BackgroundWrite:
         assert self._publish is not None
         try:
             self._publish(self.path, self._processes)
-            self._publish, self._written = None, True  # and with it the copies go
+            self._publish, self._written = None, True  # which frees the copies
             follow(self.path, self._then, self._processes)
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # raised where somebody waits for the write
             self._error = error
         finally:
             self._publish = None
@@ -46,7 +46,7 @@ class BackgroundWrite:
     def _check(self) -> None:
         """Before each exchange of the processes that write."""
         if self._dropped.is_set():
-            raise RunError("a checkpoint under way", "it was given up", "Go on from the one before")
+            raise RunError("a checkpoint under way", "it was abandoned", "Go on from the one before")
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)
@@ -79,12 +79,12 @@ class BackgroundWrite:
         """The failure so far, in words; None without one."""
         if self._error is None:
             alive = self._thread.is_alive() and not self._written
-            return "it was not written: it was given up before it was finished" if alive else None
+            return "it was not written: it was abandoned before it was finished" if alive else None
         why = f"{type(self._error).__name__}: {self._error}"
         return f"it was written, but then {why}" if self._written else f"it was not written: {why}"
 
     def _end(self) -> None:
-        """Called when Python exits before the write has ended."""
+        """Called if Python exits before the write has ended."""
         self.join(0 if self._dropped.is_set() else _AT_EXIT)
         self._dropped.set()
         if self._thread.is_alive() or self._error is not None:
@@ -104,7 +104,7 @@ def follow(path: Path, then: Then | None, processes: Ranks) -> None:
         except PenstockError:
             raise
         except Exception as error:
-            rule = f"it was written, and what was to follow it failed: {type(error).__name__}: {error}"
+            rule = f"it was written, and the call after it failed: {type(error).__name__}: {error}"
             remedy = "Fix that; the checkpoint itself is complete"
             raise RunError(f"checkpoint {path}", rule, remedy) from error
 

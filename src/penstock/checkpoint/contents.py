@@ -3,7 +3,7 @@
     model-*.safetensors, config.json ...      the weights, as save_pretrained writes them
     optimizer-*.safetensors, optimizer-*.json   see penstock.checkpoint.optimizer_state
     random-*.safetensors                      the random state of each process
-    state.json                                what the loop gives and gets back
+    state.json                                the loop's state, which load_checkpoint returns
     manifest.json                             size and sha256 of every file (penstock.models.weights.folder)
 
 Contents are collected at one moment, and written then or later.
@@ -38,7 +38,7 @@ RandomState = dict[str, Tensor]  # by device type
 
 
 def bytes_of(pipe: SplitModel, optimizers: Optimizers) -> int:
-    """The bytes of what this process adds to a checkpoint, or a few more."""
+    """The bytes that this process adds to a checkpoint, or a few more."""
     if not pipe.files.written_here:
         return 0
     tensors = [value for module in pipe.modules.values() for value in module.state_dict().values()]
@@ -54,16 +54,16 @@ def collector(
     state: Mapping[str, Any] | None,
     extra: Extra | None,
 ) -> Callable[[BackgroundCopies | None], Publish]:
-    """Check what this process adds to a checkpoint; the result collects it, and returns what publishes it.
+    """Check what this process adds to a checkpoint; the result collects it, and returns its publisher.
 
-    The check sends nothing. Collecting is collective over the mesh, as it gathers what is sharded: every
-    process must have passed the check.
+    The check sends nothing. Collecting is collective over the mesh, as it gathers shards: every process must
+    have passed the check.
 
     Args:
         extra: adds files of the caller's, on process 0
 
-    Returns a function of what copies into host memory, so that training may go on while it is written, if
-    anything does.
+    Returns a function of the copier into host memory, with which training may go on during the write; None
+    for none.
     Raises CheckpointError for optimizer state or `state` that a checkpoint cannot hold.
     """
     named = list(pipe.named_parameters(remove_duplicate=False))
@@ -74,7 +74,7 @@ def collector(
     def collect(copies: BackgroundCopies | None) -> Publish:
         random = _random_states(pipe)
         optimizer_state = state_of(optimizer, named, copies)
-        # its result is called first: it waits until all is copied
+        # collected last, as its function is called first: that waits until all is copied
         write_weights = pipe.files.collect(copies)
         if copies is not None:
             copies.begin()
@@ -82,7 +82,7 @@ def collector(
         def write(folder: Path, processes: Ranks) -> Hashed:
             entries = write_weights(folder, processes)
             entries |= optimizer_state.write(folder, processes.index, processes.count)
-            entries |= {file: write_tensors(folder / file, held) for file, held in random.items()}
+            entries |= {file: write_tensors(folder / file, states) for file, states in random.items()}
             if processes.index == 0:
                 if extra is not None:
                     extra(folder)
@@ -98,24 +98,24 @@ def collector(
 
 
 def _random_states(pipe: SplitModel) -> dict[str, RandomState]:
-    """By file, of the processes that host the same stages. Collective over these."""
+    """The random states of the processes that host the same stages, by file. Collective over these."""
     local = {"cpu": torch.get_rng_state()}
     if pipe.reductions.min(int(torch.cuda.is_initialized())):  # type: ignore[no-untyped-call]
         local["cuda"] = torch.cuda.get_rng_state(gpu_of(pipe))
-    files, place = _random_files(pipe)
+    files, own_index = _random_files(pipe)
     states: dict[str, RandomState] = {file: {} for file in files}
     for kind, state in local.items():
         table = torch.zeros(len(files), len(state), dtype=torch.uint8, device=pipe.device)
-        table[place] = state
+        table[own_index] = state
         for file, row in zip(files, pipe.reductions.sum_over_mesh(table).cpu(), strict=True):
             states[file][kind] = row.clone()
     return states
 
 
 def read_random_state(path: Path, pipe: SplitModel) -> RandomState:
-    """This process's; empty for an older checkpoint, or one of another number of processes."""
-    files, place = _random_files(pipe)
-    file = path / files[place]
+    """This process's random state; empty for a checkpoint of another number of processes, or an older one."""
+    files, own_index = _random_files(pipe)
+    file = path / files[own_index]
     with readable(path, file.name):
         return load_file(file) if file.is_file() else {}
 
@@ -129,16 +129,16 @@ def set_random_state(state: RandomState, pipe: SplitModel) -> None:
 
 
 def gpu_of(pipe: SplitModel) -> torch.device:
-    """The pipeline's, whatever is current; the current one where the pipeline is on none."""
+    """The pipeline's GPU, whichever is current; the current GPU if the pipeline is on none."""
     return pipe.device if pipe.device.type == "cuda" else torch.device("cuda")
 
 
 def _random_files(pipe: SplitModel) -> tuple[list[str], int]:
-    """The files of the processes that host this process's stages, and this process's place among them."""
+    """The files of the processes that host this process's stages, and this process's index among them."""
     processes, ranks = pipe.processes, sorted(pipe.reductions.stage_ranks)
     replicas = max(1, len(ranks))  # no ranks without a mesh
     first, count = processes.index * replicas + 1, processes.count * replicas
-    files = [f"random-{first + place:05d}-of-{count:05d}.safetensors" for place in range(replicas)]
+    files = [f"random-{first + index:05d}-of-{count:05d}.safetensors" for index in range(replicas)]
     return files, ranks.index(dist.get_rank()) if ranks else 0
 
 
@@ -153,19 +153,19 @@ def _check_json(value: object, name: str) -> None:
                 raise _no_json(f"{name}: the key {key!r}")
             _check_json(inner, f"{name}[{key!r}]")
     elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            _check_json(inner, f"{name}[{number}]")
+        for index, inner in enumerate(value):
+            _check_json(inner, f"{name}[{index}]")
     elif not (value is None or isinstance(value, str | int | float)):
         raise _no_json(f"{name} is a {type(value).__name__}")
 
 
 def _no_json(subject: str) -> CheckpointError:
-    rule = "the state of a checkpoint is JSON: text, numbers, lists, and dicts by text"
+    rule = "the state of a checkpoint is JSON: text, numbers, lists, and dicts with text as keys"
     return CheckpointError(subject, rule, "Make it that, e.g. by str(key), int(value) or tensor.tolist()")
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The loop's JSON of the checkpoint `path`. Raises CheckpointError where it cannot be read."""
+    """The loop's JSON of the checkpoint `path`. Raises CheckpointError if it cannot be read."""
     try:
         return dict(read_json(path / STATE))
     except UNREADABLE as error:

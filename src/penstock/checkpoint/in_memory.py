@@ -2,11 +2,11 @@
 
     step 7       | step 8: forwards and backwards               | clip | optimizer | step 9 ...
     optimizer    | thread: copies weights and moments, commits  |      | changes them
-                 |         sends the shard to a rank of the next host, and commits that of another
+                 |         sends the shard to a rank of the next host, and commits the one it receives
 
 Only an optimizer changes weights and moments, so they are copied while the next step computes. `settle`
-waits for that before the last collective of the step: once a rank has ended step 8, every rank has committed
-step 7. Each keeps two shards, so that a kill at any moment leaves a step of which all ranks have theirs.
+waits for the copies before the last collective of the step: once a rank has ended step 8, every rank has
+committed step 7. Each rank keeps two shards, so a kill at any moment leaves a step of which all have a shard.
 
 A process that is lost leaves its shards in its host's memory. A host that is lost has copies on the next one.
 """
@@ -56,7 +56,7 @@ TensorCopy = tuple[Tensor, Tensor]  # from, to
 
 
 class Recalled(NamedTuple):
-    """What the memory held. state: the loop's, or None. passed: a line for each that was not taken"""
+    """The result of a recall. state: the loop's, or None. passed: a line for each checkpoint not loaded"""
 
     state: State | None
     passed: list[str]
@@ -64,10 +64,10 @@ class Recalled(NamedTuple):
 
 @dataclass
 class _Job:
-    """A shard that a thread completes, and what goes into its description.
+    """A shard that a thread completes, and the contents of its description.
 
-    after: to wait for
-    copied: weights may change; exchanged: the neighbours have it too
+    after: what the thread waits for before it commits the shard
+    copied: done when weights may change; exchanged: done when the neighbours have the shard too
     """
 
     mark: Mark
@@ -89,8 +89,8 @@ class MemoryCheckpoints:
         output: its output folder
         timeout: seconds that a rank waits for another
 
-    Raises ConfigError where a host has no such memory; RunError on the other processes, and where a process
-    of an earlier attempt lives and could write there.
+    Raises ConfigError if a host has no such memory; RunError on the other processes, and if a process of an
+    earlier attempt lives, which could write there.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MemoryCheckpoints:
         self._pinned: list[Tensor] = []
         self._job: _Job | None = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # one for all: to start a thread waits until it runs
+        # one thread for all saves: the start of a thread waits until it runs
         self._thread = threading.Thread(
             target=_serve, args=(self._jobs,), name="penstock-memory", daemon=True
         )
@@ -123,7 +123,7 @@ class MemoryCheckpoints:
 
     @property
     def folder(self) -> Path:
-        """Where this host keeps them."""
+        """Where this host keeps the checkpoints."""
         return self._memory.folder
 
     # ---- save
@@ -132,10 +132,10 @@ class MemoryCheckpoints:
         """Begin to keep the state after `step`; `settle` ends it.
 
         Args:
-            state: returns the loop's, in JSON; called in another thread
-            after: waited for before the shard is complete
+            state: returns the loop's state, in JSON; called in another thread
+            after: the shard is complete only once this is done
 
-        Raises ConfigError where the memory is too small; CheckpointError for state that cannot be kept.
+        Raises ConfigError if the memory is too small; CheckpointError for state that cannot be kept.
         """
         assert self._job is None, "settle comes before save"
         live = self._holdings.now()
@@ -146,19 +146,19 @@ class MemoryCheckpoints:
         for passing, tensor in live.passing.items():
             hosts[passing].copy_(tensor)
         copies = [(tensor, hosts[key]) for key, tensor in live.steady.items()]
-        on_host = [each for each in copies if each[0].is_cpu]
+        on_host = [copy for copy in copies if copy[0].is_cpu]
         self._job = job = _Job(Mark(step, self._attempt), name, data, live, table, state, after)
         self._jobs.put(partial(self._keep, job, on_host, self._begin_copies(copies)))
 
     def _begin_copies(self, copies: Sequence[TensorCopy]) -> Time:
-        """Begin to copy what is on a GPU, next to what it computes. Returns when all is copied."""
+        """Begin to copy the tensors on a GPU while it computes. Returns the time when all are copied."""
         if self._copies is None:
             return 0.0
-        on_device = [each for each in copies if not each[0].is_cpu]
+        on_device = [copy for copy in copies if not copy[0].is_cpu]
         return self._copies.down([tensor for tensor, _ in on_device], [host for _, host in on_device])
 
     def _hosts_of(self, name: str, data: Tensor, table: list[Any]) -> dict[str, Tensor]:
-        """The tensors in the bytes of a shard, by name; they stay where they are from one to the next."""
+        """The tensors in the bytes of a shard, by name; made once for each file and table."""
         known = self._laid_out.get(name)
         if known is None or known[0].data_ptr() != data.data_ptr() or known[1] != table:
             if self._copies is not None:
@@ -168,9 +168,9 @@ class MemoryCheckpoints:
         return known[2]
 
     def settle(self, *, exchanged: bool) -> None:
-        """Wait until weights may change. exchanged: and until the neighbour has its copy, before a `save`
+        """Wait until weights may change. exchanged: also until the neighbour has its copy, before a `save`
 
-        Raises PeerError where a neighbour is gone or late.
+        Raises PeerError if a neighbour is gone or late.
         """
         if (job := self._job) is None:
             return
@@ -183,12 +183,12 @@ class MemoryCheckpoints:
     # ---- recall
 
     def recall(self, after: int) -> Recalled:
-        """Put back the newest state that is whole in some memory for every rank; all others go. Collective.
+        """Restore the newest state of which memory has every rank's shard; remove all others. Collective.
 
-        after: only of a step after this one
+        after: only states of later steps
         """
         shards = {(shard.mark, shard.rank): shard for shard in shards_in(self.folder)}
-        held = self._holders(shards)
+        holders = self._holders(shards)
         damaged, lost = (
             list[str](),
             [
@@ -197,12 +197,12 @@ class MemoryCheckpoints:
                 if shard.world != self._world and rank == 0
             ],
         )
-        for mark in sorted((mark for mark in held if mark.step > after), reverse=True):
-            if not is_whole(held[mark], self._world):
-                rank = min(set(range(self._world)) - held[mark].keys())
+        for mark in sorted((mark for mark in holders if mark.step > after), reverse=True):
+            if not is_whole(holders[mark], self._world):
+                rank = min(set(range(self._world)) - holders[mark].keys())
                 lost.append(f"step {mark.step} in memory: the shard of rank {rank} is lost")
                 continue
-            shard = self._fetched(mark, held[mark], shards)
+            shard = self._fetched(mark, holders[mark], shards)
             problems = self._everyone.gather(self._problem(shard))
             if odd := next(filter(None, problems), None):
                 damaged.append(f"step {mark.step} in memory: {odd}")
@@ -213,30 +213,30 @@ class MemoryCheckpoints:
         return Recalled(None, damaged + lost)
 
     def _holders(self, shards: Mapping[tuple[Mark, int], HeldShard]) -> dict[Mark, dict[int, list[int]]]:
-        """By mark and rank the processes on whose hosts that shard is. Collective. shards: of this host"""
+        """The processes on whose hosts a shard is, by its mark and rank. Collective. shards: of this host"""
         mine = [[*mark, rank] for (mark, rank), shard in shards.items() if shard.world == self._world]
-        held: dict[Mark, dict[int, list[int]]] = {}
+        holders: dict[Mark, dict[int, list[int]]] = {}
         for process, offered in enumerate(self._everyone.gather(mine)):
             for step, attempt, rank in offered:
-                held.setdefault(Mark(step, attempt), {}).setdefault(rank, []).append(process)
-        return held
+                holders.setdefault(Mark(step, attempt), {}).setdefault(rank, []).append(process)
+        return holders
 
     def forget(self, kept: Mark | None = None) -> None:
         """Remove all shards of this run but those of `kept`. Collective."""
         self._memory.forget(kept)
-        self._everyone.gather(None)  # before anybody writes a new one
+        self._everyone.gather(None)  # no rank writes a new shard before all have removed theirs
 
     def go_back(self) -> None:
-        """Forget all, as the run goes on from an older state: its steps come again. Collective."""
+        """Remove all shards, as the run goes on from an older state: its steps come again. Collective."""
         self.settle(exchanged=True)
         self._attempt = self._everyone.gather(secrets.token_hex(4))[0]
         self.forget()
 
     def _fetched(
-        self, mark: Mark, held: dict[int, list[int]], shards: dict[tuple[Mark, int], HeldShard]
+        self, mark: Mark, holders: dict[int, list[int]], shards: dict[tuple[Mark, int], HeldShard]
     ) -> HeldShard | None:
-        """This rank's shard, which may come from another host; None where it was not there after all."""
-        sources = {rank: rank if rank in processes else processes[0] for rank, processes in held.items()}
+        """This rank's shard, which may come from another host; None if it is gone by now."""
+        sources = {rank: rank if rank in processes else processes[0] for rank, processes in holders.items()}
         under_way = []
         with self._neighbours.waiting():
             for rank, source in sorted(sources.items()):
@@ -253,10 +253,10 @@ class MemoryCheckpoints:
         return next(own, None)
 
     def _problem(self, shard: HeldShard | None) -> str | None:
-        """Why this rank cannot go on from `shard`, in words."""
+        """Why this rank cannot go on from `shard`; None if it can."""
         try:
             if shard is None:
-                return f"the shard of rank {self._rank} was not there any more"
+                return f"the shard of rank {self._rank} is gone"
             check_identity(shard.content["identity"], self._identity)
             tensors = dict(views(shard.read(), shard.content["table"]))
             check_finite(tensors, shard.content["passing"])
@@ -277,13 +277,13 @@ class MemoryCheckpoints:
 
     @torch.no_grad()
     def _keep(self, job: _Job, copies: Sequence[TensorCopy], moment: Time) -> None:
-        """Copy what only an optimizer changes, complete the shard, and exchange it with the neighbours."""
+        """Copy the steady tensors, commit the shard, and exchange it with the neighbours."""
         try:
             if copies:
                 foreach_copy_([host for _, host in copies], [tensor for tensor, _ in copies])
             stream.reach(moment)
             if job.after is not None:
-                wait([job.after])  # whoever asks for its result gets its error
+                wait([job.after])  # its error is raised where its result is read
             content = {
                 "identity": self._identity, "table": job.table, "passing": list(job.live.passing),
                 "numbers": job.live.numbers, "state": job.state(),
@@ -299,7 +299,7 @@ class MemoryCheckpoints:
                     future.set_exception(error)
 
     def _exchange(self, job: _Job, content: Mapping[str, Any], word_sum: int) -> None:
-        """Send this rank's shard to its keeper, and keep those of its wards."""
+        """Send this rank's shard to its keeper, and keep the shards of its wards."""
         if (keeper := self._neighbours.keeper) is None:
             return
         about = {"mark": job.mark, "content": content, "checksum": word_sum}
@@ -312,21 +312,21 @@ class MemoryCheckpoints:
         """Receive a shard of `rank` from process `source`, and keep it on this host."""
         if rank not in self._slots:
             self._slots[rank] = ShardFiles(self._memory, rank, self._world)
-        placed: list[str] = []
+        names: list[str] = []
 
-        def place(size: int) -> Tensor:
+        def allocate(size: int) -> Tensor:
             name, data = self._slots[rank].begin(size)
-            placed.append(name)
+            names.append(name)
             return data
 
-        about = self._neighbours.receive(source, place)
+        about = self._neighbours.receive(source, allocate)
         mark = Mark(*about["mark"])
-        self._slots[rank].commit(placed[0], mark, about["content"], about["checksum"])
+        self._slots[rank].commit(names[0], mark, about["content"], about["checksum"])
 
     # ---- the end
 
     def remove(self) -> None:
-        """Give the memory back: the run has ended by itself. Not collective."""
+        """Free the memory: the run has ended by itself. Not collective."""
         self._memory.remove()
 
     def __enter__(self) -> Self:
@@ -340,7 +340,7 @@ class MemoryCheckpoints:
         self.close()
 
     def close(self) -> None:
-        """End the thread, and let go of the memory, which keeps its shards."""
+        """End the thread, and close the memory, which keeps its shards."""
         self._jobs.put(None)
         self._thread.join(_LINGERS)
         if self._thread.is_alive():

@@ -1,10 +1,10 @@
-"""What one process trains with, as it lies in its memory: nothing is gathered from the other processes.
+"""The training state in one process's memory: nothing is gathered from the other processes.
 
     weight/0/model.norm.weight        a weight or a buffer of stage 0, or this process's shard of it
     exp_avg/0/model.norm.weight       a tensor that an optimizer keeps of that parameter
     random/cpu                        random state
 
-It goes back into the same layout of ranks only, for which `StateDigests` stands.
+It can be restored into the same layout of ranks only, which `StateDigests` identifies.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.sharded_weights import local_shard
 from penstock.runtime.stage import Stage
 
-StateDigests = dict[str, str]  # digests of what must be as it was, by its name in words
+StateDigests = dict[str, str]  # digests of facts that must not change, by the fact's name in words
 
 
 @dataclass(frozen=True)
 class LiveState:
-    """Tensors by name: those that only an optimizer's step changes, and those that a forward may change.
+    """Tensors by name: `steady` change in an optimizer's step only, `passing` may change in a forward too.
 
-    numbers: what optimizers keep that is no tensor, by parameter and name
+    numbers: state of optimizers that is no tensor, by parameter and name
     """
 
     steady: dict[str, Tensor] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class LiveState:
 
 
 class Holdings:
-    """What this process holds of a pipeline and its optimizers: to look at, and to put back."""
+    """Reads and restores this process's part of the state of a pipeline and its optimizers."""
 
     def __init__(self, pipe: SplitModel, optimizers: Sequence[Optimizer]) -> None:
         self._pipe, self._optimizers = pipe, optimizers
         # looked up once: a save comes after every step
         self._weights, self._buffers = list[tuple[str, Tensor]](), list[tuple[str, nn.Module, str]]()
-        for stage, name, value in _held(pipe):
+        for stage, name, value in _saved_tensors(pipe):
             key = f"{stage.index}/{name}"
             if isinstance(value, nn.Parameter):
                 self._weights.append((key, value))
-            else:  # a module may put another tensor in its place
+            else:  # a module may replace the tensor
                 owner, _, last = name.rpartition(".")
                 self._buffers.append((key, stage.module.get_submodule(owner), last))
         self._trained = list(_trained(pipe, optimizers))
@@ -85,7 +85,7 @@ class Holdings:
 
     @torch.no_grad()
     def put_back(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Mapping[str, Number]]) -> None:
-        """Restore weights, optimizer state and random state in place, of a checked identity. Bit for bit.
+        """Restore weights, optimizer state and random state in place, bit for bit. Check the identity first.
 
         tensors: as of `LiveState`, in host memory
         """
@@ -110,13 +110,13 @@ class Holdings:
         )
 
     def identity(self, world: int) -> StateDigests:
-        """What the state fits: it goes back where all of it is the same. world: processes of the job"""
+        """The facts that must be equal where the state is restored. world: processes of the job"""
         saved, mesh = self._pipe.files.saved, self._pipe.mesh
         facts: dict[str, Any] = {
             "the model's config": facts_of(type(saved.config), saved.config.to_json_string()),
             "the layout of ranks": [world, None if mesh is None else [mesh.mesh_dim_names, list(mesh.shape)]],
             "what this rank holds": [
-                [stage.index, name, *_shape(value)] for stage, name, value in _held(self._pipe)
+                [stage.index, name, *_shape(value)] for stage, name, value in _saved_tensors(self._pipe)
             ],
             "the optimizer": [
                 [key, type(optimizer).__name__, [bool(group.get(option)) for option in OPTIONAL_PARTS]]
@@ -132,24 +132,24 @@ class Holdings:
 
 
 def check_identity(saved: Mapping[str, str], own: StateDigests) -> None:
-    """Raise UnfitError unless a shard is of what this process holds."""
+    """Raise UnfitError unless this process has the identity of the shard."""
     if odd := [name for name in own.keys() | saved.keys() if saved.get(name) != own.get(name)]:
-        rule = "is another than it was then"
-        raise UnfitError("a checkpoint in memory", f"{min(odd)} {rule}", "An older checkpoint is taken")
+        rule = "differs from that of the checkpoint"
+        raise UnfitError("a checkpoint in memory", f"{min(odd)} {rule}", "An older checkpoint is loaded")
 
 
 def check_finite(tensors: Mapping[str, Tensor], passing: Sequence[str]) -> None:
-    """Raise CheckpointError where a weight or a moment holds NaN or infinity, as a mask may."""
+    """Raise CheckpointError if a weight or a moment holds NaN or infinity, as a mask may."""
     for name, tensor in tensors.items():
         if name not in passing and not is_finite(tensor.reshape(-1)):
             rule = "it holds NaN or infinity, and a run would train on nothing else"
-            raise CheckpointError(f"{name} in memory", rule, "An older checkpoint is taken")
+            raise CheckpointError(f"{name} in memory", rule, "An older checkpoint is loaded")
 
 
 def _made_like(value: Tensor, part: str, parameter: Tensor, on_device: bool) -> Tensor:
-    """A tensor of an optimizer's state where torch keeps it: with its parameter, but for counts of steps.
+    """A copy of a state tensor where torch keeps it: on the parameter's device; counts of steps on the CPU.
 
-    on_device: whether these are there too
+    on_device: whether counts of steps are on the device too
     """
     local = local_shard(parameter.detach())
     made = value.to("cpu" if part == "step" and not on_device else local.device, copy=True)
@@ -168,13 +168,13 @@ def _check_alike(key: str, part: str, tensor: Tensor, parameter: Tensor) -> None
     if not (alike and tensor.placements == parameter.placements):  # type: ignore[attr-defined]
         raise CheckpointError(
             f"{part} of {key}, sharded otherwise than its parameter",
-            "a checkpoint in memory keeps state that lies as its parameter does",
+            "a checkpoint in memory keeps state that is sharded as its parameter is",
             "Leave train.memory_checkpoint_every out",
         )
 
 
-def _held(pipe: SplitModel) -> Iterator[tuple[Stage, str, Tensor]]:
-    """What a checkpoint holds of each stage of this process, each tensor once."""
+def _saved_tensors(pipe: SplitModel) -> Iterator[tuple[Stage, str, Tensor]]:
+    """The tensors of this process's stages that a checkpoint holds, each tensor once."""
     saved = pipe.files.saved
     for stage in pipe.stages:
         met, written = set[int](), {*saved.written(stage.module), *saved.copies}
@@ -189,7 +189,7 @@ def _trained(
 ) -> Iterator[tuple[str, nn.Parameter, Optimizer, ParamGroup]]:
     """Each parameter that an optimizer has, by stage and name, with that optimizer and its group."""
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-    owner = {id(parameter): each for each in groups for parameter in each[1]["params"]}
+    owner = {id(parameter): pair for pair in groups for parameter in pair[1]["params"]}
     for stage in pipe.stages:
         for name, parameter in stage.module.named_parameters():
             if id(parameter) in owner:

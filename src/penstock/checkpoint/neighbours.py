@@ -1,11 +1,11 @@
-"""Copies of shards in another host's memory: which rank keeps whose, and the messages between them.
+"""Copies of shards in another host's memory: which rank keeps which copies, and the messages between them.
 
-    host A   rank 0 ----> rank 2   host B        each rank sends to the same place on the next host;
-             rank 1 ----> rank 3                 where that has fewer ranks, one of them keeps several
+    host A   rank 0 ----> rank 2   host B        the n-th rank of a host sends to the n-th of the next
+             rank 1 ----> rank 3                 host; if that has fewer, one of them keeps several
              rank 0 <---- rank 2
              rank 1 <---- rank 3
 
-On one host nobody sends anything: its memory outlives each of its processes.
+On one host no rank sends anything: the host's memory outlives each of its processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UnderWay = tuple[dist.Work, Tensor]  # a message, and its bytes, which must live
 
 
 def keepers(hosts: Sequence[str]) -> list[int | None]:
-    """For each rank the one that keeps its copies, by the names of their hosts; None on one host."""
+    """The rank that keeps the copies of each rank, by the names of their hosts; None on one host."""
     ranks: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
@@ -36,7 +36,7 @@ def keepers(hosts: Sequence[str]) -> list[int | None]:
     names, kept_by = list(ranks), dict[int, int | None]()
     for name, following in zip(names, [*names[1:], names[0]], strict=True):
         takers = ranks[following]
-        kept_by |= {rank: takers[place % len(takers)] for place, rank in enumerate(ranks[name])}
+        kept_by |= {rank: takers[index % len(takers)] for index, rank in enumerate(ranks[name])}
     return [kept_by[rank] for rank in range(len(hosts))]
 
 
@@ -55,27 +55,28 @@ class Neighbours:
                 self._group = new_group(range(len(hosts)), self._limit, "in-memory checkpoints")
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Raise the error that names the rank where a message in the block fails."""
+        """Raise an error that names the other rank if a message in the block fails."""
         return self._ranks.waiting("a copy of an in-memory checkpoint")
 
     def send(self, rank: int, about: Mapping[str, Any], data: Tensor) -> list[UnderWay]:
-        """Begin to send a shard, and what it is of, in JSON. The bytes must not change until `finish`."""
+        """Begin to send a shard and its description, in JSON. The bytes must not change until `finish`."""
         text = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
         sizes = torch.tensor([text.numel(), data.numel()])
-        return [(_begun(dist.isend(each, rank, self._group)), each) for each in (sizes, text, data)]
+        messages = (sizes, text, data)
+        return [(_begun(dist.isend(message, rank, self._group)), message) for message in messages]
 
-    def receive(self, rank: int, place: Callable[[int], Tensor]) -> dict[str, Any]:
-        """Receive a shard into `place(bytes)`. Returns what it is of."""
+    def receive(self, rank: int, allocate: Callable[[int], Tensor]) -> dict[str, Any]:
+        """Receive a shard into `allocate(bytes)`. Returns its description."""
         sizes = torch.zeros(2, dtype=torch.int64)
         self._receive_into(sizes, rank)
         text = torch.empty(int(sizes[0]), dtype=torch.uint8)
         self._receive_into(text, rank)
-        self._receive_into(place(int(sizes[1])), rank)
+        self._receive_into(allocate(int(sizes[1])), rank)
         about: dict[str, Any] = json.loads(text.numpy().tobytes())
         return about
 
     def finish(self, under_way: Sequence[UnderWay]) -> None:
-        """Wait for messages. Raises RuntimeError where a rank is gone or late."""
+        """Wait for messages. Raises RuntimeError if a rank is gone or late."""
         for work, _ in under_way:
             work.wait(self._limit)
 

@@ -1,7 +1,7 @@
 """The state of any optimizer, by names of parameters, in safetensors and JSON.
 
-    optimizer-00001-of-00002.safetensors   tensors, by part and name: "exp_avg.model.norm.weight"; of one in
-                                           blocks of few bits "exp_avg:codes" and "exp_avg:scale"
+    optimizer-00001-of-00002.safetensors   tensors, by part and name: "exp_avg.model.norm.weight"; a part in
+                                           blocks of few bits is "exp_avg:codes" and "exp_avg:scale"
     optimizer-00001-of-00002.json          groups: optimizer, lr, options, names and dtypes of parameters
                                            numbers: by name and part, the parts that are plain numbers
 
@@ -62,18 +62,18 @@ def _groups(
             members = []
             for parameter in group["params"]:
                 if parameter.numel() == 0 and id(parameter) not in names:
-                    continue  # a stand-in, as optimizers need a parameter and this process may have none
+                    continue  # a placeholder: optimizers need a parameter, and this process may have none
                 if id(parameter) not in names:
                     raise CheckpointError(
                         f"a parameter of shape {list(parameter.shape)} in the optimizer",
-                        "state is kept by name, and this is none of the pipeline's parameters",
+                        "state is kept by name, and this parameter is not the pipeline's",
                         "Make the optimizer over pipe.parameters() or pipe.named_parameters(), and keep "
                         "others yourself",
                     )
                 if id(parameter) in seen:
                     raise CheckpointError(
                         f"the parameter {names[id(parameter)]} in two optimizers",
-                        "state is kept by the parameter's name, and there is one for each",
+                        "state is kept by the parameter's name, once for each name",
                         "Give each parameter to one optimizer",
                     )
                 seen.add(id(parameter))
@@ -136,7 +136,7 @@ def state_of(
 
 
 def plain_parts(part: str, value: Tensor) -> dict[str, Tensor]:
-    """A part of a state as plain tensors: one in blocks, of torchao, is its codes and the blocks' scales."""
+    """A part of a state as plain tensors: torchao's tensors in blocks are codes and the blocks' scales."""
     if not _is_in_blocks(value):
         return {part: value}
     return {f"{part}:{piece}": getattr(value, piece) for piece in _PIECES}
@@ -167,7 +167,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_in_blocks(value: object) -> bool:
-    """Whether it is one of torchao's tensors of codes with a scale for each block of them."""
+    """Whether it is a torchao tensor, which has codes and a scale for each block of them."""
     return type(value).__name__ in ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
 
 
@@ -180,8 +180,8 @@ class ParameterState:
 
     name: the parameter's at the save
     parts: the file of each tensor; numbers: the parts that are numbers
-    optimizer, lr, options (of OPTIONAL_PARTS), dtype (the parameter's): None where an older checkpoint does
-        not say
+    optimizer, lr, options (of OPTIONAL_PARTS), dtype (the parameter's): None in an older checkpoint that does
+        not have them
     """
 
     name: str
@@ -203,7 +203,7 @@ class StoredState:
     """The optimizer state in the checkpoint `path`. Tensors are read when they are needed.
 
     ties: a tied weight may be stored under another of its names
-    Raises CheckpointError where there is none, or a file is damaged.
+    Raises CheckpointError if there is none, or a file is damaged.
     """
 
     def __init__(self, path: Path, ties: Ties) -> None:
@@ -216,7 +216,7 @@ class StoredState:
         self._entries: dict[str, ParameterState] = {}
         for file in sorted(path.glob("optimizer-*-of-*.safetensors")):
             try:
-                self._entries |= self._read(file)  # processes that hold one weight hold one state of it
+                self._entries |= self._read(file)  # processes with the same weight have the same state of it
             except UNREADABLE as error:
                 raise CheckpointError(
                     f"checkpoint {file}", f"it cannot be read: {error!r}", "Take another one"
@@ -247,22 +247,22 @@ class StoredState:
             for entry in entries.values():
                 if "exp_avg" in entry.parts:
                     entry.optimizer = "AdamW"
-                if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote that AdamW had nothing yet
+                if entry.parts.keys() == {"step"}:  # how 0.3.0 wrote AdamW's empty state
                     entry.parts.clear()
         return entries
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the parameters of which anything is stored."""
+        """The names of the parameters that have stored state."""
         return frozenset(self._entries)
 
     def find(self, name: str) -> ParameterState | None:
-        """What is stored of parameter `name`, maybe under another of its names."""
+        """The stored state of parameter `name`, which may be under another of its names."""
         candidates = (name, *self._aliases.get(name, ()))
         return next((self._entries[other] for other in candidates if other in self._entries), None)
 
     def shape(self, name: str, part: str) -> list[int] | None:
-        """The shape of a stored tensor, if it is there. Reads no tensor."""
+        """The shape of a stored tensor; None without one. Reads no tensor."""
         entry = self.find(name)
         if entry is None or part not in entry.parts:
             return None
@@ -275,8 +275,8 @@ class StoredState:
 
         The options of the optimizers stay as they were made, except that with `learning_rates` each group
         gets the rate that its parameters had.
-        Raises CheckpointError where state of a trained parameter is missing or another optimizer's, where it
-        lacks a part that an option needs, or where parameters of one group had several learning rates.
+        Raises CheckpointError if state of a trained parameter is missing or another optimizer's, if it lacks
+        a part that an option needs, or if parameters of one group had several learning rates.
         """
         groups = []
         for optimizer, group, members in _groups(optimizers, named):
@@ -308,7 +308,7 @@ class StoredState:
                 raise unfit(self._path, f"no state of {name}", "the optimizer trains this parameter")
             return ParameterState(name, kind)
         if entry.optimizer not in (None, kind):
-            raise unfit(self._path, f"{name} was trained by {entry.optimizer}", f"here it is by {kind}")
+            raise unfit(self._path, f"{name} was trained by {entry.optimizer}", f"here {kind} trains it")
         for option, part in OPTIONAL_PARTS.items():
             if group.get(option) and entry.lacks(option, part):
                 rule = f"the optimizer has {option}={group[option]}, and the state lacks {part}"
@@ -352,7 +352,7 @@ class StoredState:
             value = self._opened[file].read(
                 f"{part}.{entry.name}", self._reader(device), own[0] if own else None
             )
-            # of a shard a copy: the memory is that of the full tensor
+            # a shard is copied, as its memory is that of the full tensor
             tensors[part] = shard_like(value, parameter).to(device, dtype, copy=own is not None)
         return tensors
 

@@ -66,13 +66,13 @@ def save_checkpoint(
         path: on a file system that all processes share; a checkpoint of that name is replaced
         optimizer: one of torch's, or several over disjoint parameters of the pipeline; their state is
             tensors and numbers
-        state: what the loop needs to go on, such as its step, its place in the data and a scheduler's
-            state_dict(): text, numbers, lists, and dicts by text. Process 0's is kept.
+        state: what the loop needs to go on, such as its step, its position in the data and a scheduler's
+            state_dict(): text, numbers, lists, and dicts with text as keys. Process 0's is kept.
 
     Raises CheckpointError for state that a checkpoint cannot hold and weights sharded over another mesh;
     ModelError for weights that are not under the model's names and a pipeline made by from_provider: on all
-    processes. Where one fails otherwise, as on a full disk, it raises its own error, and the others a
-    RunError, which names it.
+    processes. If one process fails in another way, as on a full disk, it raises its own error, and the
+    others a RunError that names that process.
     """
     CheckpointWriter(pipe, background=False).save(path, optimizer, state)
 
@@ -87,15 +87,15 @@ def load_checkpoint(
 
     Args:
         path: of the checkpoint
-        optimizer: of the same kinds as at the save. Options stay as they were made, but for learning rates.
+        optimizer: of the same classes as at the save. Its options do not change, except learning rates.
         learning_rates: give each group the rate that its parameters had. Make a scheduler before this call,
             and give it its part of the returned state.
 
-    Raises CheckpointError where a file is missing or of another length, or cannot be read; UnfitError, a
-    CheckpointError, where it is of another model or optimizer: before anything is changed on any process.
-    AlteredError, on all processes, where a file's contents are not what was written. Files are hashed while
-    they are read, so weights have changed by then, as they have where the disk fails meanwhile. They are NaN
-    until another checkpoint is loaded.
+    Raises CheckpointError if a file is missing or of another length, or cannot be read; UnfitError, a
+    CheckpointError, if it is of another model or optimizer: before anything is changed on any process.
+    AlteredError, on all processes, if a file's contents are not what was written. Files are hashed while
+    they are read, so weights have changed by then, as they have if the disk fails meanwhile. The weights are
+    NaN until another checkpoint is loaded.
     """
     folder, saved = Path(path).expanduser(), pipe.files.saved
 
@@ -114,7 +114,7 @@ def load_checkpoint(
 
 
 def _spoil(pipe: Pipeline) -> None:
-    """Make all weights NaN, or a caller that goes on would train on a mixture."""
+    """Make all weights NaN, or a caller that goes on would train on a mixture of two checkpoints."""
     for parameter in pipe.parameters():
         if parameter.is_floating_point():
             local_shard(parameter.detach()).fill_(math.nan)
@@ -165,7 +165,7 @@ def check_config(path: Path, config: PretrainedConfig) -> None:
         else:
             content = read_json(path / "config.json")
         theirs, kind = facts_of(type(config), json.dumps(content)), content.get("model_type")
-    except Exception as error:  # whatever a model's own code says to a damaged config
+    except Exception as error:  # whatever a model's own code raises for a damaged config
         raise CheckpointError(
             f"checkpoint {path}: config.json", f"it cannot be read: {error!r}", "Take another one"
         ) from error
@@ -194,13 +194,13 @@ class CheckpointWriter:
 
     On a GPU the copies are made while the next step computes. `optimizer.step()` and `pipe.load_weights()`
     wait for them. Before anything else changes weights or the optimizer's state, call `settle`.
-    A host that lacks memory for the copies of its processes is no error: training then stands while that
+    A host that lacks memory for the copies of its processes is no error: training then waits while that
     checkpoint is written, and a log line says so.
 
     Every process of the job makes one, together, once for a pipeline. As a context manager it waits for the
-    last write at its end. After an error it gives that write 30 s, after Ctrl-C none; if no checkpoint came
-    of it, a note on the error says which and why. Otherwise call `wait` at the end, before `pipe.close()`.
-    If a job has several pipelines, one of them saves, or each to its own path.
+    last write at its end. After an error it gives that write 30 s, after Ctrl-C none; if the write made no
+    checkpoint, a note on the error says which and why. Otherwise call `wait` at the end, before
+    `pipe.close()`. If a job has several pipelines, one of them saves, or each to its own path.
 
     Args:
         background: False writes within `save`, without copies
@@ -233,7 +233,7 @@ class CheckpointWriter:
             path, optimizer, state: as for save_checkpoint
             extra: function of the folder being written, to add files; process 0 calls it
             then: process 0 calls it when the checkpoint has its name. If it fails the checkpoint stays, and
-                the RunError says so. Both are called in the writer's thread.
+                the RunError says so. The writer's thread calls `extra` and `then`.
 
         Raises what save_checkpoint raises, and RunError after `drop` among several processes.
         """
@@ -256,7 +256,7 @@ class CheckpointWriter:
                 publish = pipe.ranks.attempt(action, lambda: collect(copies))
             except BaseException:
                 if copies is not None:
-                    copies.drop()  # another rank could not
+                    copies.drop()  # another rank may have failed
                 raise
         if copies is None:
 
@@ -268,10 +268,10 @@ class CheckpointWriter:
                 f"write checkpoint {target}", write if pipe.files.written_here else lambda: None
             )
             return
-        pipe.files.settle()  # of another writer: weights are loaded after all of them
+        pipe.files.settle()  # the copies of another writer: loading weights waits for the newest alone
         self._target, self._copies = target, copies
         pipe.files.under_way = copies
-        self._waits = [each.register_step_pre_hook(copies.before_step) for each in optimizers_of(optimizer)]
+        self._waits = [one.register_step_pre_hook(copies.before_step) for one in optimizers_of(optimizer)]
         if pipe.files.written_here:
             self._write = BackgroundWrite(target, publish, then, self._processes)
 
@@ -285,14 +285,14 @@ class CheckpointWriter:
             if copied > room:
                 if pipe.ranks.index == 0:
                     _log.warning(
-                        "checkpoint %s: training stands until it is written: copies take %s, a host has %s",
+                        "checkpoint %s: training waits until it is written: copies take %s, a host has %s",
                         target, size(copied), size(room),
                     )  # fmt: skip
                 return False
         return True
 
     def settle(self) -> None:
-        """Return when weights and the optimizer's state may be changed: they are copied. Not collective."""
+        """Wait for the copies; then weights and the optimizer's state may be changed. Not collective."""
         if self._copies is not None:
             self._copies.wait()
 
@@ -319,7 +319,7 @@ class CheckpointWriter:
         self._pipe.ranks.attempt(action, (lambda: None) if write is None else write.raise_error)
 
     def check(self) -> None:
-        """Raise the error of a write that has failed by now. Not collective, and it waits for nothing.
+        """Raise the error of a write that has failed by now. Neither collective nor blocking.
 
         The threads of all processes that write end together, so that each has an error within moments. Among
         several processes the writer cannot be used again.
@@ -354,7 +354,7 @@ class CheckpointWriter:
             return
         if any(pipe.ranks.gather(self._abandoned)):
             raise RunError(
-                "a CheckpointWriter that gave a write up",
+                "a CheckpointWriter that abandoned a write",
                 "its group may still be in that write",
                 "Make a new one",
             )
@@ -370,7 +370,7 @@ class CheckpointWriter:
             return
         write = self._write
         if write is not None and isinstance(error, Exception):
-            write.join(_GRACE)  # a good checkpoint from before the error; other ranks write it too
+            write.join(_GRACE)  # its checkpoint is from before the error; other ranks write it too
         self.drop()
         if write is not None and write.failure is not None:
             error.add_note(f"checkpoint {write.path}: {write.failure}")

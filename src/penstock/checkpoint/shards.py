@@ -1,13 +1,13 @@
 """Shards of in-memory checkpoints: files in host memory, which outlives the process that wrote them.
 
-/dev/shm/penstock-<run>/        what one host has of one run; PENSTOCK_MEMORY is another folder in memory
+/dev/shm/penstock-<run>/        one host's shards of one run; PENSTOCK_MEMORY names another folder in memory
     host                        a name of this memory, drawn at random, and the run's output folder
     rank-00001.0                a shard: the bytes of all tensors that rank 1 had after a step
-    rank-00001.0.whole          what it is of; written last, and under its name at once
+    rank-00001.0.whole          its description; written last, by a rename
     rank-00001.1 ...            the shard before it: the two are written in turn
 
-A shard is whole where its description lies next to it, which goes before the bytes change: a process that is
-killed at any moment leaves a whole one. The description has a checksum of the bytes, and of itself.
+A shard is whole if its description lies next to it. The description is removed before the bytes change, so a
+process that is killed at any moment leaves a whole shard. It has a checksum of the bytes, and of itself.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mark(NamedTuple):
 class HeldShard:
     """A whole shard, by its description.
 
-    size: bytes; checksum: of them; content: whatever the writer said of them
+    size: bytes; checksum: of them; content: the writer's own entries
     written: seconds of time.time()
     """
 
@@ -67,24 +67,24 @@ class HeldShard:
     written: float = 0.0
 
     def read(self) -> Tensor:
-        """The bytes. Raises CheckpointError where they are not what was written."""
+        """The bytes. Raises CheckpointError if they are not what was written."""
         shard_bytes = self.mapped()
         if shard_bytes.numel() != self.size or checksum(shard_bytes) != self.checksum:
             rule = "its contents differ from what was written (checksum)"
-            raise CheckpointError(f"{self.file}, of step {self.mark.step}", rule, "An older one is taken")
+            raise CheckpointError(f"{self.file}, of step {self.mark.step}", rule, "An older one is loaded")
         return shard_bytes
 
     def mapped(self) -> Tensor:
-        """The bytes, mapped into memory; another number of them where they cannot be read."""
+        """The bytes, mapped into memory; a tensor of another size if they cannot be read."""
         with suppress(OSError, ValueError), self.file.open("rb") as opened:
-            # private, as torch takes no memory that may not be written to
+            # private, as torch accepts writable memory only
             mapped = mmap.mmap(opened.fileno(), self.size, mmap.MAP_PRIVATE)
             return torch.frombuffer(mapped, dtype=torch.uint8)
         return torch.zeros(8, dtype=torch.uint8)  # which can be sent, too
 
 
 def checksum(data: Tensor) -> int:
-    """The sum of 64-bit words: it notices any change of one word, at the speed of memory."""
+    """The sum of 64-bit words: it detects any change of one word, at the speed of memory."""
     return int(data.view(torch.int64).sum())
 
 
@@ -105,13 +105,13 @@ class HostMemory:
     """The folder of a run on this host, held open by this process. name: the same on all its processes"""
 
     def __init__(self, run: str, output: Path) -> None:
-        """Raises ConfigError where nothing can be written there."""
+        """Raises ConfigError if nothing can be written there."""
         self.folder = folder_of(run)
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             _create(self.folder / _HOST, {"name": secrets.token_hex(8), "output": str(output.absolute())})
             self._lock = (self.folder / _HOST).open("rb")
-            fcntl.flock(self._lock, fcntl.LOCK_SH)  # `remove_superseded` sees that somebody is there
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # `remove_superseded` sees that a process uses the folder
             self.name: str = json.loads(self._lock.read())["name"]
         except (OSError, ValueError) as error:
             rule = f"no checkpoint can be kept there ({error})"
@@ -125,7 +125,7 @@ class HostMemory:
                 shard.file.with_name(shard.file.name + _WHOLE).unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Give the memory back: the run has ended. Other processes of this host may do so too."""
+        """Free the memory: the run has ended. Other processes of this host may do so too."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
@@ -133,9 +133,9 @@ class HostMemory:
 
 
 def remove_superseded(last_run: Any) -> None:
-    """Remove from this host what killed runs have left whose output folder is gone, or another run's by now.
+    """Remove this host's shards of killed runs whose output folder is gone, or belongs to another run by now.
 
-    last_run: function from an output folder to the run that owns it or was the last to do so, or None
+    last_run: function from an output folder to the run that owns it or owned it last, or None
     """
     for folder in memory_root().glob("penstock-*"):
         with suppress(*UNREADABLE), (folder / _HOST).open("rb") as host:
@@ -149,7 +149,7 @@ def remove_superseded(last_run: Any) -> None:
 
 
 def shards_in(folder: Path) -> list[HeldShard]:
-    """The whole shards of a folder, as their descriptions say. What is damaged is not whole."""
+    """The whole shards of a folder, by their descriptions. A damaged description is skipped."""
     shards = []
     for path in sorted(folder.glob(f"rank-*{_WHOLE}")):
         with suppress(*UNREADABLE):
@@ -163,9 +163,9 @@ def newest_in(run: str) -> tuple[int, float] | None:
     for shard in shards_in(folder_of(run)):
         by_mark.setdefault(shard.mark, {})[shard.rank] = shard
     whole = [
-        (mark.step, max(shard.written for shard in held.values()))
-        for mark, held in by_mark.items()
-        if is_whole(held, next(iter(held.values())).world)
+        (mark.step, max(shard.written for shard in by_rank.values()))
+        for mark, by_rank in by_mark.items()
+        if is_whole(by_rank, next(iter(by_rank.values())).world)
     ]
     return max(whole, default=None)
 
@@ -179,7 +179,7 @@ def _described(path: Path) -> HeldShard:
     """Raises one of UNREADABLE."""
     check, _, text = read_bytes(path).partition(b" ")
     if int(check, 16) != zlib.crc32(text):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum differs")
     known = json.loads(text)
     mark = Mark(known.pop("step"), known.pop("attempt"))
     return HeldShard(file=path.with_suffix(""), mark=mark, written=path.stat().st_mtime, **known)
@@ -201,9 +201,9 @@ class ShardFiles:
     """The two files of one rank's shards on this host. Only this process writes them."""
 
     def __init__(self, memory: HostMemory, rank: int, world: int) -> None:
-        """Raises RunError where a process of an earlier attempt lives, and still may write them."""
+        """Raises RunError if a process of an earlier attempt lives, which may still write them."""
         self._folder, self._rank, self._world = memory.folder, rank, world
-        self._names = [f"rank-{rank:05d}.{number}" for number in (0, 1)]
+        self._names = [f"rank-{rank:05d}.{slot}" for slot in (0, 1)]
         self._mapped: dict[str, Tensor] = {}
         self._lock = (self._folder / f"rank-{rank:05d}.lock").open("w")
         self._take()
@@ -217,7 +217,7 @@ class ShardFiles:
                 if time.monotonic() > end:
                     self._lock.close()
                     rule = f"another process writes the checkpoints of rank {self._rank} there"
-                    remedy = "End what is left of the last attempt"
+                    remedy = "End the processes that the last attempt left"
                     raise RunError(str(self._folder), rule, remedy) from error
                 time.sleep(0.05)
 
@@ -228,7 +228,7 @@ class ShardFiles:
     def begin(self, size: int) -> tuple[str, Tensor]:
         """The name and the bytes of the next shard, in place of the older one. size: a multiple of 8
 
-        Raises ConfigError where the memory has too little room for both.
+        Raises ConfigError if the memory has too little room for both.
         """
         older, newer = sorted(self._names, key=self._written)
         (self._folder / f"{older}{_WHOLE}").unlink(missing_ok=True)
@@ -244,11 +244,11 @@ class ShardFiles:
         return 0
 
     def _reserve(self, name: str, size: int) -> None:
-        """Have a file of `size` bytes. A write to memory that is not there would kill the process."""
+        """Allocate a file of `size` bytes. A write to memory that is not allocated would kill the process."""
         if name in self._mapped and self._mapped[name].numel() == size:
             return
         file = self._folder / name
-        file.unlink(missing_ok=True)  # not cut: who reads the old one goes on to do so
+        file.unlink(missing_ok=True)  # not truncated: a process may still read the old file
         with file.open("x+b") as opened:
             try:
                 os.posix_fallocate(opened.fileno(), 0, size)
@@ -259,8 +259,8 @@ class ShardFiles:
 
     def _no_room(self, size: int, error: OSError) -> ConfigError:
         root = self._folder.parent
-        others = [each.name for each in root.glob("penstock-*") if each != self._folder]
-        left = f"; {', '.join(sorted(others))} may be left of killed runs" if others else ""
+        others = [folder.name for folder in root.glob("penstock-*") if folder != self._folder]
+        left = f"; {', '.join(sorted(others))} may be left by killed runs" if others else ""
         return ConfigError(
             "train.memory_checkpoint_every",
             f"rank {self._rank} keeps two shards of {size / MIB:,.0f} MiB in {root}, which has "
@@ -270,7 +270,7 @@ class ShardFiles:
         )
 
     def commit(self, name: str, mark: Mark, content: Mapping[str, Any], known_sum: int | None = None) -> None:
-        """The bytes of `name` are complete: from now on they are a shard.
+        """Make the bytes of `name`, which are complete, a shard.
 
         known_sum: their checksum, where it is known
         """
@@ -284,7 +284,7 @@ class ShardFiles:
 
 
 def laid_out(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], int]:
-    """Where each tensor lies in a shard: (name, dtype, shape, first byte) of each, and the bytes in all."""
+    """The layout of a shard: (name, dtype, shape, first byte) of each tensor, and the bytes in all."""
     table, end = [], 0
     for name, tensor in tensors.items():
         table.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end])

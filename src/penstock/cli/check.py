@@ -28,7 +28,7 @@ from penstock.train.model import positions
 SHOWN = 20  # tensors that differ, at most
 _LENGTH = 32
 _BEYOND = 8  # tokens more than a sliding window has
-_LONGEST = 1024  # tokens, unless --length asks for more
+_LONGEST = 1024  # tokens, unless --length is larger
 _SEED = 0  # of tokens, labels and random weights
 
 
@@ -45,7 +45,7 @@ def check(
 ) -> bool:
     """Compare the split model with the whole one, and print the result.
 
-    The options are those of the command; None takes what fits the model and the schedule.
+    The options are those of the command; None chooses by the model and the schedule.
 
     trusted: whether Python code in the folder may run
 
@@ -71,7 +71,7 @@ def check(
     shape = batch_shape(model, schedule.microbatches, rows, length)
     refuse_too_large(auto, plan, shape, free_memory())
     pipe = auto.build(folder)
-    summary = pipe.summary()  # before the step: the time of a first step says nothing
+    summary = pipe.summary()  # before the step: the time of a first step means nothing
     loss = auto.loss_of(model)
     assert isinstance(loss, OwnLoss)
     whole, batch = whole_model(folder, auto, plan), random_batch(model, shape, loss)
@@ -116,7 +116,7 @@ def whole_model(folder: Path, auto: AutoPipeline, plan: BuildPlan) -> PreTrained
 
 @torch.no_grad()
 def _refuse_what_fails_whole(model: PreTrainedModel, batch: dict[str, Tensor], dtype: str) -> None:
-    """Raise ModelError where the whole model itself cannot run, such as experts on the CPU in float64."""
+    """Raise ModelError if the whole model itself cannot run, such as experts on the CPU in float64."""
     try:
         with evaluating(model):
             model(input_ids=batch["input_ids"][:1], use_cache=False)
@@ -133,8 +133,8 @@ def batch_shape(
 ) -> tuple[int, int]:
     """Rows and tokens a row.
 
-    The default is one row more than microbatches, so that these differ in size, and rows that reach beyond a
-    sliding window where it is short and the model has enough positions. Raises ConfigError.
+    The default is one row more than microbatches, so that these differ in size. Rows are longer than the
+    sliding window, if that is short and the model has enough positions. Raises ConfigError.
     """
     most = positions(model.config)
     if length is None:
@@ -146,13 +146,13 @@ def batch_shape(
     if length < 2:
         raise ConfigError(f"--length {length}", "the first token of a row predicts nothing", "Give 2 or more")
     if rows is not None and rows < microbatches:
-        rule = f"each of {microbatches} microbatches has a row at least"
+        rule = f"each of {microbatches} microbatches needs a row"
         raise ConfigError(f"--rows {rows}", rule, f"Give {microbatches} or more, or fewer --microbatches")
     return rows or microbatches + 1, length
 
 
 def _window(model: PreTrainedModel) -> int:
-    """Tokens of the sliding window; 0 where there is none."""
+    """Tokens of the sliding window; 0 without one."""
     text = model.config.get_text_config()
     sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return max((tokens for tokens in sizes if isinstance(tokens, int)), default=0)
@@ -163,20 +163,20 @@ def random_batch(model: PreTrainedModel, shape: tuple[int, int], loss: OwnLoss) 
     generator = torch.Generator().manual_seed(_SEED)
     vocabulary = int(model.config.get_text_config().vocab_size)
     tokens = torch.randint(0, vocabulary, shape, generator=generator)
-    for kind in PIXELS:  # whose tokens want images
+    for kind in PIXELS:  # image tokens would need images
         tokens = tokens.masked_fill(tokens == getattr(model.config, f"{kind}_token_id", -1), 0)
     return {"input_ids": tokens, "labels": loss.labels_for(tokens, generator)}
 
 
 def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) -> tuple[int, int | None]:
-    """Bytes of both models' weights and gradients, and of activations (None where only a run can show it).
+    """Bytes of both models' weights and gradients, and of activations (None if only a run can show them).
 
     The whole model runs one microbatch at a time.
     """
     whole = sum(parameter.nbytes for parameter in plan.source.model.parameters())
     split = sum(stage.parameter_bytes for stage in plan.stages)
     largest = max(parameter.nbytes for parameter in plan.source.model.parameters())
-    fixed = 2 * (whole + split + largest)  # the largest: it is compared in copies
+    fixed = 2 * (whole + split + largest)  # the largest one once more, for the copies that are compared
     costs = auto.memory_costs(plan, (-(-shape[0] // plan.schedule.microbatches), shape[1]))
     if costs is None:
         return fixed, None
@@ -186,7 +186,7 @@ def needed_bytes(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]) ->
 
 
 def refuse_too_large(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int], free: int | None) -> None:
-    """Raise ModelError where both models together take more than the `free` bytes."""
+    """Raise ModelError if both models together take more than the `free` bytes."""
     if free is None:
         return
     fixed, activations = needed_bytes(auto, plan, shape)
@@ -195,8 +195,8 @@ def refuse_too_large(auto: AutoPipeline, plan: BuildPlan, shape: tuple[int, int]
     more = "activations" if activations is None else f"{size(activations)} for activations"
     raise ModelError(
         f"{type(plan.source.model).__name__} of {size(fixed / 4)} or so",
-        f"whole and split it takes {size(fixed)} for weights and gradients, and {more}, and {size(free)} of "
-        "memory are free",
+        f"the whole and the split model take {size(fixed)} for weights and gradients, and {more}, and "
+        f"{size(free)} of memory are free",
         "Check a copy of its config.json with fewer layers, take --dtype bfloat16, or a larger machine",
     )
 

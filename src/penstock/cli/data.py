@@ -1,4 +1,4 @@
-"""``penstock data show``: what of the data the loss counts. Totals first, then rows in colour."""
+"""``penstock data show``: the tokens that the loss counts. Totals first, then rows in colour."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def show(config: TrainConfig, rows: int) -> None:
 
 
 def totals(config: TrainConfig, data: Data) -> RenderableType:
-    """A table with a line for each source; of a stream its digest only, as it is read while training."""
+    """A table with a line for each source; for a stream only its digest, as it is read while training."""
     if data.stream is not None:
         return f"read while training; digest {data.digest}"
     heads = ("source", "documents", "tokens", "counted", "dropped", "median", "longest", "overlong", "rows",
@@ -58,7 +58,7 @@ def _count(rows: SourceRows | None) -> str:
 
 
 def first_rows(data: Data, count: int) -> Iterator[list[Piece]]:
-    """The first rows that are trained on."""
+    """The first rows of the training data."""
     rows, chosen, _ = data.take(0, count)
     return (rows.read(row) for row in chosen)
 
@@ -71,7 +71,7 @@ def in_loss(piece: Piece) -> npt.NDArray[np.bool_]:
 
 
 def coloured(piece: Piece, tokenizer: Tokenizer, colours: bool) -> Text:
-    """The text of a document, what counts in green; between [[ and ]] where there are no colours."""
+    """The text of a document; counted tokens are green, or between [[ and ]] without colours."""
     text = Text()
     pairs = zip(piece.ids.tolist(), in_loss(piece).tolist(), strict=True)
     for counted, run in groupby(pairs, key=lambda pair: pair[1]):

@@ -1,4 +1,4 @@
-"""``penstock train --dry-run``: what is known of a run before it runs. A summary first, then tables."""
+"""``penstock train --dry-run``: the plan of a run. A summary first, then tables."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from rich.table import Table
 from torch import Tensor
 
 from penstock.cli.shared import echo, table
 from penstock.models.source import sdpa_for_flash
-from penstock.models.split.multiply_adds import multiply_adds, works
+from penstock.models.split.multiply_adds import works
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
 from penstock.runtime.device.free_memory import room_in_memory
-from penstock.schedule import Costs, render, simulate
+from penstock.schedule import render, simulate
 from penstock.schedule.offload import host_copies, offloaded
 from penstock.train.config.sections import TrainConfig
 from penstock.train.model import has_hub_weights
@@ -35,7 +36,7 @@ from penstock.train.settings import largest_microbatch
 
 _INDENT = 14  # of the summary's text
 _WIDEST = 120  # characters a line
-_LINES = 16  # of the memory's table, and ranks of a schedule's drawing
+_LINES = 16  # of the memory's table, and the most ranks of a schedule's drawing
 
 
 def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
@@ -44,8 +45,9 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
     with sdpa_for_flash():
         planned = dry_run(config, resume, world)
         costs = stage_costs(planned)
+        bubble = predicted_bubble(planned)
         needs = memory(planned)
-    echo(_filled(_summary(planned, costs, needs), width))
+    echo(_filled(_summary(planned, bubble, needs), width))
     echo("\nstages, with the parameters and the share of all multiply-adds of each", _stages(planned, costs))
     echo("\nmemory of a process of each rank, GiB, without the framework's own")
     echo(_memory(needs, planned.plan.proof.peak_live))
@@ -55,14 +57,15 @@ def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
     schedule = planned.plan.schedule
     if schedule.ranks <= _LINES:
         title = "schedule, drawn with stages that take equally long"
-        echo("\n" + render(schedule, width=width, title=title).strip("\n"))
+        drawn, _, _ = render(schedule, width=width, title=title).partition("\nmakespan ")
+        echo("\n" + drawn.strip("\n"))  # the summary has the bubble of the stages as they are
     echo("\nconfig", planned.config.to_yaml().strip("\n"))
 
 
 # ---- The summary
 
 
-def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemory]) -> Iterator[PlanLine]:
+def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> Iterator[PlanLine]:
     plan, axes = planned.plan, planned.axes
     model, schedule = plan.source.model, plan.schedule
     parameters = sum(p.numel() for p in model.parameters())
@@ -71,6 +74,9 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     yield "weights", _weights(planned)
     if planned.auto.autocast is not None:
         yield "precision", "mixed: products in bfloat16, weights, gradients and states in float32"
+    elif model.dtype == torch.bfloat16:
+        rounded = "bfloat16: products, weights, gradients and states of the optimizer"
+        yield "precision", f"{rounded}; train.precision=mixed keeps the last three in float32"
     sizes = f"pp={schedule.ranks}{'' if axes == Axes() else f' x {axes}'}"
     yield "mesh", f"{_count(schedule.ranks * axes.ranks_per_stage, 'process', 'es')}: {sizes}"
     yield "step", _step(planned)
@@ -80,8 +86,9 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
         yield "NCCL", describe(schedule, exchange_of(planned.auto, plan))
     if schedule.overlaps:
         yield "pairs", "their ops run one after the other"
-    predicted = simulate(schedule, Costs(forward=costs, input_grad=costs, weight_grad=costs))
-    yield "bubble", f"{predicted.bubble:.1%} predicted, if time goes by multiply-adds"
+    more = ", with what runs again" if planned.auto.checkpointing() is not None else ""
+    passes = f"of forwards, input gradients and weight gradients{more}"
+    yield "bubble", f"{bubble:.1%} predicted, if time goes by multiply-adds {passes}; messages take none"
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = gib(needs[rank].total, needs[rank].total)
@@ -93,6 +100,13 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
     if planned.auto.checkpointing() is not None:
         again = len(planned.auto.account(plan).recomputed())
         yield "recompute", f"the layers of {again:,} of {forwards:,} forwards run again in the backward"
+    if axes.tp > 1:
+        yield "logits", "whole on every rank of tp: the loss is not sharded"
+    if scores := _scores(planned):
+        eager = (
+            f"eager: a layer keeps the scores of all pairs of tokens, {gib(scores, scores)} GiB a microbatch"
+        )
+        yield "attention", f"{eager}; a fused kernel (model.attention) or activation_checkpointing keeps none"
     if (offloading := planned.auto.offloading()) is not None:
         away = len(offloaded(host_copies(schedule, offloading.ahead)))
         yield "offload", f"activations of {away:,} of {forwards:,} forwards wait in host memory"
@@ -101,7 +115,7 @@ def _summary(planned: Planned, costs: Sequence[float], needs: Sequence[RankMemor
 
 
 def _left_out(planned: Planned) -> str:
-    """What the memory of the ranks leaves out, in words. Frozen towers hold nothing for a backward."""
+    """A clause on towers' activations, which the ranks' memory leaves out. Frozen towers keep none."""
     plan = planned.plan
     *_, embedding, _ = works(plan.source.model, plan.chain)
     if planned.config.data.images is None or not embedding.trained:
@@ -109,8 +123,19 @@ def _left_out(planned: Planned) -> str:
     return f"; rank {plan.stages[0].rank} also holds its towers' activations, which are not counted"
 
 
+def _scores(planned: Planned) -> int:
+    """Bytes of a layer's scores for one microbatch, where its attention keeps them; else 0."""
+    model, axes = planned.plan.source.model, planned.axes
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    if config._attn_implementation != "eager" or not isinstance(heads, int):
+        return 0
+    rows, length = largest_microbatch(planned.config)
+    return int(rows * heads * length**2 * model.dtype.itemsize / (axes.tp * axes.cp))
+
+
 def _copies(planned: Planned) -> str:
-    """What a checkpoint takes in host memory while it is written, in words."""
+    """The host memory of a checkpoint while it is written, in words."""
     shares, trained = shares_of(planned.config.optimizer), planned.kinds
     parameters = dict(planned.plan.source.model.named_parameters())
     states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
@@ -119,7 +144,7 @@ def _copies(planned: Planned) -> str:
     if nbytes <= room:
         return copied
     free = gib(room, nbytes)
-    return f"{copied}; this host has {free} GiB free: with so little, training stands until it is written"
+    return f"{copied}; this host has {free} GiB free: with so little, training waits until it is written"
 
 
 def _weights(planned: Planned) -> str:
@@ -160,27 +185,31 @@ def _filled(lines: Iterable[PlanLine], width: int) -> str:
 
 
 def gib(nbytes: float, largest: float) -> str:
-    """Bytes in GiB, with as many digits as become a table whose largest number is `largest`."""
+    """Bytes in GiB, with as many digits as suit a table whose largest number is `largest`."""
     return f"{nbytes / 2**30:,.{2 if largest >= 2**30 else 4}f}"
 
 
 # ---- Stages
 
 
+def predicted_bubble(planned: Planned) -> float:
+    """The share of a step in which ranks wait, if time goes by multiply-adds."""
+    account = planned.auto.account(planned.plan)
+    return simulate(planned.plan.schedule, account.timed(largest_microbatch(planned.config))).bubble
+
+
 def stage_costs(planned: Planned) -> list[float]:
-    """Each stage's multiply-adds, as a share of the most."""
-    plan = planned.plan
-    auto = planned.auto
-    costs = multiply_adds(plan.source.model, plan.chain, auto.sequence_length, auto.image_tokens)
-    times = []
-    for stage in plan.stages:
-        info, layers = plan.info(stage.stage), costs.layers[stage.layers.start : stage.layers.stop]
-        times.append(sum(layers) + costs.embedding * info.is_first + costs.head * info.is_last)
+    """Each stage's multiply-adds in forward and backward, as a share of the most; nothing counts twice."""
+    durations = planned.auto.account(planned.plan).durations(largest_microbatch(planned.config))
+    columns = (durations[name] for name in ("forward", "input_grad", "weight_grad"))
+    depth = planned.plan.schedule.placement.depth
+    each = [sum(parts) for parts in zip(*columns, strict=True)]
+    times = [each[stage.stage % depth] for stage in planned.plan.stages]
     return [time / (max(times) or 1) for time in times]
 
 
 def _stages(planned: Planned, costs: Sequence[float]) -> Table:
-    """Stages in a row that are alike take a line together."""
+    """A table of stages; equal stages in a row share a line."""
     stages = planned.plan.stages
     shares = [cost / (sum(costs) or 1) for cost in costs]
 
@@ -204,7 +233,7 @@ def _stages(planned: Planned, costs: Sequence[float]) -> Table:
 
 
 def _spans(numbers: Sequence[int]) -> str:
-    """0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and the last."""
+    """Text such as 0-3 and 8-56 by 8 for numbers with equal steps; of many such pieces the first and last."""
     pieces: list[list[int]] = []
     for index in numbers:
         last = pieces[-1] if pieces else []
@@ -238,13 +267,13 @@ _MEANING = {
 def mesh(ranks: int, axes: Axes) -> Iterator[PlanLine]:
     """The groups of processes along each axis, and those over which gradients are summed."""
     sizes = [{"pp": ranks, **axes.sizes}[name] for name in MESH]
-    numbers = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
+    processes = np.arange(ranks * axes.ranks_per_stage).reshape(sizes)
 
     def along(*names: str) -> np.ndarray[Any, Any]:
         """A row for each group."""
-        places = [MESH.index(name) for name in names]
-        last = np.moveaxis(numbers, places, range(-len(places), 0))
-        return last.reshape(-1, math.prod(last.shape[-len(places) :]))
+        dims = [MESH.index(name) for name in names]
+        last = np.moveaxis(processes, dims, range(-len(dims), 0))
+        return last.reshape(-1, math.prod(last.shape[-len(dims) :]))
 
     for name, size in zip(MESH, sizes, strict=True):
         if size > 1:
@@ -257,7 +286,7 @@ def mesh(ranks: int, axes: Axes) -> Iterator[PlanLine]:
 
 
 def _groups(rows: np.ndarray[Any, Any]) -> str:
-    """Their number and size, and who is in the first, second and last."""
+    """The number and size of groups, and the members of the first, second and last."""
     count, size = rows.shape
     shown = [f"{{{_spans([int(n) for n in row])}}}" for row in (rows if count < 4 else rows[[0, 1, -1]])]
     if count > 3:
@@ -269,7 +298,7 @@ def _groups(rows: np.ndarray[Any, Any]) -> str:
 
 
 class Trained(NamedTuple):
-    """What an optimizer trains: parameters, entries in them, and their names without the layer's."""
+    """The weights that an optimizer trains: parameters, their entries, and names without the layer's."""
 
     parameters: int
     entries: int
@@ -277,7 +306,7 @@ class Trained(NamedTuple):
 
 
 def optimizers(planned: Planned) -> dict[str, Trained]:
-    """What each optimizer trains of the whole model, by the optimizer's name."""
+    """The weights of the whole model that each optimizer trains, by the optimizer's name."""
     model, layers = planned.plan.source.model, re.escape(planned.plan.chain.layers)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     by_kind = {}
@@ -300,17 +329,17 @@ def _optimizers(planned: Planned) -> Iterator[PlanLine]:
 
 def memory(planned: Planned) -> list[RankMemory]:
     """The memory of each rank of the pipeline."""
-    account = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
+    estimate = replace(planned.auto.account(planned.plan), accumulates=planned.config.train.accumulate > 1)
     shares = shares_of(planned.config.optimizer)
 
     def kept(name: str, parameter: Tensor, entries: int) -> float:
         return shares[planned.kinds[name]].kept(parameter, entries)
 
-    return account.ranks(largest_microbatch(planned.config), kept)
+    return estimate.ranks(largest_microbatch(planned.config), kept)
 
 
 def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
-    """Ranks in a row that are alike take a line together; of too many, those that need the most."""
+    """A table of ranks; equal ranks in a row share a line. Of too many lines, those with the most memory."""
     groups = [list(alike) for _, alike in groupby(range(len(needs)), lambda rank: (needs[rank], live[rank]))]
     shown = sorted(sorted(groups, key=lambda group: -needs[group[0]].total)[:_LINES])
     ranks = [group[0] for group in shown]

@@ -1,6 +1,6 @@
 """The command ``penstock``: its commands and options, and the exit codes.
 
-torch takes seconds to import, so the commands import what does their work when they run.
+torch takes seconds to import, so each command imports its code when it runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 75 for a run that a signal
     stopped and that has saved, 130 after Ctrl-C."""
     try:
-        if "" in sys.argv:  # as of a shell's variable that is not set
+        if "" in sys.argv:  # as from a shell's variable that is not set
             raise ConfigError("an empty argument", "as a path it would be the working folder", "Leave it out")
         app(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
@@ -58,29 +58,29 @@ def options(
 def train(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config file.")],
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")] = None,
+        metavar="[SECTION.KEY=VALUE]...", help="Override keys of the config file.")] = None,
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help=
         "Show memory, bubble, stages, mesh and schedule, and stop. Needs neither data nor GPUs.")] = False,
     world: Annotated[int | None, typer.Option(
-        min=1, help="With --dry-run: the number of processes, which sizes of -1 follow.")] = None,
+        min=1, help="With --dry-run: the number of processes, for sizes of -1.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
         "Go on from the checkpoint whose path follows, or else the newest one, if there is any. An argument "
         "with = is no path, unless a / stands before the =.")] = False,
     restarts: Annotated[int, typer.Option(
-        min=0, help="After a failure start again, from the newest checkpoint: so often without a new one."
+        min=0, help="After a failure restart from the newest checkpoint: so often without a new one."
     )] = 0,
 ) -> None:  # fmt: skip
     """Train a Hugging Face model through a pipeline.
 
-    Started plainly it starts every rank, one process each; started under torchrun each process is one rank.
+    Without torchrun the command starts one process for each rank; under torchrun each process is one rank.
     """
     try:
         with _reported_once() as stop:
             overrides, checkpoint = _sort_arguments(arguments or [], resume)
             settings = _load(config, overrides)
             if world is not None and (not dry_run or under_torchrun()):
-                rule = "it says how many processes --dry-run is to plan for, where none were started"
+                rule = "it is the number of processes for --dry-run, if none were started"
                 raise ConfigError(
                     f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun"
                 )
@@ -100,7 +100,7 @@ def train(
                 if server is not None:
                     from penstock.cli.restart import start_ranks
 
-                    if (commit := prepared.config.model.commit) is not None:  # not a later one
+                    if (commit := prepared.config.model.commit) is not None:  # ranks must not use a later one
                         overrides.append(f"model.commit={commit!r}")
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
                     raise typer.Exit(
@@ -115,12 +115,12 @@ def train(
 def data_show(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The run's config file.")],
     arguments: Annotated[list[str] | None, typer.Argument(
-        metavar="[SECTION.KEY=VALUE]...", help="Put over the config file.")] = None,
+        metavar="[SECTION.KEY=VALUE]...", help="Override keys of the config file.")] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to print.")] = 3,
 ) -> None:  # fmt: skip
     """Show which tokens the loss counts: totals, lengths, and the first rows in colour.
 
-    Needs no model's weights. Example: penstock data show configs/sft_full.yaml
+    It needs no weights. Example: penstock data show configs/sft_full.yaml
     """
     settings = _load(config, arguments or [])
     from penstock.cli.data import show
@@ -137,20 +137,20 @@ Trust = Annotated[bool, typer.Option(
 @taking()
 def check(
     folder: Annotated[str, typer.Argument(metavar="MODEL", callback=usable, help=
-        "A local Hugging Face folder, or a Hub name. With config.json alone, weights are random.")],
+        "A local Hugging Face folder, or a Hub name. Without files of weights they are random.")],
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Default: 4.")] = None,
     schedule: Annotated[str, typer.Option(help="A name, or a .csv or .json file.")] = "1f1b",
     microbatches: Annotated[int | None, typer.Option(
         "--microbatches", "-m", help="Microbatches a step. Default: two a rank.")] = None,
     layout: Annotated[str | None, typer.Option(
-        help="Which layers go where, such as 'Et|tt|tt|tL'. Default: evenly.")] = None,
-    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
+        help="The layers of each stage, such as 'Et|tt|tt|tL'. Default: evenly.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that have it.")] = None,
     dtype: Annotated[
-        Literal["float32", "float64", "bfloat16"], typer.Option(help="What to compute in.")] = "float32",
+        Literal["float32", "float64", "bfloat16"], typer.Option(help="Of the computation.")] = "float32",
     rows: Annotated[int | None, typer.Option(
         help="Rows of the batch. Default: one more than microbatches.")] = None,
     length: Annotated[int | None, typer.Option(
-        help="Tokens a row. Default: 32, or more than a short sliding window.")] = None,
+        help="Tokens a row. Default: 32, or more with a short sliding window.")] = None,
     tolerance: Annotated[float | None, typer.Option(
         help="Largest difference that passes, relative to a gradient's largest entry.")] = None,
     trust_remote_code: Trust = False,
@@ -158,8 +158,8 @@ def check(
     """Check that a model, split into stages, computes what the whole one does.
 
     Compares the loss and every parameter's gradient on one batch of random tokens, all in this process and
-    on the CPU. Ends with 0 where all are equal; with 1, and a table of the tensors that differ, where one
-    does; with 2 where the model or an option is refused.
+    on the CPU. Exits with 0 if all are equal; with 1, and a table of the tensors that differ, if one does;
+    with 2 if the model or an option is refused.
 
     Example: penstock check models/Qwen3-0.6B --ranks 4 --schedule zb_v
     """
@@ -217,7 +217,7 @@ def plan(
 @taking()
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN...", help=
-        "The output folder of a run; of several to compare them.")],
+        "The output folder of a run; several to compare them.")],
     out: Annotated[Path | None, typer.Option(
         "--out", "-o", help="The page. Default: report.html in the first folder.")] = None,
 ) -> None:  # fmt: skip
@@ -235,12 +235,12 @@ def report(
 @app.command()
 def merge(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", callback=usable, help=
-        "The output folder of a run, whose newest checkpoint counts, or a folder with adapter_config.json.")],
+        "The output folder of a run, for its newest checkpoint, or a folder with adapter_config.json.")],
     out: Annotated[Path, typer.Option(help="Folder for the merged model.", callback=usable)],
     base: Annotated[Path | None, typer.Option(
         callback=usable,
         help="The base model's folder. Default: the one that adapter_config.json names.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.")] = "50GB",
+    max_shard_size: Annotated[str, typer.Option(help="The largest file of weights.")] = "50GB",
     trust_remote_code: Trust = False,
 ) -> None:  # fmt: skip
     """Merge an adapter into its base model.
@@ -257,7 +257,7 @@ def merge(
 
 
 def _load(config: Path, overrides: list[str]) -> TrainConfig:
-    """The config, before torch is imported, which takes seconds."""
+    """The config. It is read before torch is imported, which takes seconds."""
     from penstock.train.config.load import load_config
 
     return load_config(config, overrides)
@@ -265,9 +265,9 @@ def _load(config: Path, overrides: list[str]) -> TrainConfig:
 
 @contextmanager
 def _reported_once() -> Iterator[Stop]:
-    """Every rank of a machine finds the same error in a config, and one reports it.
+    """Report an error in a config once: every rank of a machine raises the same one.
 
-    Yields what signals ask of this process, if it is a rank.
+    Yields the signals that this process gets, if it is a rank.
     """
     is_rank = under_torchrun()
     stop = Stop(os.getppid() if is_rank else None)
@@ -295,7 +295,7 @@ def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str 
 
 
 def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Server | None]:
-    """What starts the ranks, and imports what they need meanwhile; None for a process that is alone."""
+    """The server that starts the ranks, and imports their modules meanwhile; None for a single process."""
     if under_torchrun():
         return nullcontext()
     several = settings.pipeline.ranks * settings.parallel.axes.ranks_per_stage not in (1, -1)

@@ -45,8 +45,8 @@ def merge_folder(
     """Write the merged model into `out`, complete or not at all.
 
     Args:
-        adapter: a folder that holds one, or the output folder of a run
-        base: the folder of the base model; None takes the one that the adapter names
+        adapter: an adapter's folder, or the output folder of a run
+        base: the folder of the base model; None for the one that the adapter names
         trusted: whether Python code in that folder may run
 
     Returns the folder of the adapter.
@@ -75,7 +75,7 @@ def merge_folder(
     merger = _Merger(source, folder)
 
     def write(target: Path) -> Hashed:
-        with ExitStack() as hashing:  # what penstock wrote is merged as it was written, or not at all
+        with ExitStack() as hashing:  # files that penstock wrote are compared with their hashes
             for path in filter(None, (folder if (folder / MANIFEST).exists() else None, source.written)):
                 check_lengths(path, added=True)
                 hashing.enter_context(hashed_meanwhile(path, Ranks()))
@@ -91,7 +91,7 @@ def merge_folder(
 
 
 def _check_out(out: Path, *merged: Path) -> None:
-    """Raise ConfigError where the merged model would take something's place."""
+    """Raise ConfigError if the merged model would replace a checkpoint, or one of its own sources."""
     rule = "" if not (out / STATE).exists() else "it is a checkpoint that a run can go on from"
     for folder in map(os.path.realpath, merged):
         if Path(os.path.realpath(out)).is_relative_to(folder):
@@ -114,17 +114,17 @@ def _adapter_folder(folder: Path) -> Path:
 
 
 def _adapter_config(folder: Path) -> Any:
-    """What PEFT reads of the adapter. Raises CheckpointError."""
+    """The adapter's config, read by PEFT. Raises CheckpointError."""
     read_object(folder / ADAPTER_CONFIG)
     try:
         return import_peft().PeftConfig.from_pretrained(str(folder))
-    except Exception as cause:  # PEFT checks some of its keys, and stumbles over others
+    except Exception as cause:  # PEFT checks some keys, and raises any error for others
         rule, remedy = f"PEFT cannot read it: {cause}", "Give a folder that PEFT or penstock wrote"
         raise CheckpointError(str(folder / ADAPTER_CONFIG), rule, remedy) from cause
 
 
 def _prediction_factor(adapter: Path, config: PretrainedConfig) -> float | None:
-    """The base config's mtp_loss_scaling_factor where the adapter was trained on prediction layers, too."""
+    """The base config's mtp_loss_scaling_factor if the adapter has prediction layers; else None."""
     text = config.get_text_config()
     if not getattr(text, "num_mtp_layers", None):
         return None
@@ -153,7 +153,7 @@ class _Merger:
 
     def write(self, folder: Path, limit: int) -> Hashed:
         config = self._source.model.config
-        if self._untied:  # the adapter changed one end alone
+        if self._untied:  # the adapter changed only one of the tied weights
             config.tie_word_embeddings = False
         files = self._source.read_other_files()
         files |= {name: file.read_bytes() for name, file in other_files(self._folder).items()}

@@ -146,7 +146,7 @@ def ranked(best: Sequence[Estimate]) -> Table:
             run.candidate.label,
             f"{run.candidate.microbatches} x {run.candidate.rows}",
             recomputation(run),
-            f"{run.seconds:.3f}",
+            f"{run.seconds:.4g}",
             f"{run.tokens_per_second:,.0f}",
             f"{run.mfu:.1%}",
             f"{run.bubble:.1%}",
@@ -174,7 +174,7 @@ def ranked(best: Sequence[Estimate]) -> Table:
 def recomputation(run: Estimate) -> str:
     """What runs again in the backward, in words."""
     candidate = run.candidate
-    what = candidate.recomputed
+    what: str = candidate.recomputed
     if candidate.in_flight is not None:
         counts = sorted(set(candidate.in_flight))
         what += f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in flight"
@@ -218,8 +218,7 @@ def _split(split: Sequence[int]) -> str:
 
 def _memory(run: Estimate) -> Table:
     rank = run.memory[run.fullest]
-    columns = {
-        "rank": str(run.fullest),
+    columns: dict[str, int] = {
         "weights": rank.weights,
         "gradients": rank.gradients,
         "moments": rank.optimizer,
@@ -228,5 +227,5 @@ def _memory(run: Estimate) -> Table:
         "activations": rank.activations or 0,
         "total": rank.total,
     }
-    row = [value if isinstance(value, str) else f"{value / 2**30:.2f}" for value in columns.values()]
-    return table(list(columns), [row], gap=1)
+    row = [str(run.fullest), *(f"{nbytes / 2**30:.2f}" for nbytes in columns.values())]
+    return table(["rank", *columns], [row], gap=1)

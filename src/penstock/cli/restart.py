@@ -29,17 +29,17 @@ def start_ranks(
 
     Args:
         config, overrides, resume: as the command got them
-        settings: that they stand for
+        settings: the config with the overrides
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
     """
-    # what the check of the run has used here, its ranks will use too
+    # the ranks will need the modules that the preflight has imported here
     server.follow(_SHARED)
     output, train = settings.output.path, settings.train
     goes_on = _GoesOn(resume, output, train.steps)
 
     def command(attempt: int) -> list[str]:
         resumed = [] if goes_on.at is None else ["--resume", *([] if goes_on.at == NEWEST else [goes_on.at])]
-        # -P: else the ranks, and not this process, would import whatever lies in the working folder
+        # -P: else the ranks, unlike this process, would import modules from the working folder
         return [sys.executable, "-P", "-m", "penstock", "train", str(config), *overrides, *resumed]
 
     with Launcher(server, train.stop_seconds) as launcher:
@@ -49,7 +49,7 @@ def start_ranks(
 
 
 class _GoesOn:
-    """What the next attempt goes on from: the newest checkpoint of an attempt, else what the first had."""
+    """Where the next attempt starts: at the newest checkpoint of an attempt, else where the first started."""
 
     def __init__(self, resume: str | None, output: Path, steps: int) -> None:
         self.at, self._output, self._steps = resume, output, steps
@@ -57,7 +57,7 @@ class _GoesOn:
 
     def saved(self) -> Saved:
         newest, in_memory = self._newest(), self._in_memory()
-        if newest is not None and newest != self._before:  # else it may be another run's
+        if newest is not None and newest != self._before:  # an unchanged one may be another run's
             self.at = NEWEST
         if in_memory is None or in_memory == self._in_memory_before:
             return self._on_disk(newest)

@@ -39,7 +39,7 @@ def show(
     choice: ScheduleChoice,
     programs: Annotated[bool, typer.Option("--programs", help="Each rank's ops as a list.")] = False,
 ) -> None:
-    """Show a schedule: the stages of each rank, what runs when, and its proof.
+    """Show a schedule: the stages of each rank, when each op runs, and its proof.
 
     Example: penstock schedule show 1f1b --ranks 4 --microbatches 8
     """
@@ -92,7 +92,7 @@ def simulate(
 
     Example: penstock schedule simulate 1f1b -r 4 -m 8 --forward 1,1,1,1.5 --communication 0.1
     """
-    if memory_limit is not None and not memory_limit >= 0:  # also where it is not a number
+    if memory_limit is not None and not memory_limit >= 0:  # also for NaN
         rule = "it is the most that a rank may hold"
         raise ConfigError(f"--memory-limit {memory_limit}", rule, "Give 0 or more, or leave it out")
     schedule = choice.schedule(costs)
@@ -155,7 +155,7 @@ def draw(
     out: Annotated[Path | None, typer.Option(
         "--out", "-o", help="Ends in .txt, .svg, .html or .json (a trace for ui.perfetto.dev).")] = None,
 ) -> None:  # fmt: skip
-    """Draw what runs when, to a file or as text.
+    """Draw when each op runs, to a file or as text.
 
     Example: penstock schedule draw zb_v -r 4 -m 8 --out zb_v.svg
     """
@@ -186,7 +186,7 @@ def compare(
     buffer: Buffer = 0.0,
     memory_limit: Limit = None,
     search: Annotated[float | None, typer.Option(
-        metavar="SECONDS", min=0.01, help="Also search for a better one, for so long.")] = None,
+        metavar="SECONDS", min=0.01, help="Also search for a better schedule, for so many seconds.")] = None,
     slow_rank: Annotated[float | None, typer.Option(
         metavar="FACTOR", help="Also what a rank costs whose ops take so much longer, as 1.01.")] = None,
     as_json: Json = False,
@@ -251,23 +251,23 @@ def search(
     costs: Costs,
     memory_limit: Limit = None,
     placement: Annotated[
-        Literal["loop", "v"], typer.Option(help="Round the ranks, or out and back.")
+        Literal["loop", "v"], typer.Option(help="Stages around the ranks, or out and back.")
     ] = "loop",
     stages_per_rank: Annotated[int | None, typer.Option(help="By default 1 on a loop and 2 on a V.")] = None,
     objective: Annotated[
         Literal["makespan", "extent"],
-        typer.Option(help="What to minimize. extent: each rank's time from its first op to its last."),
+        typer.Option(help="What to minimize. extent: the longest time from a rank's first op to its last."),
     ] = "makespan",
     seconds: Annotated[float, typer.Option(help="How long to search.")] = 30.0,
     seed: Annotated[int, typer.Option(help="The same seed and seconds find the same schedule.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Where to write it: .json or .csv.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write: .json or .csv.")] = None,
 ) -> None:
     """Search for the fastest schedule within a memory limit. Costs are those of its stages.
 
     Example: penstock schedule search -r 4 -m 8 --memory-limit 4 --seconds 10 --out best.csv
     """
     if out is not None:
-        check_path(out)  # before a search that may take long
+        check_path(out)  # before the search, which may take long
     best = best_schedule(
         ranks=ranks,
         microbatches=microbatches,

@@ -219,7 +219,7 @@ def outcome_lines(outcome: Found) -> Iterator[str]:
         yield "proven optimal: none with this placement is faster within the limit"
     elif outcome.lower_bound > 0:
         gap = outcome.value / outcome.lower_bound - 1
-        yield f"none can take less than {number(outcome.lower_bound)}: at most {percent(gap)} could be gained"
+        yield f"none is faster than {number(outcome.lower_bound)}: at most {percent(gap)} could be gained"
     if outcome.best_builder is None:
         yield "no schedule that is built by name keeps the limit on this placement"
     else:

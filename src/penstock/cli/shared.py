@@ -1,4 +1,4 @@
-"""What commands share: the options that choose a schedule and the costs of its ops, and tables."""
+"""Shared by the commands: the options that choose a schedule and the costs of its ops, and tables."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from penstock.schedule.ops import check_numbers
 
 T = TypeVar("T")
 
-_BROKEN_PIPE = 141  # the exit code of a command whose reader is gone
+_BROKEN_PIPE = 141  # the exit code of a command whose pipe was closed
 
 
 def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a parameter of a command by the options of the function that makes its value.
 
-    So each option is declared once, and every command that has it gets the same value.
+    So each option is declared once, for every command that has it.
     """
 
     def replace(command: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +62,7 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
 
 @contextmanager
 def ending_quietly() -> Iterator[None]:
-    """End a command without a traceback on Ctrl-C, and when its reader is gone (``| head``)."""
+    """End a command without a traceback on Ctrl-C, and when its pipe is closed (``| head``)."""
     try:
         yield
         sys.stdout.flush()
@@ -70,19 +70,19 @@ def ending_quietly() -> Iterator[None]:
         print("penstock: interrupted", file=sys.stderr)
         raise typer.Exit(exit_code(error)) from error
     except BrokenPipeError as error:
-        # otherwise the interpreter would fail to flush what is left
+        # otherwise the interpreter would fail to flush the rest
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_BROKEN_PIPE) from error
 
 
 def usable(path: T) -> T:
-    """What a command got as a path, with the home for ~. Raises ConfigError where no file can have it."""
+    """A path of the command line, with the home folder for ~. Raises ConfigError if no file can have it."""
     if path is None:
         return path
     if fault := path_fault(str(path)):
         raise ConfigError(f"path {str(path)[:60]!r}", fault, "Write the path out")
     kind: Callable[[str], Any] = type(path)
-    expanded: T = kind(os.path.expanduser(str(path)))  # as of --out=~/merged, where the shell leaves it
+    expanded: T = kind(os.path.expanduser(str(path)))  # in --out=~/merged the shell leaves the ~
     return expanded
 
 
@@ -120,7 +120,7 @@ def chosen(
     ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Number of ranks.")] = None,
     microbatches: Annotated[int | None, typer.Option(
         "--microbatches", "-m", help="Microbatches a step.")] = None,
-    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that take it.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(help="For schedules that have it.")] = None,
     zero_bubble: Annotated[bool | None, typer.Option(
         "--zero-bubble/--no-zero-bubble", help="Split backwards in two.")] = None,
     microbatch_group_size: Annotated[int | None, typer.Option(
@@ -169,7 +169,7 @@ def costs_of(
     held_for_weight: Annotated[str | None, typer.Option(
         help="Held from then to the end of W; by default as much.")] = None,
     exchange: Annotated[str, typer.Option(
-        help="The part of F that waits for other ranks, such as for experts; pairs hide it.")] = "0",
+        help="The part of F in which it waits for other ranks, as for experts; pairs hide it.")] = "0",
     exchange_in_backward: Annotated[str | None, typer.Option(
         help="The same part of B or I; by default as much.")] = None,
     gather: Annotated[str, typer.Option(
@@ -196,7 +196,7 @@ def _cost(name: str, text: str) -> float | list[float]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-_WIDE = 500  # characters, more than any table: a narrow terminal then breaks lines, not cells
+_WIDE = 500  # characters, more than any table has: a narrow terminal then breaks lines, not cells
 
 
 def table(
@@ -218,6 +218,6 @@ def echo(*parts: RenderableType) -> None:
         if isinstance(part, str):
             print(part)
             continue
-        with console.capture() as captured:  # so that `print` notices a closed pipe
+        with console.capture() as captured:  # `print` then raises for a closed pipe
             console.print(part)
         print("\n".join(line.rstrip() for line in captured.get().splitlines()))

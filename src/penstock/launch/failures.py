@@ -1,4 +1,4 @@
-"""Why ranks ended: what each rank records for its launcher, and the one summary of all.
+"""Why ranks ended: the record of each rank for its launcher, and the one summary of all.
 
 penstock: error: <the first cause>
 What the ranks did last:
@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, account_of
 
-INTERRUPTED = 130  # as shells have it for a command that Ctrl-C ended
-# EX_TEMPFAIL of sysexits.h, "try again later": a signal asked the run to stop, its checkpoint is written, and
-# --resume goes on. No signal and no shell gives this code, so that schedulers can tell it from a failure
+INTERRUPTED = 130  # the code of shells for a command that Ctrl-C ended
+# EX_TEMPFAIL of sysexits.h, "try again later": a signal stopped the run, its checkpoint is written, and
+# --resume goes on. No signal and no shell gives this code, so schedulers can distinguish it from a failure
 STOPPED = 75
 GRACE_SECONDS = 3  # from the first failure to the end of ranks that do not end by themselves
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -32,11 +32,11 @@ _LOST, _LAST = 4, 5  # see `_cause`
 
 
 class Cause(NamedTuple):
-    """Why one rank failed. The lowest one is the first cause: `order` is its kind, then comes the time.
+    """Why one rank failed. The lowest is the first cause: first by `order`, which is its kind, then by time.
 
     Attributes:
-        who: the rank and its host; empty where the message names them
-        where: the op and phase that the rank was in; empty where the message says it or it is unknown
+        who: the rank and its host; empty if the message names them
+        where: the op and phase of the rank; empty if the message names them or they are unknown
     """
 
     order: int
@@ -53,12 +53,12 @@ class Cause(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """How a process ended that did not end with 0.
+    """The end of a process whose exit code is not 0.
 
     Attributes:
-        code: its exit code, or less the number of the signal that killed it
-        time: when it was noticed, in seconds of time.time()
-        file: of its record, which may not exist
+        code: its exit code, or minus the number of the signal that killed it
+        time: when the launcher noticed it, in seconds of time.time()
+        file: its record, which may not exist
         killed: whether the launcher itself killed it
     """
 
@@ -87,7 +87,7 @@ def _names_rank(error: BaseException) -> bool:
 
 
 def ending_file(error_file: str) -> Path:
-    """The file that a rank makes when it is to end; a later failure of it is no cause."""
+    """The file that a rank makes when it gets a signal to end; a later failure of it is no cause."""
     return Path(error_file).with_name("ending")
 
 
@@ -97,7 +97,7 @@ def asked_file(error_file: str) -> Path:
 
 
 def record_end(since: float, signum: int = signal.SIGTERM) -> None:
-    """Write that a signal, which came at `since`, ended this rank, unless an error is written already."""
+    """Record that a signal, which came at `since`, ended this rank, unless an error is recorded already."""
     path = Path(os.environ[ERROR_FILE])
     if not path.exists():
         _write(path, _ended_by(signum), "", since, {"ended": since, "signal": signum})
@@ -114,13 +114,13 @@ def _write(path: Path, message: str, stack: str, when: float, ours: Mapping[str,
 
 
 def record_stop(words: str) -> None:
-    """Write that this rank has stopped because a signal asked for it, and how, in words."""
+    """Record that this rank has stopped after a signal, and how, in words."""
     if path := os.environ.get(ERROR_FILE):
         _write(Path(path), words, "", time.time(), {"stopped": words})
 
 
 def record(error: BaseException) -> None:
-    """Write `error` where the launcher, or torchrun's, reads it: in torchrun's form, with fields of ours."""
+    """Record `error` for the launcher, or for torchrun: in torchrun's form, with fields of ours."""
     path, now = os.environ.get(ERROR_FILE), time.time()
     if not path:
         return
@@ -139,14 +139,14 @@ def record(error: BaseException) -> None:
 
 
 def report(failures: Mapping[int, Failure], asked: int = 0) -> tuple[int, str]:
-    """Print why ranks failed, unless all of them stopped as a signal asked.
+    """Print why ranks failed, unless all of them stopped after a signal.
 
     Args:
         failures: of the ranks that did not end with 0; at least one
-        asked: the signal that asked the launcher to end them; 0 for none
+        asked: the signal that the launcher got to end them; 0 for none
 
-    Returns: the exit code; and in words the first cause, or how the ranks stopped. No words where the signal
-    ended them: then each was ended, or lost one that was.
+    Returns: the exit code; and in words the first cause, or how the ranks stopped. No words if the signal
+    ended them: then each rank was ended, or lost another one that was.
     """
     records = {rank: _recorded(failure) for rank, failure in failures.items()}
     stops = [records[rank].get("stopped") for rank, failure in failures.items() if failure.code == STOPPED]
@@ -168,7 +168,7 @@ def report(failures: Mapping[int, Failure], asked: int = 0) -> tuple[int, str]:
 
 
 def _recorded(failure: Failure) -> dict[str, Any]:
-    """What the rank wrote; empty if it wrote nothing, or was killed as it did."""
+    """The record of the rank; empty if it wrote none, or was killed while it did."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         ours = json.loads(failure.file.read_text(encoding="utf-8"))["message"]["penstock"]
         return ours if isinstance(ours, dict) else {}
@@ -187,10 +187,11 @@ def _last_accounts(records: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -> Cause:
-    """By order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a peer, or ended.
+    """The cause of a rank. order: 0 killed from outside, 1 its own error, 2 ended without a record, 4 lost a
+    peer, or ended by SIGTERM.
 
-    The launcher ends the other ranks by SIGTERM after the first has failed. So a rank that was to end before
-    another one lost a peer got SIGTERM from elsewhere. Libraries end by SIGABRT when a peer goes away.
+    The launcher ends the other ranks by SIGTERM after the first has failed. So a rank that got SIGTERM before
+    another one lost a peer got it from elsewhere. Libraries end by SIGABRT when a peer goes away.
     """
     code, when = failure.code, failure.time
     here = f"rank {rank} on {socket.gethostname()} "
@@ -224,12 +225,12 @@ def _of_all(first: Cause, causes: Sequence[Cause]) -> Cause:
 
 
 def _who(rank: int, code: int) -> str:
-    """What stands before an error. A wrong input is of no machine."""
+    """The text before an error. For a wrong input it names no machine."""
     return f"rank {rank}: " if code == InputError.exit_code else f"rank {rank} on {socket.gethostname()}: "
 
 
 def _brief(error: BaseException) -> str:
-    """The message without what the ranks did last, except the one to blame."""
+    """The message without the last reports of ranks, except that of the failed one."""
     if isinstance(error, PeerError):
         return "\n  ".join(filter(None, (error.brief, error.peer_report)))
     return str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

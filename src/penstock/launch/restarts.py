@@ -1,11 +1,11 @@
-"""Start a run again after a failure, without a person, from its newest checkpoint.
+"""Starts a run again after a failure, without a person, from its newest checkpoint.
 
     attempt -> fails -> wait -> attempt -> ...     until a run ends by itself, or a signal ends it, or it
                                                    fails too often without a new checkpoint in between
 
 restarts.jsonl has a line for each failure, and for each time that a signal stopped the run: the attempt, its
-exit code and cause, the step of the newest checkpoint then, and the seconds that were lost: of start-up, of
-steps that are done again, of waiting.
+exit code and cause, the step of the newest checkpoint then, and the seconds lost to start-up, to steps that
+are done again, and to waiting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LONGEST = 60.0  # seconds to wait before a restart; the first one comes after o
 
 
 class LostTime(NamedTuple):
-    """Seconds that failures cost: of start-up, of steps that are done again, of waiting."""
+    """Seconds lost by failures: to start-up, to steps that are done again, to waiting."""
 
     start_up: float = 0.0
     steps_again: float = 0.0
@@ -55,12 +55,12 @@ def keep_running(
 ) -> int:
     """Run `ranks` copies of a command on this machine, and again after each failure. See `launch`.
 
-    Wrong input ends it, and a signal to this process. After one to a rank alone it goes on.
+    Wrong input, or a signal to this process, ends it. After a signal to a rank alone the run goes on.
 
     Args:
-        command: of the attempt with a number, from 0
-        restarts: how often in a row, without a new checkpoint in between
-        newest: looks for the newest checkpoint; Saved() where there is none
+        command: function from an attempt's number, from 0, to its command
+        restarts: the most in a row, without a new checkpoint in between
+        newest: returns the newest checkpoint; Saved() if there is none
         folder: of the run: has run.json, and gets restarts.jsonl
 
     Returns: the exit code of the last attempt; 0 where one failed after the run's last checkpoint
@@ -100,7 +100,7 @@ def keep_running(
 
 
 def _start_up(folder: Path, started: float) -> float:
-    """Seconds from the start of an attempt to its first step, or to now if it came to none."""
+    """Seconds from the start of an attempt to its first step, or to now without one."""
     now = time.time()
     try:
         run = json.loads((folder / "run.json").read_text(encoding="utf-8"))

@@ -1,16 +1,16 @@
-"""The process that ranks are forked from: it has imported what they need, and done nothing else.
+"""The process that ranks are forked from: it has imported their modules, and done nothing else.
 
     launcher  ["torch", ...]                        the server imports these
               RankProcess(0, environment, command)  it forks: the child is the rank
     server    (0, "pid", 123)   (0, "code", -9)     at a rank's start, and at its end
 
-Imports of torch and transformers are most of a start. Ranks that are forked share them: they start in
-moments, again and again, and memory holds them once.
+Most of a start is the import of torch and transformers. Forked ranks share these modules: each start takes
+moments, and memory holds the modules once.
 
-A fork is safe here: the server has one thread, no process group and no GPU in use. Where an import has begun
-a thread or a GPU's driver, and for a command that is not `python -P -m MODULE`, the rank begins anew by exec.
+A fork is safe here: the server has one thread, no process group and no GPU in use. If an import has begun a
+thread or opened a GPU's driver, or the command is not `python -P -m MODULE`, the rank begins anew by exec.
 
-Nobody is left behind: the kernel kills the server when its launcher ends, and a rank when the server ends.
+No process stays: the kernel kills the server when its launcher ends, and a rank when the server ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None)
 
 
 class RankProcess(NamedTuple):
-    """A rank to start. environment: all of it; command: of a program, or `python -P -m MODULE ...`"""
+    """A rank to start. environment: the whole one; command: a program's, or `python -P -m MODULE ...`"""
 
     rank: int
     environment: dict[str, str]
@@ -45,7 +45,7 @@ class RankProcess(NamedTuple):
 
 
 def serve(connection: Connection) -> RankProcess | None:
-    """Do what the launcher says, until it goes away: then None. In each child: the rank that it is."""
+    """Serve the launcher until it is gone. Returns None in the server, and in each child its rank."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(writing)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -85,14 +85,14 @@ def _tell_ends(connection: Connection, ranks: dict[int, int]) -> None:
 
 def _import_all(names: Sequence[str]) -> None:
     for name in names:
-        with suppress(Exception):  # the rank will ask for it itself, and say so
+        with suppress(Exception):  # the rank imports it again, and raises the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # else a collection in a rank would write to all that is shared
+    gc.freeze()  # else a collection in a rank would write to all shared pages
 
 
 def _is_clean() -> bool:
-    """Whether a fork has all that this process has: its only thread, and no driver of a GPU."""
+    """Whether a fork is safe: this process has one thread, and no open driver of a GPU."""
     opened = []
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -102,14 +102,14 @@ def _is_clean() -> bool:
 
 
 def _end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends; end now if it is gone."""
+    """Make the kernel kill this process when its parent ends; end now if it is gone."""
     _libc.prctl(_PARENT_ENDS, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def _become(rank: RankProcess, server: int, forks: bool) -> RankProcess:
-    """Make a rank of this process, in a session of its own: Ctrl-C in a terminal is for the launcher."""
+    """Turn this process into a rank, in a session of its own: Ctrl-C in a terminal is for the launcher."""
     _end_with(server)
     os.setsid()
     for signum in (*SIGNALS, signal.SIGCHLD):

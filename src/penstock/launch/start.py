@@ -1,11 +1,11 @@
-"""Start every rank on this machine, pass signals on, and report the first cause of a failure.
+"""Starts every rank on this machine, passes signals on, and reports the first cause of a failure.
 
     launch       starts the ranks, waits, and prints one summary of their failures (failures.py)
-    Launcher     the same, attempt after attempt, from processes that have imported all (server.py)
+    Launcher     the same, attempt after attempt, from a process that has imported their modules (server.py)
     relaunch     starts the calling script again, once for each rank
 
-A rank has the environment that torchrun gives it. The launcher holds the store of each attempt, so that what
-ranks have noted there outlives them.
+A rank has the environment that torchrun gives it. The launcher hosts the store of each attempt, so that the
+ranks' notes outlive them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.launch import failures
 from penstock.launch.server import SIGNALS, RankProcess
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 
-_LOOKS = 0.1  # seconds between two looks at the clock
+_LOOKS = 0.1  # seconds between two polls
 
 
 class Ended(NamedTuple):
@@ -35,8 +35,8 @@ class Ended(NamedTuple):
 
     Attributes:
         code: the exit code
-        cause: the first failure, or how they stopped, in words; empty where neither
-        asked: whether a signal asked this launcher to end them
+        cause: the first failure, or how they stopped, in words; empty without either
+        asked: whether this launcher got a signal to end them
     """
 
     code: int
@@ -48,11 +48,11 @@ def launch(ranks: int, command: list[str]) -> int:
     """Run `ranks` copies of `command` on this machine, with the environment that torchrun gives them.
 
     The ranks' output passes through. As soon as one rank fails all are ended, and the first cause is printed
-    once on stderr. Ctrl-C, SIGTERM and SIGUSR1 are passed on to the ranks; a second one kills them. Call it
-    from the main thread, as it handles signals.
+    once on stderr. Ctrl-C, SIGTERM and SIGUSR1 are passed on to the ranks; a second signal kills them. Call
+    it from the main thread, as it handles signals.
 
-    Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM, 75 where all ranks
-    have saved after a signal.
+    Returns: the exit code: that of the first cause, 130 after Ctrl-C, 143 after SIGTERM, 75 if all ranks have
+    saved after a signal.
     """
     with Server() as server, Launcher(server) as launcher:
         return launcher.attempt(ranks, command).code
@@ -74,7 +74,7 @@ def relaunch(ranks: int) -> None:
 class Server:
     """The process that ranks are forked from, which ends with this object or with this process.
 
-    Ranks get one thread each unless the user says otherwise. Make it in the main thread.
+    Ranks get one thread each unless OMP_NUM_THREADS is set. Make it in the main thread.
 
     Args:
         imports: modules that it imports ahead, for ranks that run `python -P -m MODULE`
@@ -106,14 +106,14 @@ class Server:
         return self._process.pid
 
     def follow(self, packages: Sequence[str]) -> None:
-        """Let it import what this process has imported of these packages since it has the server."""
+        """Import in the server the modules of these packages that this process has imported since then."""
         names = [name for name in sys.modules if name.partition(".")[0] in packages]
         more = [name for name in names if name not in self._known]
         self._imports += more
         self._connection.send(more)
 
     def open(self) -> None:
-        """Make sure that it lives."""
+        """Start the server again if it has ended."""
         if self._process.poll() is not None:
             self._connection.close()
             self._start()
@@ -122,7 +122,7 @@ class Server:
         self._connection.send(rank)
 
     def look(self, seconds: float) -> list[tuple[int, str, int]]:
-        """What ranks have begun or ended, after a wait. Raises EOFError where the server is gone."""
+        """The starts and ends of ranks, after a wait for the first. Raises EOFError if the server is gone."""
         events: list[tuple[int, str, int]] = []
         while self._connection.poll(0 if events else seconds):
             events.append(self._connection.recv())
@@ -136,7 +136,7 @@ class Server:
         self._connection.close()
 
     def end(self) -> None:
-        """End it, and with it what is left of its ranks."""
+        """End the server, and with it the remaining ranks."""
         self._process.kill()
         self._process.wait()
 
@@ -173,12 +173,12 @@ class _Attempt:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has failed, and not stopped as a signal asked."""
+        """Whether a rank has failed, other than by a stop after a signal."""
         return any(failure.code != failures.STOPPED for failure in self.failures.values())
 
     def look(self, seconds: float) -> None:
-        for rank, what, value in self._server.look(seconds):
-            if what == "pid":
+        for rank, event, value in self._server.look(seconds):
+            if event == "pid":
                 self._pids[rank] = value
                 continue
             self._left.discard(rank)
@@ -187,26 +187,26 @@ class _Attempt:
                 self.failures[rank] = failure
 
     def send(self, signum: int) -> None:
-        """Send a signal to each rank alone: what it has started may be what it saves with."""
+        """Send a signal to each rank, and not to its children, which it may need to save."""
         for rank in self._left & self._pids.keys():
             failures.asked_file(str(self._file(rank))).touch()
             with suppress(ProcessLookupError):
                 os.kill(self._pids[rank], signum)
 
     def end(self) -> None:
-        """Ask the ranks to end at once, and all that they have started."""
+        """Send SIGTERM to the ranks and their children: they must end at once."""
         for rank in self._left & self._pids.keys():
             failures.ending_file(str(self._file(rank))).touch()
             self._signal_group(rank, signal.SIGTERM)
 
     def kill(self) -> None:
-        """A stopped rank ignores all else."""
+        """Send SIGKILL: a stopped rank ignores every other signal."""
         for rank in self._left & self._pids.keys():
             self._killed.add(rank)
             self._signal_group(rank, signal.SIGKILL)
 
     def _signal_group(self, rank: int, signum: int) -> None:
-        for send in (os.killpg, os.kill):  # both, as it may not have made its session yet
+        for send in (os.killpg, os.kill):  # both, as the rank may not have made its session yet
             with suppress(ProcessLookupError):
                 send(self._pids[rank], signum)
 
@@ -215,8 +215,8 @@ class Launcher:
     """Starts ranks on this machine, attempt after attempt. A context manager: it handles signals meanwhile.
 
     Args:
-        server: that ranks are forked from
-        stop_seconds: that ranks have to save after a signal; they have `failures.GRACE_SECONDS` more to end
+        server: from which ranks are forked
+        stop_seconds: for ranks to save after a signal; they have `failures.GRACE_SECONDS` more to end
     """
 
     def __init__(self, server: Server, stop_seconds: float = 0.0) -> None:
@@ -234,21 +234,21 @@ class Launcher:
 
     @property
     def _asked(self) -> int:
-        """The first signal that asked for the end; 0 for none."""
+        """The first signal that this launcher got; 0 for none."""
         return self._signals[0] if self._signals else 0
 
     def wait(self, seconds: float) -> int:
-        """Wait, or until a signal asks for the end. Returns its number, or 0."""
+        """Wait, at most until a signal comes. Returns its number, or 0."""
         end = time.monotonic() + seconds
         while not self._asked and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _LOOKS))
         return self._asked
 
     def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
-        """Run `ranks` copies of `command`. restarts: how often it ran before"""
+        """Run `ranks` copies of `command`. restarts: the number of earlier attempts"""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # of this attempt alone, as the names in it are the same in each
+        # one for each attempt, as all attempts use the same keys
         store = TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
@@ -267,7 +267,7 @@ class Launcher:
             return Ended(code, words, bool(self._asked))
 
     def _follow(self, attempt: _Attempt) -> None:
-        """Return when all ranks have ended, as they do in time once one has, or a signal came."""
+        """Wait until all ranks have ended. After a failure or a signal, end those that are too slow."""
         passed_on, ending, end = False, False, float("inf")
         while attempt.running:
             attempt.look(_LOOKS)
@@ -286,7 +286,7 @@ class Launcher:
 
 
 def _environment(ranks: int, port: int, restarts: int) -> dict[str, str]:
-    """What torchrun gives each rank, but for its number."""
+    """The environment that torchrun gives each rank, without the rank's number."""
     return {
         LAUNCHER: str(os.getpid()),
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(ranks)),

@@ -1,13 +1,13 @@
-"""In a process of a run: what signals ask of it, and how it ends.
+"""The signals that a process of a run gets, and how it ends.
 
                          while it trains                                     else
     SIGTERM, SIGUSR1     all ranks save after their step, and end: `Stop`    it ends after two seconds
     SIGINT (Ctrl-C)      the same                                            KeyboardInterrupt
     a second signal      it ends at once
-    another rank failed  it ends after two seconds, in which it may notice that itself, and report
+    another rank failed  it ends after two seconds, in which it may notice and report the failure itself
     its launcher ended   it ends
 
-A thread reads the signals: Python's own handlers do not run while the main thread waits in foreign code.
+A thread reads the signals: Python's own handlers do not run while the main thread waits in C code.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.errors import PenstockError, RunError
 from penstock.launch import failures
 
 LAUNCHER = "PENSTOCK_LAUNCHER"  # process id of the `launch` that started this rank
-PASSED_ON = 256  # above the numbers of signals
+PASSED_ON = 256  # added to the number of a signal that the launcher got; larger than any number
 _LAST_SECONDS = 2  # from the signal to end to a rank's end; within failures.GRACE_SECONDS
-_LOOKS = 0.5  # seconds between two looks at clock and parent
-_SAME = 1.0  # seconds in which a signal that comes twice is one: from a scheduler and from the launcher
+_LOOKS = 0.5  # seconds between two checks of clock and parent
+_SAME = 1.0  # seconds in which two signals count as one: from a scheduler and from the launcher
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -40,7 +40,7 @@ def under_torchrun() -> bool:
 
 
 def handle(signals: Sequence[int], handler: Callable[[int, FrameType | None], object]) -> Callable[[], None]:
-    """Handle these signals, and return the function that restores what handled them before.
+    """Handle these signals, and return a function that restores the handlers before.
 
     Call both in the main thread.
     """
@@ -58,21 +58,21 @@ def _ignored(signum: int, frame: FrameType | None) -> None:
 
 
 class Stop:
-    """What signals ask of this process. A context manager in the main thread, which handles them meanwhile.
+    """The signals that this process gets. A context manager in the main thread, which handles them meanwhile.
 
     Args:
-        launcher: process id of the parent, where this process is to end with it
+        launcher: process id of the parent; this process then ends with it
 
     Attributes:
-        number: of the signal that asks this process to save and to end, and PASSED_ON more where the launcher
-            got it; 0 as long as none does
+        number: of the signal after which this process must save and end, and PASSED_ON more if the launcher
+            got it; 0 before any signal
     """
 
     def __init__(self, launcher: int | None = None) -> None:
         self.number = 0
         self._launcher = launcher
         self._came = 0.0
-        self._seconds: float | None = None  # that the process has to save; None while it has nothing to save
+        self._seconds: float | None = None  # for the process to save; None while it has nothing to save
         self._late: PenstockError | None = None
         self._handlers = ExitStack()
         self._listening = False
@@ -84,7 +84,7 @@ class Stop:
         self._handlers.callback(signal.set_wakeup_fd, wakeup)
         self._handlers.callback(handle(_ASKING, _ignored))
         self._listening = True
-        os.register_at_fork(after_in_child=self._restore)  # a signal ends a child that loads data, say
+        os.register_at_fork(after_in_child=self._restore)  # a signal must end a child, such as a data loader
         self._thread = threading.Thread(target=self._listen, name="penstock-signals", daemon=True)
         self._thread.start()
         return self
@@ -102,9 +102,9 @@ class Stop:
 
     @contextmanager
     def saves(self, seconds: float, late: PenstockError) -> Iterator[None]:
-        """In the block a signal sets `number`, and the process is to save and to end within `seconds`.
+        """In the block a signal sets `number`, and the process must save and end within `seconds`.
 
-        late: the error that ends it otherwise
+        late: the error that ends a process that does not
         """
         if not self._listening:
             yield
@@ -155,13 +155,13 @@ def _alone(launcher: int | None) -> RunError:
 
 
 def said(signum: int) -> str:
-    """What a process says to a signal that asks it to save and to end."""
+    """The line that a process prints when it gets a signal to save and to end."""
     name = signal.Signals(signum).name
     return f"penstock: {name}: a checkpoint after this step, then the end; a second signal ends at once"
 
 
 def _end_soon(signum: int) -> None:
-    """End, unless the main thread finds a reason to do so before."""
+    """End after two seconds, unless the main thread ends the process before, with an error of its own."""
     since, file = time.time(), os.environ.get(failures.ERROR_FILE)
     if file:
         failures.ending_file(file).touch()
@@ -173,10 +173,10 @@ def _end_soon(signum: int) -> None:
 
 
 def follow_parent() -> None:
-    """In a rank: listen to signals from now on. Call it from the main thread, as it handles them.
+    """In a rank: listen to signals from now on. Call it from the main thread, as it handles signals.
 
     When another rank has failed, the launcher sends SIGTERM, as torchrun does. This rank then has two seconds
-    to notice the failure itself and to report what it did last. When the launcher is gone it ends.
+    to notice the failure itself and to report its last ops. When the launcher is gone the rank ends.
     """
     if under_torchrun():
         Stop(os.getppid()).__enter__()
@@ -185,8 +185,8 @@ def follow_parent() -> None:
 def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
     """End this rank at once with the exit code of `error`, and record it for the launcher.
 
-    Under `launch`, or with `quiet`, nothing is printed here, as another process prints it. Python's shutdown
-    is left out, as it would wait for the peers of a process group.
+    Under `launch`, or with `quiet`, it prints nothing, as another process prints the error. Python's shutdown
+    is skipped, as it would wait for the peers of a process group.
     """
     code = failures.exit_code(error)
     failures.record(error)

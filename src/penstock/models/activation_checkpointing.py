@@ -1,15 +1,15 @@
-"""Activation checkpointing: which layers run again in the backward, and what of them is kept.
+"""Activation checkpointing: which layers run again in the backward, and which of their activations are kept.
 
-The forward of a chosen layer runs under torch's own checkpointing: only its inputs are held, and in the
-backward it runs once more. Selective checkpointing also holds the outputs of some ops:
+The forward of a chosen layer runs under torch's own checkpointing: only its inputs are kept, and in the
+backward it runs once more. Selective checkpointing also keeps the outputs of some ops:
 
                  full          selective                                none
-    held         the inputs    and the outputs of matmul and attention  everything
+    kept         the inputs    and the outputs of matmul and attention  everything
     run again    all of it     norms, activations, dropout, residuals   nothing
 
 The layer's `forward` runs again, not its `__call__`: hooks (FSDP2's, a user's) and the stage's boundary stay
-outside and run once. Hooks within the layer run again, as in torch. Buffers and counters change once, and
-what runs again finds them as its forward did.
+outside and run once. Hooks within the layer run again, as in torch. Buffers and counters change once: the
+recomputation starts from the values that its forward had.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from penstock.runtime.unseen import LayerState, unrecorded
 
 @dataclass(frozen=True)
 class Checkpointing(CheckpointingOptions):
-    """Which activations are held for the backward: `CheckpointingOptions`. Raises ConfigError.
+    """Which activations are kept for the backward: `CheckpointingOptions`. Raises ConfigError.
 
     Args:
         shape: rows and sequence of the largest microbatch; needed with `memory_limit`
@@ -75,7 +75,7 @@ class Checkpointing(CheckpointingOptions):
              "memory_limit chooses how many microbatches in flight are checkpointed",
              "Give in_flight or memory_limit, not both"),
             ("memory_limit", limited and self.shape is None,
-             "what a microbatch holds depends on its rows and sequence",
+             "a microbatch's memory depends on its rows and sequence",
              "Give shape=(rows, sequence) as well"),
         ):  # fmt: skip
             if wrong:
@@ -96,7 +96,7 @@ def checkpointing(option: bool | str | Checkpointing | None) -> Checkpointing | 
     raise ConfigError(
         f"activation_checkpointing={option!r}",
         "it is true or false, 'full', 'selective' or 'none', or a Checkpointing",
-        "Take 'full' for the least memory, 'selective' for the least work done again",
+        "Take 'full' for the least memory, 'selective' for the least recomputation",
     )
 
 
@@ -107,7 +107,7 @@ def refusal(field: str, value: object, rule: str, remedy: str) -> ConfigError:
 class Switch(StagePart):
     """Turns the checkpointing of the installed layers on or off for the forwards that follow.
 
-    A backward runs again what its own forward did not hold, whatever the switch says by then.
+    A backward recomputes what its own forward did not keep, whatever the switch's state is then.
     """
 
     def __init__(self, on: bool = True) -> None:
@@ -118,10 +118,10 @@ class Switch(StagePart):
 
 
 def install(layers: Iterable[tuple[int, nn.Module]], options: Checkpointing) -> Switch:
-    """Make every `options.every`-th layer checkpoint its forward, wherever the switch is on.
+    """Make every `options.every`-th layer checkpoint its forward while the switch is on.
 
-    Only in training mode and where gradients are enabled. A layer's parameters and all else that it holds
-    keep their names.
+    Only in training mode and where gradients are enabled. A layer's parameters, buffers and submodules keep
+    their names.
 
     layers: each with its index in the whole model
     Raises ModelError for a layer whose instance has a forward of its own.
@@ -133,7 +133,7 @@ def install(layers: Iterable[tuple[int, nn.Module]], options: Checkpointing) -> 
         if "forward" in vars(layer):
             raise ModelError(
                 f"layer {index}, a {type(layer).__name__} with a forward of its own",
-                "checkpointing takes the place of the forward of the layer's class, which is not called here",
+                "checkpointing replaces the forward of the layer's class, which this layer does not call",
                 "Set the layer's forward after the pipeline has been built",
             )
         around(layer, forward=_checkpointed)
@@ -154,11 +154,11 @@ def _checkpointed(plain: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
             return plain(layer, *values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)))
 
-        # all by position, so that one that is modified before the backward is an error, not a wrong gradient
+        # all by position, so that an argument modified before the backward is an error, not a wrong gradient
         values = (*args, *kwargs.values())
         if not torch.compiler.is_dynamo_compiling():
             contexts = functools.partial(_contexts, layer, policy)
-        elif save:  # the compiler takes a function and constants only
+        elif save:  # the compiler accepts a function and constants only
             contexts = functools.partial(_contexts_for_compiler, save)
         else:
             return checkpoint(run, *values, use_reentrant=False)
@@ -171,11 +171,11 @@ def _checkpointed(plain: Callable[..., Any]) -> Callable[..., Any]:
 #
 # Like torch's `create_selective_checkpoint_contexts`, except that
 # - an op that is not saved may run more or fewer times than in the forward (autocast's casts do),
-# - an output that an op in place has overwritten since is computed again,
-# - a graph that is retained may be run twice,
-# - an attention that drops at random runs again, so that later random draws stay the same.
+# - an output that an in-place op has overwritten is computed again,
+# - a retained graph may be run twice,
+# - attention with dropout runs again, so that later random draws stay the same.
 
-# Of all devices: torch chooses which op a call becomes, and ops of other devices never occur.
+# Ops of all devices: torch chooses the op of a call, and ops of other devices never occur.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "matmul": (
         "aten.mm", "aten.addmm", "aten._addmm_activation", "aten.bmm", "aten.baddbmm", "aten.linear",
@@ -212,15 +212,15 @@ class SavePolicy:
     def saves(self, op: OpOverload, result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         index = self._ops[op]
         if index is not None and kwargs.get("dropout_p", args[index] if index < len(args) else 0):
-            return False  # it drew random numbers, and the draws after it have to stay the same
+            return False  # it draws random numbers, and later draws must stay the same
         if op not in self._only_small:
             return True
-        # scores of attention, say: cheap to compute again, and quadratic in the sequence
+        # such as attention scores, which are cheap to compute again and quadratic in the sequence
         factors = [arg for arg in args if isinstance(arg, Tensor)][-2:]
         return bool(result.numel() <= sum(tensor.numel() for tensor in factors))
 
     def for_compiler(self, op: object) -> CheckpointPolicy:
-        """`saves` for a compiler, which may not know sizes, and which preserves random draws itself."""
+        """`saves` for a compiler, which may not know sizes but preserves random draws."""
         saved = op in self._ops and op not in self._only_small
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -228,7 +228,7 @@ class SavePolicy:
 def _contexts(
     layer: nn.Module, policy: SavePolicy | None
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """For one forward of a layer, and for when it runs again. policy: None saves nothing"""
+    """The contexts for one forward of a layer and for its recomputation. policy: None saves nothing"""
     state, recording = LayerState(layer), recording_again()
     first: list[Callable[[], AbstractContextManager[object]]] = [state.forward]
     again: list[Callable[[], AbstractContextManager[object]]] = [state.again, unrecorded, lambda: recording]
@@ -240,7 +240,7 @@ def _contexts(
 
 
 class _All:
-    """Enters contexts, made anew each time: a retained graph may run a layer again twice."""
+    """Enters contexts, made anew each time, as a retained graph may recompute a layer twice."""
 
     def __init__(self, contexts: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
         self._contexts, self._entered = contexts, ExitStack()
@@ -254,7 +254,7 @@ class _All:
 
 
 def _contexts_for_compiler(save: tuple[str, ...]) -> Any:
-    """For a layer that is compiled with its checkpointing: torch's own contexts, which mark the graph."""
+    """The contexts for a layer compiled with its checkpointing: torch's own, which mark the graph."""
     policy = SavePolicy(save)
     return create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         lambda _, op, *args, **kwargs: policy.for_compiler(op)
@@ -262,7 +262,7 @@ def _contexts_for_compiler(save: tuple[str, ...]) -> Any:
 
 
 class _Saved(NamedTuple):
-    """The outputs of one op, and the tensors on their storage with the versions that they had then."""
+    """The outputs of one op, and all tensors on their storage with their versions at that time."""
 
     outputs: Any
     versions: list[tuple[Tensor, int]]
@@ -275,8 +275,8 @@ class _Saved(NamedTuple):
 class _SelectiveMode(TorchDispatchMode):
     """Saves outputs in the forward; returns each of them once when the forward is replayed.
 
-    A call is found by its op and its number among the calls of that op. Ops that the policy does not cover
-    are not counted: autocast caches some casts, so these may run more or less often.
+    A call is identified by its op and its index among the calls of that op. Ops that the policy does not
+    cover are not counted: autocast caches some casts, so these may run more or less often.
     """
 
     supports_higher_order_operators = True  # passed on as they are
@@ -291,7 +291,7 @@ class _SelectiveMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # else a compiled part of a layer would not run compiled
+        return True  # else compiled parts of a layer would not run compiled
 
     def __enter__(self) -> _SelectiveMode:
         self._calls.clear()  # a retained graph may replay the layer twice
@@ -299,7 +299,7 @@ class _SelectiveMode(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._by_storage.clear()  # or outputs that were returned by the replay would stay alive
+        self._by_storage.clear()  # or outputs that the replay has returned would stay alive
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
@@ -308,7 +308,7 @@ class _SelectiveMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._policy.covers(func):
             result = func(*args, **kwargs)
-            # a product of three dimensions is one of two and this view, whose versions count by themselves
+            # a product of three dimensions is one of two and this view, with a version counter of its own
             if func is UNSAFE_VIEW:
                 saved = self._by_storage.get(result.untyped_storage()._cdata)
                 if saved is not None:
@@ -332,7 +332,7 @@ class _SelectiveMode(TorchDispatchMode):
 
 
 def _detached(value: Any) -> Any:
-    """The same memory and version counter, without the graph, also beneath autograd."""
+    """A tensor with the same memory and version counter, without the graph, also below autograd."""
     if not isinstance(value, Tensor):
         return value
     with SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False):
@@ -360,10 +360,10 @@ def _check_op(name: str, known: Collection[str]) -> None:
     if not overloads:
         rule = "an op that works in place or returns a view has no output of its own to keep"
     elif any(torch.Tag.nondeterministic_seeded in op.tags and _dropout_index(op) is None for op in overloads):
-        rule = "what draws random numbers has to draw them again, or those after it would be others"
+        rule = "an op that draws random numbers must run again, or later draws would differ"
     elif any(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd) for op in overloads):
-        rule = "torch takes this op apart into others before any can be kept"
-        remedy = f"Take {' or '.join(GROUPS)}, or name the ops that it is made of"
+        rule = "torch decomposes this op into others before its output can be kept"
+        remedy = f"Take {' or '.join(GROUPS)}, or name the ops into which it decomposes"
     else:
         return
     raise refusal("save", name, rule, remedy)

@@ -1,11 +1,11 @@
-"""Activation offloading: which layers and modules of a stage leave their activations to host memory.
+"""Activation offloading: which layers and modules of a stage move their activations to host memory.
 
-    modules=()            all that autograd saves in a layer
-    modules=("mlp",)      what it saves in the layer's module `mlp`, whose input is a part of that
-    modules=("*norm*",)   in every module of the layer whose name fits
+    modules=()            all tensors that autograd saves in a layer
+    modules=("mlp",)      tensors that it saves in the layer's module `mlp`, such as the module's input
+    modules=("*norm*",)   tensors that it saves in modules of the layer whose name matches
 
-Where a layer runs again in the backward, it saves its inputs alone: these leave, and its modules change
-nothing. What others hold as well stays: weights, buffers, and what a stage has received.
+A layer that runs again in the backward saves only its inputs: these are offloaded, whatever `modules` says.
+Tensors with other users stay on the device: weights, buffers, and inputs of the stage.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from penstock.schedule.offload import host_copies, offloaded
 
 @dataclass(frozen=True)
 class Offloading(OffloadingOptions):
-    """Which activations wait in host memory: `OffloadingOptions`. Raises ConfigError."""
+    """Which activations are offloaded to host memory: `OffloadingOptions`. Raises ConfigError."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.modules, list):  # as a config has them; frozen, to be compared
+        if isinstance(self.modules, list):  # from a config; a tuple can be hashed and compared
             object.__setattr__(self, "modules", tuple(self.modules))
         if not isinstance(self.modules, tuple):  # a string is a sequence, too
             rule = "it lists names of modules within a layer"
@@ -63,14 +63,14 @@ def refusal(field: str, value: object, rule: str, remedy: str) -> ConfigError:
 
 
 def check_schedule(options: Offloading, schedule: Schedule, checkpointing: Checkpointing | None) -> None:
-    """Raise ConfigError where nothing would ever leave."""
+    """Raise ConfigError if no activation would be offloaded."""
     if not offloaded(host_copies(schedule, options.ahead)):
         raise ConfigError(
             f"activation_offloading with schedule {schedule.name!r}, {schedule.ranks} ranks and "
             f"{schedule.microbatches} microbatches",
             "between the forward and the backward of each microbatch its rank has fewer than "
-            f"{2 * options.ahead + 1} other ops: all would be back before it is gone",
-            "Leave it out, or take more ranks or microbatches, or a schedule that holds more of them",
+            f"{2 * options.ahead + 1} other ops, so activations would return before they have left",
+            "Leave it out, or take more ranks or microbatches, or a schedule with more live activations",
         )
     if checkpointing is None or checkpointing.every > 1 or not options.modules:
         return
@@ -92,7 +92,7 @@ def names_in(layers: Iterable[nn.Module]) -> set[str]:
 
 
 def check_names(options: Offloading, names: Collection[str]) -> None:
-    """Raise ConfigError for a name that is none of `names`, those of the modules of all layers."""
+    """Raise ConfigError for a name that is not in `names`, those of the modules of all layers."""
     for wanted in options.modules:
         if not any(fnmatchcase(name, wanted) for name in names):
             outer = sorted(name for name in names if "." not in name)
@@ -101,7 +101,7 @@ def check_names(options: Offloading, names: Collection[str]) -> None:
 
 
 def _offloaded(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What autograd saves during the call of a module, hooks too, may leave the device."""
+    """Tensors that autograd saves during a call of the module, with its hooks, may leave the device."""
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or not module._offload.records:
@@ -113,7 +113,7 @@ def _offloaded(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install(layers: Sequence[nn.Module], options: Offloading, offload: Offload) -> None:
-    """Let the activations of a stage's layers leave, in place. layers: in the order in which they run"""
+    """Offload the activations of a stage's layers, in place. layers: in the order in which they run"""
     for layer in layers[: options.layers]:
         for module in _chosen(layer, options):
             around(module, __call__=_offloaded)
@@ -136,6 +136,6 @@ def check_compiled(stage: nn.Module) -> None:
         if chosen:
             raise ConfigError(
                 f"activation_offloading of {chosen[0]} within {name or 'the stage'}, which is compiled",
-                "a compiler saves tensors in its own way, and no module within it is seen",
+                "a compiler saves tensors in its own way, and hides the modules inside",
                 "Compile each layer by itself, and offload whole layers",
             )

@@ -1,14 +1,14 @@
 """PEFT's adapters in a model: LoRA, and modules or rows of an embedding that are trained with it.
 
-PEFT puts wrappers in the place of modules, so that a model with an adapter named "default" holds
+PEFT replaces modules by wrappers, so that a model with an adapter named "default" has
 
     layers.0.self_attn.q_proj                           peft's lora.Linear
     layers.0.self_attn.q_proj.base_layer.weight         frozen: the base model's q_proj.weight
     layers.0.self_attn.q_proj.lora_A.default.weight     trained
 
-A stage keeps its wrappers, so its forward is PEFT's. Here is the rest: what of an adapter is refused, the
-base model inside of the wrappers (files have its names), the names in an adapter's file, and merging.
-PEFT is optional: it is imported where a model has an adapter or is to get one.
+A stage keeps its wrappers, so its forward is PEFT's. This file has the rest: refusals of adapters, the base
+model inside the wrappers (files have its names), the names in an adapter's file, and merging. PEFT is
+optional: it is imported where a model has an adapter or is to get one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 from penstock.errors import ConfigError, ModelError
 
 LoraConfig: TypeAlias = Any  # peft's
-PREFIX = "base_model.model."  # of every name in an adapter's file: where PeftModel holds the base model
-_PLACES = ("base_model_name_or_path", "revision")  # options that say where the base model lies
-_NAMED = 12  # modules that an error proposes
+PREFIX = "base_model.model."  # of every name in an adapter's file: the base model's path in PeftModel
+_PLACES = ("base_model_name_or_path", "revision")  # options that locate the base model
+_NAMED = 12  # modules that an error lists
 
 
 class Adapter(NamedTuple):
@@ -41,7 +41,7 @@ class Adapter(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The options that make it what it is, as JSON has them. Not where its base model lies."""
+        """The options of the adapter, as JSON, without those that locate its base model."""
         options: dict[str, Any] = json.loads(json.dumps(self.config.to_dict(), default=sorted))
         return {key: value for key, value in options.items() if key not in _PLACES}
 
@@ -52,12 +52,12 @@ def import_peft() -> Any:
         import peft
     except ImportError as cause:
         remedy = "Install it: pip install 'penstock[adapters]'"
-        raise ConfigError("an adapter", "PEFT makes and reads it, and is not installed", remedy) from cause
+        raise ConfigError("an adapter", "it needs PEFT, which is not installed", remedy) from cause
     return peft
 
 
 def is_wrapper(module: nn.Module | None) -> bool:
-    """Whether PEFT has put `module` in the place of another one."""
+    """Whether `module` is a wrapper of PEFT."""
     if "peft" not in sys.modules:
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -71,13 +71,13 @@ def wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if is_wrapper(module))
 
 
-# ---- A model with adapters, as it is given
+# ---- A model object with adapters
 
 
 def unwrap(model: Any) -> Any:
-    """The transformers model inside of a PeftModel; anything else as it is.
+    """The transformers model inside a PeftModel; any other object unchanged.
 
-    Raises ModelError for prompts in the place of adapters: they change what the model is called with.
+    Raises ModelError for prompts in place of adapters: they change the model's inputs.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(model, peft.PeftModel):
@@ -91,7 +91,7 @@ def unwrap(model: Any) -> Any:
 def adapter_of(model: nn.Module) -> Adapter | None:
     """The adapter that `model` trains; None for one without.
 
-    Raises ModelError for what would not be exact.
+    Raises ModelError for adapters that would not be exact.
     """
     configs: Mapping[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
@@ -103,7 +103,7 @@ def adapter_of(model: nn.Module) -> Adapter | None:
         raise _refused(f"active adapters {', '.join(active)}", "one is trained and saved at a time",
                        "Activate one: model.set_adapter(name)")  # fmt: skip
     if len(configs) > 1 and any(parameter.is_meta for parameter in model.parameters()):
-        names, rule = ", ".join(configs), "one alone gets initial values"
+        names, rule = ", ".join(configs), "only one gets initial values"
         remedy = "Keep one (model.delete_adapter(name)), or give the model with its values"
         raise _refused(f"adapters {names} on the meta device", rule, remedy)
     name = active[0] if active else next(iter(configs))
@@ -112,18 +112,18 @@ def adapter_of(model: nn.Module) -> Adapter | None:
         raise _refused(f"a {config.peft_type.value} adapter", "it is not known to be exact in stages")
     if getattr(config, "target_modules_to_tie", None):
         raise _refused(
-            "ensure_weight_tying of LoRA on tied embeddings", "both ends of the model would train one memory",
+            "ensure_weight_tying of LoRA on tied embeddings", "both ends of the model would train one tensor",
             "Train rows of the embedding (trainable_token_indices), or leave ensure_weight_tying out",
         )  # fmt: skip
     for module in modules:
         if getattr(module, "merged_adapters", None):
-            raise _refused("a merged adapter", "its weights are frozen inside of the base model's",
+            raise _refused("a merged adapter", "its weights are frozen inside the base model's",
                            "Call model.unmerge_adapter()")  # fmt: skip
         copies = getattr(module, "modules_to_save", {})
         if other := next((key for key in copies if any(map(is_wrapper, copies[key].modules()))), None):
             remedy = f"Call model.delete_adapter({other!r}), or leave that module out of the targets"
-            rule = "they would be of a copy that another adapter trains, and in no file"
-            raise _refused(f"updates inside of adapter {other}'s modules_to_save", rule, remedy)
+            rule = "they would update a copy that another adapter trains, and be in no file"
+            raise _refused(f"updates inside adapter {other}'s modules_to_save", rule, remedy)
         variant = getattr(module, "lora_variant", {}).get(name)
         if variant is not None and not type(variant).__name__.startswith("Dora"):
             raise _refused(
@@ -134,15 +134,15 @@ def adapter_of(model: nn.Module) -> Adapter | None:
 
 
 def _check_final_norm(model: nn.Module) -> None:
-    """Raise ModelError where the first prediction layer, which applies the final norm, would train a copy."""
+    """Raise ModelError if the first prediction layer, which applies the final norm, would train a copy."""
     ties: Mapping[str, str] = getattr(model, "_prediction_ties", {})
     norms = {name for pair in ties.items() if ".final_norm." in pair[0] for name in pair}
     for name, _ in wrappers(model):
         if f"{name}.weight" in norms:
             raise _refused(
                 f"modules_to_save of {name} and prediction layers (mtp)",
-                "the first prediction layer applies the final norm, and a copy of it would not be in files",
-                "Name the norms of layers alone, or leave out mtp_loss_scaling_factor",
+                "the first prediction layer applies the final norm, and a trained copy would be in no file",
+                "Name only norms of layers, or leave out mtp_loss_scaling_factor",
             )
 
 
@@ -160,25 +160,25 @@ def add_adapter(
 
     base: the folder of the base model, or its Hub name, which the adapter's files name
     revision: of a Hub name
-    Raises ConfigError for targets that match nothing, and for whatever else PEFT refuses.
+    Raises ConfigError for targets that match nothing, and for settings that PEFT refuses.
     """
     peft = import_peft()
     config = copy.deepcopy(config)
     if config.init_lora_weights not in (True, "gaussian"):
         raise ConfigError(
             f"init_lora_weights={config.init_lora_weights!r}",
-            "it is made from values of the whole model, which no rank has",
+            "it is computed from values of the whole model, which no rank has",
             "Take True or 'gaussian', or use PEFT itself: build(get_peft_model(...)), merge_and_unload()",
         )
-    config.base_model_name_or_path = None  # PEFT takes the model's name, and warns where there is another one
+    config.base_model_name_or_path = None  # PEFT sets the model's name, and warns about another
     try:
         _check_names(model, config)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # of transformers, for PEFT to heed
+            warnings.simplefilter("ignore", FutureWarning)  # from transformers, and meant for PEFT
             peft.get_peft_model(model, config, low_cpu_mem_usage=True)
     except ConfigError:
         raise
-    except Exception as cause:  # PEFT checks some of its keys, and stumbles over others
+    except Exception as cause:  # PEFT checks some keys, and fails on others in many ways
         said = " ".join(str(cause).split()).rstrip(".")
         raise ConfigError("the adapter's settings", f"PEFT refuses them: {said}", "Change them") from cause
     _widen(model)
@@ -187,7 +187,7 @@ def add_adapter(
 
 
 def _widen(model: nn.Module) -> None:
-    """Put updates of float64 weights in float64, as PEFT does, but not on the meta device."""
+    """Cast updates of float64 weights to float64, as PEFT does only off the meta device."""
     for _, module in wrappers(model):
         if hasattr(module, "lora_A") and base_weight(module).dtype == torch.float64:
             for name in module.adapter_layer_names:
@@ -224,16 +224,16 @@ def _check_names(model: PreTrainedModel, config: LoraConfig) -> None:
         raise ConfigError(
             f"{wrong[0]} in the adapter's trainable_token_indices",
             f"the model's embedding has rows 0 to {rows - 1}",
-            "Give numbers of its tokens",
+            "Give token ids",
         )
 
 
-# ---- The base model inside of the wrappers
+# ---- The base model inside the wrappers
 
 
 @contextmanager
 def without_adapters(*models: nn.Module) -> Iterator[None]:
-    """Inside of the block the models are as before PEFT wrapped their modules, by name too."""
+    """Inside the block, the models are as before PEFT wrapped their modules, with the same names."""
     parents = [module for model in models for module in model.modules()]
     replaced = [
         (parent._modules, name, child, _base_of(child))
@@ -257,9 +257,9 @@ def _base_of(module: Any) -> Any:
 
 
 def forget_tied_tokens(stage: nn.Module) -> None:
-    """Take from a tied head's rows the reference to the embedding's, which may be another stage's.
+    """Remove the reference from a tied head's trained rows to the embedding's, which may be on another stage.
 
-    PEFT needs it only to add adapters and to save.
+    PEFT needs the reference only to add adapters and to save.
     """
     for _, module in wrappers(stage):
         if getattr(module, "_tied_adapter", None):
@@ -267,7 +267,7 @@ def forget_tied_tokens(stage: nn.Module) -> None:
 
 
 def base_weight(wrapper: Any) -> Tensor:
-    """The base model's weight in a wrapper. Others may lie between them."""
+    """The base model's weight in a wrapper, perhaps inside further wrappers."""
     weight: Tensor = _base_of(wrapper)._parameters[getattr(wrapper, "parameter_name", "weight")]
     return weight
 
@@ -276,10 +276,10 @@ def base_weight(wrapper: Any) -> Tensor:
 
 
 def names_in_file(model: nn.Module, adapter: Adapter) -> dict[str, str]:
-    """The name in adapter_model.safetensors of each parameter of the whole `model` that belongs there."""
+    """For each parameter of the whole `model` that is saved in adapter_model.safetensors, its name there."""
     from peft.utils import get_peft_model_state_dict
 
-    names = {name: name for name in model.state_dict()}  # PEFT looks at names only
+    names = {name: name for name in model.state_dict()}  # PEFT reads only names
     kept = get_peft_model_state_dict(
         model, state_dict=names, adapter_name=adapter.name, save_embedding_layers=False
     )
@@ -290,7 +290,7 @@ def names_in_file(model: nn.Module, adapter: Adapter) -> dict[str, str]:
 
 
 def merge(stage: nn.Module, adapter: Adapter) -> None:
-    """Put the adapter's values into the base weights, in place; the wrappers are gone. Raises ModelError."""
+    """Add the adapter's updates to the base weights, in place, and remove the wrappers. Raises ModelError."""
     for parent in [module for module in stage.modules() if not is_wrapper(module)]:
         for key, child in parent._modules.items():
             if is_wrapper(child):
@@ -299,9 +299,9 @@ def merge(stage: nn.Module, adapter: Adapter) -> None:
 
 
 def _merged(key: str, wrapped: Any, adapter: str) -> nn.Module:
-    """What `wrapped` computes, as a plain module. A wrapper inside of another one comes first.
+    """`wrapped` as a plain module that computes the same. Inner wrappers are merged first.
 
-    Such is an update of a tied head with trained rows: PEFT's own merge leaves the rows out.
+    A tied head with an update and trained rows has two wrappers: PEFT's own merge leaves the rows out.
     """
     if is_wrapper(inner := getattr(wrapped, "base_layer", None)):
         wrapped.base_layer = _merged(key, inner, adapter)
@@ -318,16 +318,16 @@ def _merged(key: str, wrapped: Any, adapter: str) -> nn.Module:
 
 
 def merged_ties(model: nn.Module, ties: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Of the base model's tied weights those that are still one weight after `merge`.
+    """The groups of the base model's tied weights that are still one weight after `merge`.
 
-    An adapter on one of two tied modules makes them differ.
+    An adapter on one of two tied modules makes their weights differ.
     """
     values = {name: _values_after_merge(model, name) for names in ties for name in names}
     return tuple(names for names in ties if len({values[name] for name in names}) == 1)
 
 
 def _values_after_merge(model: nn.Module, name: str) -> frozenset[int]:
-    """What the weight `name` of the base model is merged of: equal for weights that merging leaves equal."""
+    """The updates merged into weight `name` of the base model: equal for weights that stay equal."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     base = _base_of(module)

@@ -1,13 +1,13 @@
-"""Models of the Hugging Face Hub: from a name such as Qwen/Qwen3-8B to the folder that the cache has of it.
+"""Models of the Hugging Face Hub: from a name such as Qwen/Qwen3-8B to its folder in the cache.
 
-    a process of a host   takes the lock | asks the Hub, fetches | writes what came of it | lets go
-    the others            wait for the lock ............................................. | read that
+    a process of a host   takes the lock | asks the Hub, fetches | writes the outcome | releases
+    the others            wait for the lock ......................................... | read the outcome
 
-The lock ends with the process that holds it, so that the next one goes on with a fetch that was killed. Ranks
-of one launch take the same commit, also those that come once the fetch is over.
+The lock ends with the process that has it, so that the next one continues a fetch that was killed. Ranks of
+one launch take the same commit, even those that start when the fetch is over.
 
-Only what a run needs is fetched: config, tokenizer, and the weights in safetensors, the single file or those
-that the index names; no second copy of them in another format.
+Only the files that a run needs are fetched: config, tokenizer, and the weights in safetensors, as a single
+file or those that the index names; no second copy of the weights in another format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from penstock.models.weights.files import INDEX, SINGLE, named_files
 from penstock.reading import parse_json
 from penstock.runtime.health.notes import began as began_of
 
-ModelPart = Literal["config", "tokenizer", "weights"]  # of a model; each has those before it, too
+ModelPart = Literal["config", "tokenizer", "weights"]  # parts of a model; each includes those before it
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -50,17 +50,17 @@ _OFFLINE = "HF_HUB_OFFLINE is set", "Unset it. "
 _FILES = {
     "config": (_CONFIG,),
     "tokenizer": (_CONFIG, *TOKENIZER, *OTHERS),
-    "weights": (_CONFIG, *TOKENIZER, *OTHERS, SINGLE, INDEX),  # the shards of an index are fetched after it
+    "weights": (_CONFIG, *TOKENIZER, *OTHERS, SINGLE, INDEX),  # an index's shards are fetched after it
 }
 
 
 def is_name(model: object) -> bool:
-    """Whether `model` is an owner and a name with a slash between them. What is here by that name wins."""
+    """Whether `model` has the form owner/name. A local path of that name takes precedence."""
     return isinstance(model, str) and bool(_NAME.fullmatch(model)) and not Path(model).exists()
 
 
 def folder_of(model: str, revision: str | None, *, trusted: bool = False) -> tuple[Path, str | None]:
-    """The folder of a path or of a Hub name, which is fetched, and the commit of the latter.
+    """The folder for a path, or for a Hub name, which is fetched, with its commit.
 
     Raises HubError, also for a revision of a path.
     """
@@ -83,13 +83,13 @@ def not_on_the_hub(value: str, model: object) -> HubError:
 def fetch(
     name: str, revision: str | None = None, part: ModelPart = "weights", *, trusted: bool = False
 ) -> Path:
-    """The cache's folder with the files of a model, fetched unless they are there. It is named by its commit.
+    """The cache's folder with the files of a model, fetched unless they are cached. Its name is the commit.
 
-    One process of a host fetches, the others wait for it and raise its error.
+    One process of a host fetches; the others wait for it, and raise its error.
 
     Args:
         revision: a branch, a tag or a commit; None takes the main branch
-        trusted: whether its Python code belongs to it
+        trusted: whether to fetch its Python code too
 
     Raises HubError.
     """
@@ -107,7 +107,7 @@ def fetch(
             outcome |= {"error": [error.value, error.rule, error.remedy], "at": time.time()}
             raise
         finally:
-            with suppress(OSError):  # the others then see for themselves
+            with suppress(OSError):  # then the others fetch by themselves
                 file.seek(0)
                 file.truncate()
                 file.write(json.dumps(outcome))
@@ -120,9 +120,9 @@ def fetch(
 
 @contextmanager
 def _lock(key: str, name: str) -> Iterator[TextIO]:
-    """The file that is locked; of no name in a cache where nothing can be written, and so nothing fetched.
+    """The locked file; a nameless one in a read-only cache, into which nothing can be fetched.
 
-    The first process of a host says that it waits for another's fetch of `name`.
+    The first process that waits logs that another one fetches `name`.
     """
     file = Path(constants.HF_HUB_CACHE) / ".locks" / f"penstock-{key}.json"
     try:
@@ -132,30 +132,30 @@ def _lock(key: str, name: str) -> Iterator[TextIO]:
         yield StringIO()
         return
     with opened:
-        with suppress(OSError):  # on a file system without locks each process asks for itself
+        with suppress(OSError):  # without locks in the file system, every process fetches
             try:
                 fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     _say(f"waiting for another process of this host, which fetches {name}")
                 fcntl.flock(opened, fcntl.LOCK_EX)
-        yield opened  # the file stays: removed, it would be another one to who waits and to who comes
+        yield opened  # not removed: later processes would lock a different file
 
 
 def _launch() -> str | None:
-    """What the ranks of this host share, and those of another launch do not; None without ranks."""
+    """A key that the ranks of this launch on this host share; None without ranks."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     parent = os.getppid()
-    # and when it began: in a container the next launch has the same number, address and port
+    # with the launcher's start time: in a container the next launch has the same pid, address and port
     return " ".join([str(parent), str(began_of(parent)), *(os.environ.get(name, "") for name in names)])
 
 
 def _outcome_of_another(file: TextIO, name: str, began: float) -> Path | None:
-    """What came of the fetch of another rank of this launch; None where there was none, or it was killed.
+    """The outcome of the fetch by another rank of this launch; None without one, or if it was killed.
 
-    began: when this process came. An older error is not its own: the Hub may answer by now.
+    began: when this process started. An older error does not count, as the Hub may answer now.
     """
     launch = _launch()
     file.seek(0)
@@ -194,7 +194,7 @@ def _say(what: str) -> None:
 
 
 def _raise_missing(name: str, folder: Path, file: str, weights: list[str]) -> None:
-    """Raise the error for what the commit lacks, or the cache, where it is all there is."""
+    """Raise the error for a file that the commit lacks, or, offline, that the cache lacks."""
     value = f"{name} at commit {folder.name}"
     if constants.HF_HUB_OFFLINE:
         raise _not_cached(name, value, *_OFFLINE)
@@ -211,24 +211,24 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=patterns, tqdm_class=_BarOnTerminals)
         )
-    except Exception as cause:  # of a dozen kinds: the Hub's, of its cache, of the network, of a disk
+    except Exception as cause:  # of many types: from the Hub, its cache, the network, a disk
         raise _refusal(name, revision, cause) from cause
 
 
 class _BarOnTerminals(tqdm):
-    """huggingface_hub's progress bar, where somebody sees it."""
+    """huggingface_hub's progress bar, on terminals only."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"disable": None, **options})  # type: ignore[no-untyped-call]
 
 
 def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
-    """The error for what huggingface_hub raises."""
+    """The error for an exception of huggingface_hub."""
     value = name if revision is None else f"{name} at revision {revision}"
     hub = constants.ENDPOINT
     log_in = "log in: hf auth login, or set HF_TOKEN"
     uncached = isinstance(cause, LocalEntryNotFoundError)
-    if uncached and isinstance(cause.__cause__, Exception):  # what it has tried the cache for
+    if uncached and isinstance(cause.__cause__, Exception):  # the reason why it tried the cache
         cause = cause.__cause__
     status = getattr(getattr(cause, "response", None), "status_code", None)
     if isinstance(cause, GatedRepoError) or status == 403:
@@ -253,7 +253,7 @@ def _refusal(name: str, revision: str | None, cause: Exception) -> HubError:
 
 
 def _not_cached(name: str, value: str, why: str, first: str = "") -> HubError:
-    """The error where the cache is all there is. why: it is; first: what to do before all else"""
+    """The error where only the cache can be used. why: the reason; first: the first part of the remedy"""
     rule = f"{why}, and the cache {constants.HF_HUB_CACHE} has not all of its files"
     remedy = f"{first}Fetch it where there is a network (hf download {name}), or give a local folder"
     return HubError(value, rule, remedy)

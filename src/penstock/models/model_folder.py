@@ -1,7 +1,7 @@
-"""A model's local folder: its config, and what else transformers reads there. Nothing in it is trusted.
+"""A model's local folder: its config, and the other files that transformers reads. Nothing in it is trusted.
 
-transformers would wait for a pipe without end, build a model of a million layers, and ask on stdin whether to
-run the folder's Python code. So the folder is looked at first, and code runs only where the user said so.
+transformers would read a named pipe forever, build a model of a million layers, and ask on stdin whether to
+run the folder's Python code. So the folder is checked first, and its code runs only if the user allows it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ TOKENIZER = (
 OTHERS = ("generation_config.json", "*processor*.json")
 _CONFIG = "config.json"
 _ADAPTER = "adapter_config.json"
-_CODE = "*.py"  # where it is trusted, it belongs to the model too
+_CODE = "*.py"  # belongs to the model if it is trusted
 
 _LARGEST = 64 * MIB  # of a tokenizer's file: those of 260,000 tokens have 33
-_UNPARSED = MIB  # JSON from this size on is a vocabulary, which takes transformers long enough to read once
+_UNPARSED = MIB  # larger JSON is a vocabulary, which is not parsed twice because that takes long
 _MOST_LAYERS = 10_000  # the deepest models have some 1,000
 
-# numbers of a config: a pattern of their keys, the smallest and the largest of any model, and the rule
+# limits of a config's numbers: a pattern of keys, the least and the greatest value of any model, and the rule
 _BOUNDS = (
     (r"(.*_)?(n_layer|layers|depth)", -inf, _MOST_LAYERS, f"a model has at most {_MOST_LAYERS:,} layers"),
     (r"num_hidden_layers|n_layers?|num_layers|decoder_layers", 1, inf, "a model has one layer or more"),
@@ -62,9 +62,9 @@ def _below(folder: Path) -> dict[str, Path]:
 
 
 def check_folder(folder: Path, kind: type[InputError] = ModelError) -> None:
-    """Raise an error of `kind` for a file that transformers would read and should not.
+    """Raise an error of `kind` for a file that transformers would read but should not.
 
-    That is what is no regular file, what is too large, and JSON that cannot be parsed or nests too deep.
+    These are files that are not regular, that are too large, or whose JSON is invalid or nested too deeply.
     """
     for name, file in _below(folder).items():
         known = any(fnmatch(name, pattern) for pattern in (_CONFIG, *TOKENIZER, *OTHERS))
@@ -102,7 +102,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
     if (folder / _ADAPTER).is_file():
         raise ModelError(
             f"model folder {folder}",
-            f"it holds an adapter, too: transformers reads that, and the base model that {_ADAPTER} names",
+            f"it also has an adapter: transformers reads that, and the base model that {_ADAPTER} names",
             "Move the adapter's files to a folder of their own",
         )
     check_numbers(read_json(folder / _CONFIG), f"{folder / _CONFIG}: ")
@@ -117,7 +117,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
             str(folder / _CONFIG), f"transformers cannot read it: {cause}", "Fix or replace the file"
         ) from cause
     if (file := getattr(config, "transformers_weights", None)) is not None:
-        rule = "transformers reads the weights from that file, and penstock reads model.safetensors"
+        rule = "transformers reads the weights from that file, but penstock reads model.safetensors"
         remedy = "Rename the file, or save the model anew with transformers"
         raise ModelError(f"{folder / _CONFIG}: transformers_weights={file!r}", rule, remedy)
     return config
@@ -126,7 +126,7 @@ def config_of(folder: Path, trusted: bool = False) -> PretrainedConfig:
 def config_from(kind: type[PretrainedConfig], text: str) -> PretrainedConfig:
     """A config of this class from the text of its config.json, by transformers' own reader.
 
-    It writes what JSON lacks, such as infinity, in a way of its own. Raises what the class says to the text.
+    The reader has its own form for values that JSON lacks, such as infinity. Raises the errors of the class.
     """
     with TemporaryDirectory() as folder:
         file = Path(folder) / _CONFIG
@@ -137,7 +137,7 @@ def config_from(kind: type[PretrainedConfig], text: str) -> PretrainedConfig:
 def check_numbers(keys: object, prefix: str, kind: type[InputError] = ModelError) -> None:
     """Raise an error of `kind` for a number in a config's keys that no model has.
 
-    prefix: what its error has in front of the key
+    prefix: goes before the key in the error
     """
     for key, value in keys.items() if isinstance(keys, Mapping) else ():
         for pattern, smallest, largest, rule in _BOUNDS if type(value) in (int, float) else ():
@@ -150,12 +150,12 @@ def check_numbers(keys: object, prefix: str, kind: type[InputError] = ModelError
 
 
 def is_refused_code(cause: BaseException) -> bool:
-    """Whether transformers would have to run a folder's Python code, which it was not allowed to."""
+    """Whether `cause` says that transformers would have to run a folder's code, which is not allowed."""
     return isinstance(cause, ValueError) and "trust_remote_code" in str(cause)
 
 
 def names_code(folder: Path, kind: str) -> bool:
-    """Whether the folder names Python code of its own for this kind of thing, such as AutoTokenizer."""
+    """Whether the folder names its own Python code for an auto class, such as AutoTokenizer."""
     for name in (_CONFIG, "tokenizer_config.json"):
         if (folder / name).is_file():
             classes = read_json(folder / name).get("auto_map")
@@ -165,7 +165,7 @@ def names_code(folder: Path, kind: str) -> bool:
 
 
 def code_refused(value: str, kind: type[InputError] = ModelError) -> InputError:
-    """The error for a folder whose code is not trusted. value: what names the folder"""
+    """The error for a folder whose code is not trusted. value: names the folder"""
     return kind(
         value,
         "transformers cannot make it by itself, and Python code of a folder (auto_map) runs if it is trusted",

@@ -1,4 +1,4 @@
-"""Stages by the names of their modules: which modules a model has to place, and whether names fit it.
+"""Stages by the names of their modules: the modules of a model to assign, and checks of their names.
 
 names  = ModuleNames(("embed",), ("layers.0", "layers.1"), ("norm", "head"))
 stages = names.per_stage([range(1), range(1, 2)])     # [("embed", "layers.0"), ("layers.1", "norm", "head")]
@@ -17,7 +17,7 @@ from penstock.errors import ModelError, PartitionError
 from penstock.models.split.balanced_split import ranges
 from penstock.models.tracing.chain import Chain, prefixes
 
-Names = Sequence[Sequence[str]]  # for each stage, the modules that it holds
+Names = Sequence[Sequence[str]]  # for each stage, its modules
 
 
 class ModuleNames(NamedTuple):
@@ -44,17 +44,17 @@ class ModuleNames(NamedTuple):
 
 
 def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[str, bool]) -> list[range]:
-    """The layers of each stage, from the names of all modules that each holds.
+    """The layers of each stage, from the names of all its modules.
 
     Args:
         named: for each stage the names, such as model.embed_tokens, model.layers.0, lm_head. Every module
-            with parameters is there once, a later layer on no earlier stage.
-        stages: how many the schedule has.
-        modules: those of the model that have to be placed.
-        known: every module of the model, and whether it has parameters. Modules without (rotary tables) are
-            on every stage: they may be named anywhere, or nowhere.
+            with parameters occurs once, and layers are in order.
+        stages: number of stages of the schedule.
+        modules: the modules of the model that must be assigned.
+        known: every module of the model, and whether it has parameters. Modules without parameters (rotary
+            tables) are on every stage: they may be named anywhere, or nowhere.
 
-    Raises PartitionError with the name at fault.
+    Raises PartitionError with the wrong name.
     """
     if len(named) != stages:
         value = f"modules_per_stage with {len(named)} stages"
@@ -70,8 +70,8 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
     if missing := [name for name in order if name not in where]:
         raise _without("modules_per_stage", missing, "each module with parameters is on one stage")
     for at_the_end, stage, rule in (
-        (before, 0, "it runs before the layers, so the first stage holds it"),
-        (after, stages - 1, "it runs after the layers, so the last stage holds it"),
+        (before, 0, "it runs before the layers, so it is on the first stage"),
+        (after, stages - 1, "it runs after the layers, so it is on the last stage"),
     ):
         for name in at_the_end:
             if where[name] != stage:
@@ -84,10 +84,10 @@ def named_split(named: Names, stages: int, modules: ModuleNames, known: Mapping[
 
 
 def check_names(model: nn.Module, named: Names, on_every_stage: Sequence[str] = ()) -> None:
-    """Check that `named` places every parameter of `model` on one stage, but for those on every stage.
+    """Check that `named` assigns every parameter of `model` to one stage, except those on every stage.
 
     named: for each stage the names of modules or parameters
-    Raises PartitionError, and ModelError for a weight that two stages would hold.
+    Raises PartitionError, and ModelError for a weight that two stages would have.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     known = [*dict(model.named_modules(remove_duplicate=False)), *parameters]
@@ -113,7 +113,7 @@ def check_names(model: nn.Module, named: Names, on_every_stage: Sequence[str] = 
         if stage != where[holder]:
             raise ModelError(
                 f"{first} of stage {stage} and {name} of stage {where[holder]}",
-                "they are one weight, and its copies would be trained apart",
+                "they are one weight, and its copies would be trained separately",
                 "Put both on one stage, or untie them",
             )
     if missing:
@@ -138,19 +138,19 @@ def _stage_of_each(named: Names, known: Collection[str], option: str) -> dict[st
 
 
 def _check_other(value: str, name: str, modules: ModuleNames, known: Mapping[str, bool]) -> None:
-    """Refuse every module that is not one of `modules`, but for those that are on every stage."""
+    """Refuse a module that is not one of `modules`, except those that are on every stage."""
     order = [*modules.before, *modules.layers, *modules.after]
     if name not in known:
         layers = modules.layers[-1].rpartition(".")[0] if modules.layers else ""
         if is_inside(name, layers) and name.rpartition(".")[2].isdigit():
-            raise PartitionError(value, f"the model's last layer is {modules.layers[-1]}", "Take it away")
+            raise PartitionError(value, f"the model's last layer is {modules.layers[-1]}", "Remove it")
         raise _unknown(value, name, [*order, *known])
     around = next((other for other in order if is_inside(name, other)), None)
     if around is not None:
         raise PartitionError(value, f"it is a part of {around}, which stays together", f"Name {around}")
     if known[name]:
         inside = next((other for other in order if is_inside(other, name)), "modules in it")
-        raise PartitionError(value, "it holds modules of several stages", f"Name each, such as {inside}")
+        raise PartitionError(value, "it has modules of several stages", f"Name each, such as {inside}")
 
 
 def _unknown(value: str, name: str, known: Collection[str]) -> PartitionError:
@@ -170,7 +170,7 @@ def _without(option: str, missing: Sequence[str], rule: str) -> PartitionError:
 
 
 def is_inside(name: str, other: str) -> bool:
-    """Whether the module `name` is within the module `other`."""
+    """Whether the module `name` is inside the module `other`."""
     return name.startswith(f"{other}.")
 
 
@@ -178,9 +178,9 @@ def is_inside(name: str, other: str) -> bool:
 
 
 def names_in_order(model: nn.Module, layers: str | None) -> ModuleNames:
-    """The modules in the order of assignment, which is taken for the order in which they run.
+    """The modules in the order of assignment, which is assumed to be the order in which they run.
 
-    layers: the name of the list of the layers; None where there is but one
+    layers: the name of the list of the layers; None if there is only one list
     Raises ModelError.
     """
     name = _only_list(model) if layers is None else layers
@@ -199,21 +199,21 @@ def _only_list(model: nn.Module) -> str:
     def named(kinds: Any) -> set[str]:
         return {name for name, module in model.named_modules() if isinstance(module, kinds)}
 
-    # a dict may hold layers, and as well the modules around a list of layers
+    # a dict may contain layers, or the modules around a list of layers
     candidates = named(nn.ModuleList | nn.Sequential) or named(nn.ModuleDict)
     outermost = [name for name in candidates if candidates.isdisjoint({"", *prefixes(name)} - {name})]
     if len(outermost) != 1:
         listed = ", ".join(map(repr, sorted(outermost)[:5])) or "none"
         raise ModelError(
             f"a {type(model).__name__} with the module lists {listed}",
-            "its layers are those of one list",
-            'Name that one, e.g. layers="blocks"',
+            "its layers are in one list",
+            'Name that list, e.g. layers="blocks"',
         )
     return outermost[0]
 
 
 def _has_place(module: nn.Module) -> bool:
-    """Whether a module is on one stage. Tables, which every stage may read, and empty lists do not."""
+    """Whether a module is on one stage. Tables, which every stage may read, and empty lists are not."""
     if next(module.parameters(), None) is not None:
         return True
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
@@ -223,7 +223,7 @@ def _has_place(module: nn.Module) -> bool:
 def _around(model: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The modules before and after the list of layers, from the outermost module inwards and back.
 
-    Modules without parameters, such as activations, count too: otherwise every stage would call them.
+    Modules without parameters, such as activations, are included: otherwise every stage would call them.
     """
     before: list[str] = []
     after: list[str] = []

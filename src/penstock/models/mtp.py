@@ -1,16 +1,16 @@
 """Multi-token prediction (MTP): layers that predict tokens after the next (DeepSeek-V3, arXiv 2412.19437).
 
-    tokens      t0 t1 t2 t3 ...        hidden states of the layer before: h
+    tokens      t0 t1 t2 t3 ...        hidden states of the previous layer: h
     layer N     h'[i] = layer(eh_proj(enorm(embedding(t[i+1])), hnorm(h[i])))     predicts t[i+2]
     layer N+1   the same with t[i+2] and h'                                       predicts t[i+3]
 
-transformers trains no such layers: its `MtpModel` drafts tokens for `generate`. `with_mtp` gives a model its
-layers, by the same equations, under the names of the model's checkpoints (model.layers.61.enorm). They stand
-behind the decoder layers, in the same list, so a pipeline cuts the model between any two of them:
+transformers trains no such layers: its `MtpModel` drafts tokens for `generate`. `with_mtp` adds the layers to
+a model, by the same equations, under the names of the model's checkpoints (model.layers.61.enorm). They
+follow the decoder layers in the same list, so a pipeline can cut the model between any two of them:
 
     layers 0 .. N-1    (rows, sequence, width)
-    layer N            the final norm; its result, and below it what the layer predicts      2 * rows
-    layer N+1          what it received, and below it what the layer predicts                3 * rows
+    layer N            the final norm; its result, and below it the layer's prediction       2 * rows
+    layer N+1          its input, and below it the layer's prediction                        3 * rows
     head               logits of all
 
 Embedding and head are the model's own; the copies of the embedding in these layers are tied weights. Where a
@@ -36,15 +36,15 @@ from penstock.batch.loss import IGNORED, ahead, prediction_labels
 from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.runtime.around import around
 
-FACTOR = 0.1  # of the prediction layers' loss where the config has no mtp_loss_scaling_factor; Megatron's
+FACTOR = 0.1  # the default of mtp_loss_scaling_factor, as in Megatron
 _LISTS = ("layer_types", "mlp_layer_types")  # of a config, with an entry for each layer
 
 
 @dataclass
 class MTPOutput(ModelOutput):  # type: ignore[misc]
-    """What the model returns; logits are (rows, sequence, vocabulary).
+    """The model's output; logits are (rows, sequence, vocabulary).
 
-    mtp_logits: of each prediction layer; at [:, i] those of the first one are for token i + 2
+    mtp_logits: of each prediction layer; [:, i] of the first layer predicts token i + 2
     loss: the next-token loss plus the mean of the prediction layers' losses, times mtp_loss_scaling_factor
     """
 
@@ -65,19 +65,19 @@ class PredictionModel(PreTrainedModel):  # type: ignore[misc]
 
     @property
     def mtp_loss_scaling_factor(self) -> float:
-        """What the mean of the prediction layers' losses is multiplied by."""
+        """The factor for the mean of the prediction layers' losses."""
         factor = getattr(self.config, "mtp_loss_scaling_factor", None)
         return FACTOR if factor is None else float(factor)
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        # transformers returns none where the config ties no embeddings
+        # transformers returns no ties if the config ties no embeddings
         tied: dict[str, str] = super().get_expanded_tied_weights_keys(all_submodels)
         own: dict[str, str] = self.__dict__.get("_prediction_ties", {})
         return tied | own
 
     def set_experts_implementation(self, experts_implementation: str | dict[str, Any]) -> None:
         super().set_experts_implementation(experts_implementation)
-        chosen = self.config._experts_implementation  # transformers leaves out configs of the same class
+        chosen = self.config._experts_implementation  # transformers skips configs of the same class
         self.get_decoder().config._experts_implementation_internal = chosen
 
 
@@ -87,13 +87,13 @@ _made: dict[type[PreTrainedModel], type[PreTrainedModel]] = {}
 def with_mtp(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The model class `kind`, such as DeepseekV3ForCausalLM, with its prediction layers.
 
-    Its config says how many there are (num_nextn_predict_layers), and in mtp_loss_scaling_factor what their
-    loss counts for, 0.1 where it does not. It is built, loaded and saved like `kind`:
+    Its config sets their number (num_nextn_predict_layers) and the factor of their loss
+    (mtp_loss_scaling_factor, 0.1 by default). It is built, loaded and saved like `kind`:
 
         model = with_mtp(DeepseekV3ForCausalLM).from_pretrained(folder)
         model(input_ids=ids, labels=ids).loss
 
-    A model of it raises ModelError where transformers has no such layers for `kind`, or others than these.
+    Its constructor raises ModelError if transformers has no such layers for `kind`, or different ones.
     """
     if issubclass(kind, PredictionModel):
         return kind
@@ -114,18 +114,18 @@ def _make(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "forward": _forward(kind),
-        "_keys_to_ignore_on_load_unexpected": ignored,  # the head's copy in the model's checkpoints
+        "_keys_to_ignore_on_load_unexpected": ignored,  # checkpoints also have a copy of the head
     }
     return type(kind.__name__, (PredictionModel, kind), made)
 
 
 def prediction_layers(model: nn.Module) -> int:
-    """How many of the layers of `model`, its last ones, are prediction layers."""
+    """The number of prediction layers, which are the last layers of `model`."""
     return model.prediction_layers if isinstance(model, PredictionModel) else 0
 
 
 def check_factor(factor: float | None) -> None:
-    """Raise ConfigError for a loss that cannot be weighted so."""
+    """Raise ConfigError for a factor that no loss can have."""
     if factor is not None and not 0 <= factor < float("inf"):
         rule = "the loss of the prediction layers is multiplied by it"
         raise ConfigError(f"mtp_loss_scaling_factor={factor}", rule, "Give 0 or more, such as 0.1")
@@ -146,7 +146,7 @@ def _forward(kind: type[PreTrainedModel]) -> Callable[..., Any]:
         if input_ids is None:
             raise BatchError(
                 f"a batch without input_ids for {kind.__name__} with prediction layers",
-                "these embed the tokens that follow",
+                "these layers embed the following tokens",
                 "Give input_ids, or build the model without mtp_loss_scaling_factor",
             )
         result = kind.forward(self, **inputs, use_cache=False, mtp_tokens=input_ids, return_dict=True)
@@ -189,7 +189,7 @@ def _loss(model: PredictionModel, output: MTPOutput, shifted: Tensor, inputs: di
 
 
 def _predicting(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a prediction layer, made of a decoder layer's; see the head of this file."""
+    """The forward of a prediction layer, around that of a decoder layer; see the top of this file."""
 
     def forward(
         layer: Any, hidden_states: Tensor, *args: Any, mtp_tokens: Tensor | None = None, **options: Any
@@ -208,12 +208,12 @@ def _predicting(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _passes_on(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The final norm of a model whose first prediction layer applies it; it keeps the weight's name."""
+    """Replaces the final norm, which the first prediction layer applies; keeps the weight's name."""
     return lambda norm, hidden_states: hidden_states
 
 
 def _add_layers(model: Any) -> None:
-    """Put the prediction layers behind the decoder layers of `model`, which is new."""
+    """Append the prediction layers to the decoder layers of `model`, which is new."""
     base, config = model.get_decoder(), model.config
     extended = _config_of_layers(model)
     count, first = extended.num_hidden_layers, len(base.layers)
@@ -227,7 +227,7 @@ def _add_layers(model: Any) -> None:
     for key in _LISTS:
         if getattr(extended, key, None) is not None:
             setattr(extended, key, [*getattr(config, key), *getattr(extended, key)])
-    extended.num_hidden_layers = first + count  # the model's own loop then runs them all
+    extended.num_hidden_layers = first + count  # so that the model's own loop runs all layers
     base.config = extended
     around(base.norm, forward=_passes_on)
     model.prediction_layers, model._prediction_ties = count, ties
@@ -235,9 +235,9 @@ def _add_layers(model: Any) -> None:
 
 
 def _layer(base: Any, config: PretrainedConfig, depth: int, first: int) -> nn.Module:
-    """The layer of this depth, which embeds the token that stands `depth` places on.
+    """The layer of this depth, which embeds the token `depth` positions later.
 
-    depth: from 1; first: the number of the first such layer in the whole model
+    depth: from 1; first: the index of the first such layer in the whole model
     """
     layer: Any = type(base.layers[first - 1])(config, depth - 1)
     for part in layer.modules():
@@ -256,14 +256,14 @@ def _layer(base: Any, config: PretrainedConfig, depth: int, first: int) -> nn.Mo
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Another module with the same weights."""
+    """A second module with the same weights."""
     twin = copy.copy(module)
     twin._parameters = dict(module._parameters)
     return twin
 
 
 def _config_of_layers(model: Any) -> Any:
-    """The config that the prediction layers are made of. Raises ModelError."""
+    """The config from which the prediction layers are made. Raises ModelError."""
     kind, config = type(model).__name__, model.config
     value = f"prediction layers (mtp) of {kind}"
     remedy = "Leave out mtp_loss_scaling_factor, and m in a layout"
@@ -276,10 +276,10 @@ def _config_of_layers(model: Any) -> Any:
     base = model.get_decoder()
     named = [p for p in model._keys_to_ignore_on_load_unexpected or () if "layers" in p]
     if not named or type(base.embed_tokens) is not nn.Embedding or hasattr(config, "chain_hidden_post_norm"):
-        rule = "its checkpoints name and join them in another way than DeepSeek-V3's"
+        rule = "its checkpoints have other names and structures for them than DeepSeek-V3's"
         raise ModelError(value, rule, remedy)
     try:
         return config.get_mtp_config()
     except ValueError as cause:
-        rule = f"transformers makes none of its config: {cause}"
+        rule = f"transformers makes none from its config: {cause}"
         raise ModelError(value, rule, f"Add that key to the config. {remedy}") from cause

@@ -1,8 +1,8 @@
 """The matrices under an adapter in 4 bits: NF4, of QLoRA (arXiv 2305.14314), by torchao.
 
-A stage reads its weights in the model's dtype, and then puts each matrix that has an update in 4 bits: 64
-entries share a scale, and 256 scales are in 8 bits. A product takes the matrix back to its input's dtype,
-forwards and backwards. What the adapter does not touch stays as it is.
+A stage reads its weights in the model's dtype, and then quantises each matrix with an update to 4 bits: 64
+entries share a scale, and groups of 256 scales are quantised to 8 bits. A product dequantises the matrix to
+its input's dtype, in forward and backward. Matrices without an update are not changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _BLOCK, _SCALES = 64, 256  # entries that share a scale, scales that are quantis
 
 
 def check_quantized(model: nn.Module, adapter: Adapter | None, quantize: str) -> None:
-    """Raise ConfigError or ModelError where `quantize_base` would."""
+    """Raise the ConfigError or ModelError of `quantize_base`."""
     if quantize != "nf4":
         raise ConfigError(f"quantize={quantize!r}", "weights under an adapter are in 'nf4'", "Take 'nf4'")
     if adapter is None:
         rule = "it is for frozen weights under an adapter, and here all weights are trained"
         raise ConfigError("quantize='nf4' without an adapter", rule, "Give an adapter, or leave it out")
     if adapter.config.use_dora:
-        rule = "DoRA takes norms of the weights, which NF4 does not have"
+        rule = "DoRA needs norms of the weights, which NF4 lacks"
         raise ConfigError("quantize='nf4' with DoRA", rule, "Take LoRA or rsLoRA")
     _nf4()
     for name, base in _bases(model):
@@ -40,7 +40,7 @@ def check_quantized(model: nn.Module, adapter: Adapter | None, quantize: str) ->
 
 
 def quantize_base(model: nn.Module) -> None:
-    """Put the frozen matrices under the adapter in 4 bits, one after the other, in place."""
+    """Quantise the frozen matrices under the adapter to 4 bits, one after the other, in place."""
     nf4 = _nf4()
     for _, base in _bases(model):
         values = nf4.from_tensor(base.weight.detach(), _BLOCK, _SCALES)
@@ -59,5 +59,5 @@ def _nf4() -> Any:
         from torchao.quantization import NF4Tensor
     except ImportError as cause:
         remedy = "Install it: pip install 'penstock[low-bits]'"
-        raise ConfigError("quantize='nf4'", "torchao makes it, and is not installed", remedy) from cause
+        raise ConfigError("quantize='nf4'", "it needs torchao, which is not installed", remedy) from cause
     return NF4Tensor

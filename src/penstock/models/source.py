@@ -54,13 +54,13 @@ class Source:
     """The model that a pipeline is built from.
 
     model: the whole model, on the meta device unless the caller passed one with values
-    files: with its weights; none where they are in `model`, or are to be initialised
+    files: with its weights; empty if they are in `model`, or are to be initialised
     other_files: further files of its folder that belong to the model, by their names there
-    written: its folder, if penstock wrote it: a manifest says what is in each file
-    adapter: what of `model` PEFT added, and which is not in `files`; None for a model without adapters
-    quantize: what the matrices under the adapter are put in, once they have their values
-    commit: of the Hub name that was given; None for anything else
-    new: names of the model's tensors that no file gives, and that get initial values as the user asked
+    written: its folder, if penstock wrote it, with a manifest of its files
+    adapter: the adapter that PEFT added to `model`, which is not in `files`; None without one
+    quantize: the format of the matrices under the adapter, once they have their values
+    commit: of a Hub name; None for any other source
+    new: names of the model's tensors that no file has, and that get initial values by the user's option
     """
 
     model: PreTrainedModel
@@ -79,10 +79,10 @@ class Source:
         device: torch.device | None = None,
         reads: weights.Reads | None = None,
     ) -> None:
-        """Give values to `model`, the whole one or a stage's, on meta; or to a `write_through` twin.
+        """Give values to `model`, whole or a stage's, on meta; or to a `write_through` twin.
 
-        seed: of what has no values; device: where weights from files go, None leaves them in host memory
-        reads: who reads the files, where several processes fill the same stage; None for this one
+        seed: of initial values; device: for weights from files, None leaves them in host memory
+        reads: shares reads between processes that fill the same stage; None: this process reads all
         Raises CheckpointError, ModelError.
         """
         if not is_empty(self.model):
@@ -99,9 +99,9 @@ class Source:
 
     @contextmanager
     def _base_of(self, model: PreTrainedModel) -> Iterator[weights.Ties]:
-        """Inside of the block `model` is as before PEFT wrapped its modules. Gives the base model's ties.
+        """Inside the block, `model` is as before PEFT wrapped its modules. Yields the base model's ties.
 
-        Then an adapter's base model is frozen again: transformers unfreezes what it reads.
+        Afterwards an adapter's base model is frozen again: transformers unfreezes the weights that it reads.
         """
         named = functools.partial(model.named_parameters, remove_duplicate=False)
         trained = {} if self.adapter is None else {name: p.requires_grad for name, p in named()}
@@ -111,14 +111,14 @@ class Source:
             parameter.requires_grad_(trained[name])
 
     def check(self, model: PreTrainedModel) -> None:
-        """Raise the errors of `fill` for what the files hold, from their headers; `model` gets no values."""
+        """Raise the errors of `fill` about the files, from their headers; `model` gets no values."""
         with self._base_of(model) as ties:
             weights.check(model, self.files, ties, new=self.new)
 
     def checked(self, new: Sequence[str]) -> Source:
-        """The same once the files' headers fit the whole model, with what `new` leaves to initial values.
+        """Check the files' headers against the whole model; return this source with the tensors of `new`.
 
-        new: patterns of names. Raises CheckpointError; ConfigError for one that is not needed.
+        new: patterns of names. Raises CheckpointError; ConfigError for one that matches no missing tensor.
         """
         if self.quantize is not None:
             check_quantized(self.model, self.adapter, self.quantize)
@@ -129,10 +129,10 @@ class Source:
                 allowed = weights.check(whole, self.files, ties, whole=whole.state_dict().keys(), new=new)
         for pattern in new:
             if not any(fnmatchcase(name, pattern) for name in allowed):
-                rule = "it is for weights that the model's files lack, and they lack none of that name"
+                rule = "it is for weights that the model's files lack, and no such weight is missing"
                 raise ConfigError(f"new_weights={pattern!r}", rule, "Leave it out, or fix the name")
         if allowed and self.adapter is not None:
-            rule = "files of an adapter would not hold them"
+            rule = "files of an adapter would not have them"
             remedy = "Save the model with its new weights first, and train the adapter on that"
             raise ConfigError(f"new_weights={', '.join(new)} under an adapter", rule, remedy)
         if allowed:
@@ -141,9 +141,9 @@ class Source:
         return replace(self, new=tuple(allowed))
 
     def base_fingerprint(self, seed: int) -> Callable[[], str]:
-        """What makes a digest of an adapter's base model. Of files it reads a few KB of each weight.
+        """A function that computes a digest of an adapter's base model. It reads a few KB of each weight.
 
-        It does not keep the model.
+        It does not keep the model alive.
         """
         if self.files:
             return functools.cache(functools.partial(fingerprint_of_files, self.files))
@@ -156,7 +156,7 @@ class Source:
 
     @contextmanager
     def with_room(self) -> Iterator[None]:
-        """Raise ModelError where the block, which makes the model's tensors, runs out of memory."""
+        """Raise ModelError if the block, which makes the model's tensors, runs out of memory."""
         try:
             yield
         except (MemoryError, RuntimeError) as cause:
@@ -170,7 +170,7 @@ class Source:
             ) from cause
 
     def read_other_files(self) -> dict[str, bytes]:
-        """Read them now: the folder may be gone when the model is saved. Raises CheckpointError."""
+        """Read the other files now, as the folder may be gone at a save. Raises CheckpointError."""
         try:
             return {name: file.read_bytes() for name, file in self.other_files.items()}
         except OSError as cause:
@@ -193,19 +193,19 @@ def open_source(
     trusted: bool = False,
     new_weights: Sequence[str] = (),
 ) -> Source:
-    """Find the model without reading any weight, but for the headers of its files: these have to fit.
+    """Open the model without reading weights. The headers of its files are read, and must fit.
 
-    Of a folder that penstock wrote it checks the lengths.
+    In a folder that penstock wrote, the lengths of files are checked.
 
     model: a transformers model, which already has this dtype and attention, or a PeftModel of one; a config,
         a local folder, or a Hub name, whose files are fetched
-    dtype, attention: None takes the config's; of a config without a dtype, that of the files
-    adapter: of a new adapter; not for an object
-    quantize: of the matrices under an adapter
+    dtype, attention: None takes the config's; for a config without a dtype, that of the files
+    adapter: config of a new adapter; not for an object
+    quantize: format of the matrices under an adapter
     revision: of a Hub name
-    mtp_factor: what the loss of the prediction layers counts for; None leaves them out. Not for an object
+    mtp_factor: factor of the prediction layers' loss; None leaves these layers out. Not for an object
     trusted: whether Python code of the folder may run
-    new_weights: patterns of names that no file needs to give: they get initial values
+    new_weights: patterns of names that may be missing in the files, and then get initial values
     Raises ConfigError, ModelError, CheckpointError, HubError.
     """
     model = unwrap(model)
@@ -243,7 +243,7 @@ def open_source(
 
 
 def _in_folder(folder: Path, trusted: bool) -> dict[str, Any]:
-    """What a Source keeps of a model's folder. Raises CheckpointError for one that is not as it was saved."""
+    """The fields of Source for a model's folder. Raises CheckpointError if it changed since its save."""
     written = folder if (folder / MANIFEST).is_file() else None
     if written is not None:
         check_lengths(folder, added=True)
@@ -259,7 +259,7 @@ def _built_from_config(
     *,
     trusted: bool,
 ) -> PreTrainedModel:
-    """On the meta device. Raises ModelError for a config that transformers builds no causal LM from."""
+    """The model on the meta device. Raises ModelError if transformers builds no causal LM from the config."""
     options = {} if attention is None else {"attn_implementation": attention}
     try:
         with torch.device("meta"), Uninitialised():
@@ -273,22 +273,22 @@ def _built_from_config(
             return with_mtp(type(built))._from_config(config, dtype=dtype or config.dtype, **options)
     except ModelError:
         raise
-    except Exception as cause:  # whatever a model's own code says to a config that it does not take
+    except Exception as cause:  # any error of a model's own code about its config
         if is_refused_code(cause):
             raise code_refused(f"model_type={config.model_type!r}") from None
         said = next(iter(str(cause).splitlines()), "") or type(cause).__name__
         said = f"it knows no {said}" if isinstance(cause, KeyError) else said
         if attention is not None and "attention" in said.lower().replace("attn", "attention"):
-            rule = f"transformers knows no such attention for {config.model_type}: {said}"
+            rule = f"transformers has no such attention for {config.model_type}: {said}"
             raise ModelError(f"attention={attention!r}", rule, "Take 'sdpa' or 'eager'") from cause
         raise ModelError(
             f"model_type={config.model_type!r}",
             f"transformers builds no causal LM from it: {said}",
-            "Take a config of a decoder-only language model, or fix the value that it names",
+            "Take a config of a decoder-only language model, or fix the value named above",
         ) from cause
 
 
-# transformers' classes of models whose head is no causal language model's
+# transformers' auto classes for heads other than a causal language model's
 _HEADS: tuple[Any, ...] = (
     AutoModelForMaskedLM,
     AutoModelForTokenClassification,
@@ -299,25 +299,25 @@ _HEADS: tuple[Any, ...] = (
 
 
 def _name_in(kind: Any, model_type: str) -> str | None:
-    """The name of the class that `kind`, one of transformers' auto classes, makes of a model type."""
+    """The name of the class that `kind`, an auto class of transformers, has for a model type."""
     name: str | None = kind._model_mapping._model_mapping.get(model_type)
     return name
 
 
 def _head_of(model_type: str, names: Sequence[str]) -> Any:
-    """The class with a head of another kind that one of `names` is; None for a causal language model."""
+    """The first class among `names` with another kind of head; None for a causal language model."""
     if _name_in(AutoModelForCausalLM, model_type) in names:
         return None
     return next((kind for kind in _HEADS if _name_in(kind, model_type) in names), None)
 
 
 def is_language_model(model: PreTrainedModel) -> bool:
-    """Whether the model's head may be one for next tokens: it is known as no other."""
+    """Whether the model's head may be one for next tokens: it is registered for no other task."""
     return _head_of(model.config.model_type, [type(model).__name__]) is None
 
 
 def check_language_model(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model whose head is none for next tokens."""
+    """Raise ModelError for a model whose head is not for next tokens."""
     if not is_language_model(model):
         raise ModelError(
             f"{type(model).__name__} with the loss of next tokens",
@@ -327,8 +327,8 @@ def check_language_model(model: PreTrainedModel) -> None:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """transformers' class for models of this config: the one that its architectures name, if that has a head
-    for tokens' or rows' labels or reads images; else that of causal language models, where it knows one.
+    """transformers' auto class for this config: by its architectures, if these have a head for labels of
+    tokens or rows, or read images; else the one for causal language models, if it knows the config.
     """
     if (head := _head_of(config.model_type, config.architectures or ())) is not None:
         return head
@@ -339,13 +339,13 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def _check_not_quantized(config: PretrainedConfig, folder: Path) -> None:
-    """Raise ModelError for files in which a weight is a matrix of few bits and its scales."""
+    """Raise ModelError for files of quantised weights, with scales in separate tensors."""
     how = getattr(config, "quantization_config", None)
     if how is not None:
         method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
         raise ModelError(
             f"the weights in {folder}, quantized by {method or 'an unknown method'}",
-            "weights are read as they are stored, and these mean nothing without their scales",
+            "weights are read as they are stored, and these have no meaning without their scales",
             "Take the model in bfloat16, or dequantize it with transformers and save that",
         )
 
@@ -355,13 +355,13 @@ def _check_gradient_hooks(built: PreTrainedModel) -> None:
     if name := next(hooked, None):
         raise ModelError(
             f"{name}, with a hook on its gradient that {type(built).__name__} itself registers",
-            "from a config or a folder, weights are made anew as their values come, and hooks stay behind",
+            "from a config or a folder, parameters are replaced when their values come, and lose hooks",
             "Give the model object, whose hooks are copied",
         )
 
 
 def _check_causal(model: PreTrainedModel) -> None:
-    """Raise ModelError for an encoder, such as BERT: transformers makes a causal LM of it, in name only."""
+    """Raise ModelError for an encoder, such as BERT, which transformers makes a causal LM in name only."""
     config = model.config
     if (
         is_language_model(model)
@@ -371,7 +371,7 @@ def _check_causal(model: PreTrainedModel) -> None:
         trained = f" ({', '.join(config.architectures)})" if config.architectures else ""
         raise ModelError(
             f"model_type={config.model_type!r}{trained} with is_decoder=False",
-            "it is an encoder: its tokens attend to those after them, which a causal loss has them predict",
+            "it is an encoder: its tokens attend to later ones, which a causal loss makes them predict",
             "Take a decoder-only model; if this one was trained as a decoder, set is_decoder to true in its "
             "config; for a loss_fn of your own give the model object",
         )
@@ -380,9 +380,9 @@ def _check_causal(model: PreTrainedModel) -> None:
 def open_without_flash(
     model: ModelLike, attention: str | None, *, trusted: bool = False, **options: Any
 ) -> tuple[Source, str | None]:
-    """Open it for a plan; with the name of the flash attention that it wants and that is not installed here.
+    """Open a model for a plan; also return the name of its flash attention, if that is not installed here.
 
-    The model's config names it all the same. Its forward runs inside of `sdpa_for_flash`.
+    The model's config still names that attention. Its forward needs `sdpa_for_flash`.
 
     options: more of `open_source`
     """
@@ -403,9 +403,9 @@ def open_without_flash(
 
 @contextmanager
 def sdpa_for_flash() -> Iterator[None]:
-    """Let torch's own attention stand for every flash attention, for forwards without values.
+    """Replace every flash attention by torch's own, for forwards without values.
 
-    It holds as much for the backward: queries, keys, values, the output and a number for each query.
+    It keeps equally many bytes for the backward: queries, keys, values, the output and a number per query.
     """
     names = [name for name in ALL_ATTENTION_FUNCTIONS if "flash" in name]
     for name in names:
@@ -424,9 +424,9 @@ def _check_options(
     adapter: LoraConfig | None,
     mtp_factor: float | None,
 ) -> None:
-    """Raise ModelError where the model object would have to be another one."""
+    """Raise ModelError for options that would need another model object."""
     present = model.config._attn_implementation
-    anew = "Build the object so, or give its config or folder in its place"
+    anew = "Build the object with it, or give its config or folder instead"
     by_class = f"Build it with penstock.with_mtp({type(model).__name__}), which reads its config's"
     for value, is_other, remedy in (
         (f"dtype={dtype} for a model object with {model.dtype}", dtype not in (None, model.dtype), anew),
@@ -435,4 +435,4 @@ def _check_options(
         ("adapter= for a model object", adapter is not None, "Give get_peft_model(model, config)"),
     ):
         if is_other:
-            raise ModelError(value, "a model object is taken as it is", remedy)
+            raise ModelError(value, "a model object is not changed", remedy)

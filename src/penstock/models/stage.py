@@ -1,7 +1,7 @@
-"""A stage of a user's own model: how it is built and called, and what crosses the edges between stages.
+"""A stage of a user's own model: how it is built and called, and the shapes on the edges between stages.
 
 provider(StageInfo(1, 4))                  builds the module of stage 1
-ProvidedCall(module)(received, batch)      runs it on the values received and on entries of the batch
+ProvidedCall(module)(received, batch)      runs it on the received values and on entries of the batch
 provided_edges(...)                        shapes and dtypes on every edge, before anything is sent:
     DeclaredEdges                          from the modules' infer_inputs and infer_outputs, or
     InferredEdges                          from all stages run on the meta device
@@ -56,57 +56,57 @@ def distribute_layers(layers: int, info: StageInfo, *, before: int = 1, after: i
     Args:
         layers: number of layers of the whole model
         info: the stage, as a provider gets it
-        before: number of layers that the modules before the first layer (an embedding) count for
-        after: number of layers that the modules after the last layer (a head) count for
+        before: number of layers that the modules before the first layer (an embedding) count as
+        after: number of layers that the modules after the last layer (a head) count as
 
-    Returns the stage's layers, by their numbers in the whole model. Raises PartitionError.
+    Returns the stage's layers, by their indices in the whole model. Raises PartitionError.
     """
     return even_split(layers, info.stages, before, after)[info.stage]
 
 
 def numbered_layers(module: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """The layers of a stage with their numbers: the entries of its module lists and dicts.
+    """The layers of a stage with their indices: the entries of its module lists and dicts.
 
-    Of nested lists the innermost count; lists inside a layer do not. A layer's number is its key, so that a
-    ModuleDict can continue the count of the previous stage. A stage without a list is one layer.
+    Of nested lists the innermost count; lists inside a layer do not. A layer's index is its key, so that a
+    ModuleDict can continue the indices of the previous stage. A stage without a list is one layer.
     """
     lists = list(_layer_lists(module))
     if not lists:
         yield 0, module
     for layers in lists:
-        for place, (key, layer) in enumerate(layers.named_children()):
-            yield int(key) if key.isdigit() else place, layer
+        for index, (key, layer) in enumerate(layers.named_children()):
+            yield int(key) if key.isdigit() else index, layer
 
 
 def _layer_lists(module: nn.Module) -> Iterator[nn.Module]:
-    held = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not held:
+    inner = [child for child in module.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and not inner:
         yield module
         return
-    # a dict with a list in it also holds modules that are not layers: nanoGPT keeps its embedding there
-    for child in held if isinstance(module, nn.ModuleDict) else module.children():
+    # a dict that contains a list also contains modules that are no layers, such as nanoGPT's embedding
+    for child in inner if isinstance(module, nn.ModuleDict) else module.children():
         yield from _layer_lists(child)
 
 
 class DeclaresShapes(Protocol):
-    """A stage's module that declares the shapes on its edges. All stages of a pipeline declare them, or none.
+    """A stage's module that declares the shapes on its edges. Either all stages of a pipeline do, or none.
 
-    Without declarations every rank builds all stages on the meta device, to infer the shapes. Both methods
-    return what forward takes or returns, with meta tensors or TensorSpecs in place of the tensors.
+    Without declarations every rank builds all stages on the meta device, to infer the shapes. The methods
+    return forward's input and output, with meta tensors or TensorSpecs in place of the tensors.
     """
 
     def infer_inputs(self, microbatch: Microbatch) -> Any:
-        """The value that arrives over the edge. microbatch: as step() split it. Not called on stage 0."""
+        """The value from the previous stage. microbatch: as step() split it. Not called on stage 0."""
 
     def infer_outputs(self, microbatch: Microbatch) -> Any:
         """The value for the next stage. Not called on the last stage."""
 
 
 def declared_on_every_stage(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that a stage's module names in `on_every_stage`, of which all stages hold copies.
+    """The parameters that a stage's module names in `on_every_stage`, of which all stages have copies.
 
-    It lists names of parameters, or of modules with all of theirs, the same on every stage. Each copy begins
-    with the values of the first stage's, and each step gives all of them the sum of their gradients.
+    It lists names of parameters, or of modules for all their parameters, equal on every stage. All copies
+    start with the first stage's values, and in each step they all get the sum of their gradients.
     Raises ModelError for unknown names.
     """
     parameters: dict[str, nn.Parameter] = {}
@@ -129,12 +129,12 @@ class ProvidedCall:
     """Calls a user's module as a stage.
 
     A mapping from the previous stage becomes keyword arguments, a tuple or list positional arguments,
-    anything else the first argument. Every other parameter takes the microbatch's entry of its name, if there
+    anything else the first argument. Every other parameter gets the microbatch's entry of its name, if there
     is one.
     """
 
     def __init__(self, module: nn.Module, callee: nn.Module | None = None) -> None:
-        """callee: what is called in place of `module`, a wrapper around it; None: nothing is"""
+        """callee: a wrapper of `module` to call in its place; None: `module` is called"""
         self._module, self._signature = module, inspect.signature(module.forward)
         self._callee = module if callee is None else callee
         kinds = [(p.name, p.kind) for p in self._signature.parameters.values()]
@@ -142,14 +142,14 @@ class ProvidedCall:
         by_position = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
         self._by_name = [name for name, kind in kinds if kind in by_name]
         self._by_position = [name for name, kind in kinds if kind in by_position]
-        self._entries: dict[tuple[object, ...], list[str]] = {}  # the batch's, for each form of arguments
+        self._entries: dict[tuple[object, ...], list[str]] = {}  # of the batch, for each form of arguments
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         args, kwargs = _as_arguments(received[0]) if received else ((), {})
         return self._callee(*args, **self._with_entries(args, kwargs, microbatch))
 
     def check(self, value: Any, microbatch: Microbatch) -> None:
-        """Raise ModelError where forward cannot be called on `value` from the stage before."""
+        """Raise ModelError if forward cannot be called on `value` from the previous stage."""
         self._with_entries(*_as_arguments(value), microbatch)
 
     def _with_entries(
@@ -166,7 +166,7 @@ class ProvidedCall:
     def _check(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], entries: Sequence[str], microbatch: Microbatch
     ) -> None:
-        """Raise ModelError where forward does not take these arguments and entries of the batch."""
+        """Raise ModelError if forward does not accept these arguments and entries of the batch."""
         try:
             self._signature.bind(*args, **kwargs, **dict.fromkeys(entries))
         except TypeError as cause:
@@ -180,24 +180,24 @@ class ProvidedCall:
             unknown = [n for n in kwargs if n not in self._by_name and not (takes_any and isinstance(n, str))]
             if unknown:
                 given, odd = (", ".join(sorted(map(str, names))) for names in (kwargs, unknown))
-                rule = f"the stage before gives {given}, and it has no {odd}"
-                remedy = "Name its parameters as the entries are named that the stage before returns"
+                rule = f"the previous stage returns {given}, and it has no parameter {odd}"
+                remedy = "Name its parameters like the entries that the previous stage returns"
             elif missing and not too_many:
                 batch = ", ".join(sorted(microbatch))
-                rule = f"neither the stage before nor the batch ({batch}) gives {', '.join(missing)}"
+                rule = f"neither the previous stage nor the batch ({batch}) has {', '.join(missing)}"
                 remedy = (
-                    "Give it a default, put it into the batch, or return it from the stage before under "
+                    "Give it a default, put it into the batch, or return it from the previous stage under "
                     "that name"
                 )
             else:
-                rule = f"the stage before gives {len(args)} values, and it takes {count} by position"
-                remedy = "Give it a parameter for each, or return a dict, whose entries are given by name"
+                rule = f"the previous stage returns {len(args)} values, and it takes {count} by position"
+                remedy = "Give it a parameter for each, or return a dict, whose entries are passed by name"
             name = f"{type(self._module).__name__}.forward({', '.join(self._signature.parameters)})"
             raise ModelError(name, rule, remedy) from cause
 
 
 def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The value from the stage before as positional and keyword arguments. A named tuple is one value."""
+    """The value from the previous stage as positional and keyword arguments. A named tuple is one value."""
     if isinstance(value, Mapping):
         return (), dict(value)
     if isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields")):
@@ -205,7 +205,7 @@ def _as_arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (value,), {}
 
 
-# ---- What crosses the edges
+# ---- Shapes on the edges
 
 
 def provided_edges(
@@ -215,9 +215,9 @@ def provided_edges(
     processes: Ranks,
     autocast: torch.dtype | None = None,
 ) -> InferredEdges | DeclaredEdges:
-    """Declared edges where every stage of every process declares its own, else inferred ones. Collective.
+    """Declared edges if every stage of every process declares its own, else inferred ones. Collective.
 
-    modules: this process's, by stage; stages: how many make up a copy of the model
+    modules: those of this process, by stage; stages: number of stages of a copy of the model
     autocast: the dtype of torch.autocast in forwards
     """
     mine = {stage % stages: module for stage, module in modules.items()}
@@ -228,7 +228,7 @@ def provided_edges(
 
 
 def _declares(module: nn.Module, info: StageInfo) -> bool:
-    """Nothing comes into the first stage or goes out of the last."""
+    """Whether the module declares its edges. The first stage has no input, and the last no output."""
     takes = info.is_first or hasattr(module, "infer_inputs")
     return takes and (info.is_last or hasattr(module, "infer_outputs")) and info.stages > 1
 
@@ -256,21 +256,21 @@ class InferredEdges(CachedEdges):
             edges.append(EdgeSpecs.of(tensors, form))
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             received = (unflatten(leaves, form),)
-        if received:  # else it would fail on its own rank, in the middle of a step
+        if received:  # else forward would fail on its own rank, in the middle of a step
             last.check(received[0], shadow)
         return tuple(edges)
 
     @cached_property
     def _calls(self) -> list[ProvidedCall]:
-        """All stages, without values. Modules that the provider keeps itself stay as they are."""
+        """All stages, without values. Modules to which the provider keeps references are not changed."""
         try:
             with torch.device("meta"):
                 built = [self._provider(StageInfo(stage, self._stages)) for stage in range(self._stages)]
         except NotImplementedError as cause:
             raise ModelError(
-                "a stage built on the meta device, to learn what it gives",
+                "a stage built on the meta device, to infer the shapes of its output",
                 f"its provider fails there: {cause}",
-                "Leave it to the pipeline to move modules to a device, or declare the shapes of the edges "
+                "Let the pipeline move modules to a device, or declare the shapes of the edges "
                 "(penstock.models.stage.DeclaresShapes)",
             ) from cause
         for module in built:
@@ -282,12 +282,12 @@ class InferredEdges(CachedEdges):
 def _run_without_values(
     stage: int, call: ProvidedCall, received: tuple[Any, ...], microbatch: Microbatch
 ) -> Any:
-    """Run the stage on the meta device, which raises either of these errors where it would need a value."""
+    """Run the stage on the meta device, which raises one of these errors if it needs a value."""
     try:
         return call(received, microbatch)
     except (NotImplementedError, RuntimeError) as cause:
         raise ShapeError(
-            f"stage {stage} run without values, to learn what it gives",
+            f"stage {stage} run without values, to infer the shapes of its output",
             f"it fails: {cause}",
             "Where its shapes depend on values use shapes='exchanged', else let its module declare them with "
             "infer_inputs and infer_outputs (penstock.models.stage.DeclaresShapes)",
@@ -295,7 +295,7 @@ def _run_without_values(
 
 
 class DeclaredEdges(CachedEdges):
-    """The specs of each edge, as the modules of this process declare them.
+    """The specs of each edge, declared by the modules of this process.
 
     `infer_inputs` of a module gives the edge into it, `infer_outputs` the edge out of it.
     `agree` checks once for each shape that both ends of an edge declare the same.
@@ -308,14 +308,14 @@ class DeclaredEdges(CachedEdges):
         self._agreed: set[object] = set()
 
     def unseen(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """One microbatch of each shape that the ranks have not agreed upon."""
+        """One microbatch of each shape on which the ranks have not agreed yet."""
         by_key = {microbatch_key(microbatch): microbatch for microbatch in microbatches}
         return [microbatch for key, microbatch in by_key.items() if key not in self._agreed]
 
     def agree(self, microbatches: Sequence[Microbatch], processes: Ranks) -> None:
-        """Raise on all ranks where the ends of an edge do not fit. Collective, with the same microbatches.
+        """Raise on all ranks if the ends of an edge differ. Collective, with the same microbatches.
 
-        Raises ShapeError, and ModelError for arguments that a forward does not take.
+        Raises ShapeError, and ModelError for arguments that a forward does not accept.
         """
         edges = range(self._stages - 1)
         mine = [[self._ends(edge, microbatch) for edge in edges] for microbatch in microbatches]
@@ -323,11 +323,11 @@ class DeclaredEdges(CachedEdges):
             for edge in edges:
                 _compare(edge, [ends[edge] for ends in of_processes])
         if len(self._agreed) > self.MOST:
-            self._agreed.clear()  # on all ranks at once, as they see the same
+            self._agreed.clear()  # on all ranks at once, as they have the same shapes
         self._agreed.update(map(microbatch_key, microbatches))
 
     def _ends(self, edge: int, microbatch: Microbatch) -> tuple[str | None, str | None, str | None]:
-        """What this process's modules declare for an edge, as text: outputs, inputs, and an error."""
+        """This process's declarations for an edge, as text: outputs, inputs, and an error."""
         before, after = self._modules.get(edge), self._modules.get(edge + 1)
         gives = takes = None
         try:
@@ -337,7 +337,7 @@ class DeclaredEdges(CachedEdges):
                 takes = _described(_declared(after, "infer_inputs", microbatch))
                 with torch.device("meta"):
                     ProvidedCall(after).check(after.infer_inputs(microbatch), microbatch)  # type: ignore[operator]
-        except Exception as error:  # whatever a user's arithmetic raises: the others must not wait
+        except Exception as error:  # any error of a user's code, for which the others must not wait
             return gives, takes, str(error) if isinstance(error, PenstockError) else repr(error)
         return gives, takes, None
 
@@ -358,7 +358,7 @@ def _declared(module: nn.Module, method: str, microbatch: Microbatch) -> EdgeSpe
 
 
 def _described(specs: EdgeSpecs) -> str:
-    """Equal where the tensors of an edge and their gradients are."""
+    """A text that is equal if the tensors of an edge and their gradients are."""
     could = [replace(spec, differentiable=True).carries_gradient for spec in specs.tensors]
     cut = [at for at, spec in enumerate(specs.tensors) if could[at] and not spec.carries_gradient]
     return str(specs) + "".join(f", tensor {at} without a gradient" for at in cut)
@@ -366,16 +366,16 @@ def _described(specs: EdgeSpecs) -> str:
 
 def _compare(edge: int, ends: Sequence[Sequence[str | None]]) -> None:
     """Raise where the two stages at `edge` declare different shapes. ends: by process, from `_ends`"""
-    gives, takes, wrong = (next((each[i] for each in ends if each[i] is not None), None) for i in range(3))
+    gives, takes, wrong = (next((end[i] for end in ends if end[i] is not None), None) for i in range(3))
     if wrong is not None:
         raise ModelError(
             f"the shapes that stages {edge} and {edge + 1} declare for the edge between them",
-            f"a declaration fails, or forward does not take the declared inputs: {wrong}",
-            "Fix infer_outputs of the one, or infer_inputs of the other",
+            f"a declaration fails, or forward does not accept the declared inputs: {wrong}",
+            "Fix infer_outputs of the first, or infer_inputs of the second",
         )
     if gives is not None and takes is not None and gives != takes:
         raise ShapeError(
-            f"stage {edge} says that it gives {gives}",
-            f"stage {edge + 1} says that it takes {takes}",
-            "Make infer_outputs of the one agree with infer_inputs of the other",
+            f"stage {edge} declares the output {gives}",
+            f"stage {edge + 1} declares the input {takes}",
+            "Make infer_outputs of the first agree with infer_inputs of the second",
         )

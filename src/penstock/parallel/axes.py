@@ -1,4 +1,4 @@
-"""The axes of the mesh around a pipeline: how many ranks each has.
+"""The axes of the mesh around a pipeline, and their sizes.
 
 pp x dp_replicate x dp_shard x cp x tp      outermost to innermost: neighbours on tp exchange the most
      (ep is folded onto dp_shard x cp)
@@ -26,14 +26,14 @@ class Axes(AxisSizes):
     def __post_init__(self) -> None:
         unknown = [name for name, size in self.sizes.items() if size == -1]
         if len(unknown) > 1:
-            rule = "one axis at most takes all that are left"
+            rule = "one axis at most takes all remaining ranks"
             raise ConfigError(f"{' and '.join(unknown)} of -1", rule, "Give all but one a size")
         for name, size in self.sizes.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 rule = "an axis has a whole number of ranks"
-                raise ConfigError(f"{name}={size!r}", rule, "Give 1 or more, or -1 for all that are left")
+                raise ConfigError(f"{name}={size!r}", rule, "Give 1 or more, or -1 for all remaining ranks")
             if size < 1 and size != -1:
-                raise ConfigError(f"{name}={size}", "an axis has one rank at least", "Give 1, or -1")
+                raise ConfigError(f"{name}={size}", "an axis has at least one rank", "Give 1, or -1")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class Axes(AxisSizes):
         return self.dp_shard * self.cp
 
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Rows and tokens per row that one rank has of a microbatch of (rows, sequence)."""
+        """One rank's (rows, tokens per row) of a microbatch of (rows, sequence)."""
         rows, length = shape  # cp pads a row to an even number of equal pieces
         return rows, length if self.cp == 1 else -(-length // (2 * self.cp)) * 2
 
@@ -108,7 +108,7 @@ class Axes(AxisSizes):
         """
         for name, size in self.sizes.items():
             if size == -1:
-                rule = "one axis at most takes all that are left"
+                rule = "one axis at most takes all remaining ranks"
                 raise ConfigError(f"the pipeline's ranks and {name} of -1", rule, "Give one of them a size")
         ranks, rest = divmod(world, self.ranks_per_stage)
         if rest or ranks < 1:
@@ -128,7 +128,7 @@ class Axes(AxisSizes):
         return {name: sizes[name] for name in MESH}
 
     def _with_the_rest(self, ranks: int, world: int) -> Axes:
-        """With the size that fits in place of -1, if there is one."""
+        """Replace -1 by the size that fits, if there is one."""
         name = next((name for name, size in self.sizes.items() if size == -1), None)
         if name is None:
             return self
@@ -138,7 +138,7 @@ class Axes(AxisSizes):
         return replace(self, **{name: world // known}) if world % known == 0 and world >= known else self
 
     def _remedies(self, ranks: int, world: int) -> Iterator[str]:
-        """Single changes after which all sizes fit; some only together with ep=1."""
+        """Changes of one size after which all sizes fit, some only together with ep=1."""
         changes = list(self._changes(ranks, world))
         yield from changes or (f"{text} with ep=1" for text in replace(self, ep=1)._changes(ranks, world))
 

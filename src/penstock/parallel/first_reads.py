@@ -3,8 +3,8 @@
     first    read q_proj | send | read k_proj | send | ...
     others               | receive            | receive
 
-All of them take the same tensors of the same files in the same order, as their stages are equal before they
-are sharded. Each holds one tensor at a time, of which it keeps its shard.
+All ranks take the same tensors of the same files in the same order, as their stages are equal before they are
+sharded. Each rank has one tensor at a time in memory, of which it keeps its shard.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WAITING = "the weights that another rank reads"
 
 
 class FirstReads:
-    """The ranks of `group`, which host the same stages. penstock.models.weights.files.Reads says what for.
+    """The ranks of `group`, which host the same stages, as penstock.models.weights.files.Reads.
 
     Args:
         limit: the longest wait for one tensor
-        device: where the group's tensors have to be
+        device: the device of the group's tensors
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class FirstReads:
         self.processes = GroupRanks(group, limit, device, watch, _WAITING)
 
     def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """What `read` returns on the first rank, on all of them. Collective.
+        """Call `read` on the first rank, and return its result on all ranks. Collective.
 
         Args:
             name: of the tensor, for an error
-            like: of its shape and dtype
+            like: a tensor of its shape and dtype
 
         Raises the first rank's error on all.
         """

@@ -1,6 +1,6 @@
-"""FSDP2 around a stage: its weights are sharded over the ranks that process other data.
+"""FSDP2 around a stage: its weights are sharded over the ranks that process different data.
 
-Each rank holds a shard of every weight, gathers the whole ones for its first forward of a step, keeps them
+Each rank has a shard of every weight, gathers whole weights for its first forward of a step, keeps them
 until the stage's last backward, and then reduces the gradients of all microbatches at once. With
 `dp_replicate` (HSDP) the shards' gradients are summed over the copies as well.
 """
@@ -49,7 +49,7 @@ class Sharded(ShardingOptions):
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """dp_shard x cp, with dp_replicate in front, or None where there are neither. Collective."""
+    """dp_shard x cp, with dp_replicate in front; None without these axes. Collective."""
     shards = flattened(mesh, ("dp_shard", "cp"))
     if not present(mesh, ("dp_replicate",)):
         return shards
@@ -61,8 +61,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 class ExpertMeshes(NamedTuple):
     """The ranks of dp_shard x cp by their experts.
 
-    ep: ranks that hold different experts
-    copies: ranks that hold the same experts, with dp_replicate in front; None where there is one such rank
+    ep: ranks with different experts
+    copies: ranks with the same experts, with dp_replicate in front; None if that is one rank
     """
 
     ep: DeviceMesh
@@ -70,7 +70,7 @@ class ExpertMeshes(NamedTuple):
 
 
 def expert_meshes(mesh: DeviceMesh, ep: int) -> ExpertMeshes:
-    """The meshes of experts; neighbouring ranks hold different ones. ep divides dp_shard x cp. Collective."""
+    """The meshes of experts; neighbouring ranks have different ones. ep divides dp_shard x cp. Collective."""
     shards = flattened(mesh, ("dp_shard", "cp"))
     assert shards is not None
     backend: Any = dict.fromkeys(("ep_shard", "ep"), job_backend(mesh.device_type))
@@ -93,8 +93,8 @@ def shard_stage(
 
     Args:
         experts: modules whose weights are distributed already; they are sharded over `copies`
-        copies: the ranks that hold the same experts; None where there is one such rank
-        autocast: the dtype of torch.autocast in forwards. Weights that it casts are gathered in it
+        copies: the ranks with the same experts; None if that is one rank
+        autocast: the dtype of torch.autocast in forwards; weights that autocast casts are gathered in it
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -117,15 +117,15 @@ def shard_stage(
 
 
 def is_cast(parameter: Tensor, owners: Sequence[nn.Module]) -> bool:
-    """Whether autocast casts a parameter in each of its uses. owners: the modules that hold it"""
+    """Whether autocast casts a parameter in each of its uses. owners: the modules that have it"""
     return parameter.dtype == torch.float32 and all(isinstance(owner, nn.Linear | Conv1D) for owner in owners)
 
 
 def _gather_the_rest_as_it_is(module: nn.Module, sharded: Sharded) -> None:
-    """Let FSDP2 gather in `param_dtype` what autocast casts, and in its own dtype what autocast leaves.
+    """Make FSDP2 gather weights that autocast casts in `param_dtype`, and other weights in their own dtype.
 
     FSDP2 has one policy for each group of weights, from which each weight takes its dtypes before it is first
-    gathered. Gradients of all of them are summed in `reduce_dtype`.
+    gathered. All gradients are summed in `reduce_dtype`.
     """
     own = replace(sharded, param_dtype=None).options["mp_policy"]
     for part in sharded_modules(module):
@@ -151,14 +151,14 @@ def refuse_scalars(module: nn.Module) -> None:
 
 
 def _with_copies(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """FSDP2 gives a layer views, and a hook may not write into these."""
+    """Copy the inputs of a layer: FSDP2 makes them views, which a hook may not modify."""
     return tree_map_only(Tensor, lambda x: x.clone() if x.requires_grad else x, (args, kwargs))
 
 
 def _with_own_weights(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """The layers that share no weight with the rest; the others are sharded with the rest.
+    """The layers that share no weight with the rest of the stage; other layers are sharded with the rest.
 
-    A prediction layer has the final norm's weight, and may stand on the last stage.
+    For example, a prediction layer on the last stage shares the final norm's weight.
     """
     inside = {id(part) for layer in layers for part in layer.modules()}
     others = (part for part in module.modules() if id(part) not in inside)
@@ -167,7 +167,7 @@ def _with_own_weights(module: nn.Module, layers: Sequence[nn.Module]) -> list[nn
 
 
 def _refuse_shared(module: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raise ModelError for a weight of two layers."""
+    """Raise ModelError for a weight that two layers share."""
     prefixes = [f"{name}." for name, part in module.named_modules() if name and part in layers]
     first: dict[int, tuple[str, str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -185,7 +185,7 @@ class StageShards(StagePart):
     """Reduces a stage's gradients with FSDP2 once a step, after the stage's last backward.
 
     Attributes:
-        uneven: the mesh of ranks of which some may lack gradients that others have; None where all are alike
+        uneven: the mesh of ranks where some may lack gradients that others have; None where none does
     """
 
     reduces = True
@@ -204,9 +204,9 @@ class StageShards(StagePart):
         self._defer_reduction()
 
     def after_forward(self) -> None:
-        """Free the buffer of the last gathering, as FSDP2 does where a forward returns through its root.
+        """Free the buffer of the last all-gather, as FSDP2 does where a forward returns through its root.
 
-        A stage's forward ends half-way through the model's, but for the last stage's.
+        The forward of a stage that is not the last one ends inside the root's.
         """
         context = self._module._get_fsdp_state()._comm_ctx
         if (last := context.all_gather_state) is not None:
@@ -214,10 +214,10 @@ class StageShards(StagePart):
                 stream.wait_event(last.event)
             context.all_gather_state = None
 
-    def after_backward(self, number: int, kind: Kind) -> None:
-        """Add the gradients that W has left in the weights' dtype to the sums in reduce_dtype.
+    def after_backward(self, index: int, kind: Kind) -> None:
+        """Add the gradients that W has computed in the weights' dtype to the sums in reduce_dtype.
 
-        FSDP2 does so after a whole backward. Without it the next W would add in the narrower dtype.
+        FSDP2 does so after a whole backward. Otherwise the next W would add in the narrower dtype.
         """
         if kind != "W" or not self._widens:
             return
@@ -242,9 +242,10 @@ class StageShards(StagePart):
         self._defer_reduction()
 
     def _fill_missing(self, mesh: DeviceMesh) -> None:
-        """Give zeros to weights without a gradient of which another rank has one. Collective over `mesh`.
+        """Set zero gradients where another rank has a gradient and this one has none. Collective over `mesh`.
 
-        A tower has none where a rank's rows have no image; FSDP2 would reduce those that each rank has.
+        A vision tower has none where a rank's rows have no image. FSDP2 reduces only the gradients of its own
+        rank, so the ranks' collectives would differ.
         """
         weights = [w for group in self._groups() for w in group.fsdp_params if hasattr(w, "_unsharded_param")]
         local = [w.unsharded_accumulated_grad is not None or w._unsharded_param.grad is not None
@@ -262,7 +263,7 @@ class StageShards(StagePart):
 
         for part in self._parts:
             for group in param_groups(part):
-                # a stage's forward ends half-way through the whole model's, and FSDP2 would wait for the rest
+                # a stage's forward ends inside the root's, for whose end FSDP2 would wait
                 group._training_state = TrainingState.IDLE
             part.reshard()
 

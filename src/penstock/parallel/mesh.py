@@ -36,9 +36,9 @@ def make_mesh(axes: Axes, ranks: int, device: torch.device) -> DeviceMesh:
 
 
 def job_backend(device: str) -> str:
-    """Backend of the whole job, to pass to a mesh that must make its own groups.
+    """Backend of the whole job. With it, a mesh makes its own groups.
 
-    Without it a mesh takes the job's group for an axis with all processes, with the job's time limit.
+    Otherwise a mesh uses the job's group for an axis with all processes, with the job's time limit.
     """
     job = dist.group.WORLD
     assert job is not None
@@ -51,7 +51,7 @@ def present(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """The axes `names` as one axis; None where that would have one rank. Collective."""
+    """The axes `names` as one axis; None if that would have one rank. Collective."""
     axes = present(mesh, names)
     if len(axes) <= 1:
         return mesh[axes[0]] if axes else None
@@ -60,14 +60,14 @@ def flattened(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
 
 # ---- a mesh without processes
 
-_FAR = 1 << 17  # no rank of a job: torch caches what it knows of a mesh by its ranks
+_FAR = 1 << 17  # beyond the ranks of any job, as torch caches facts about a mesh by its ranks
 
 
 @contextmanager
 def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of one axis whose other ranks are not there, for computing without values.
+    """A mesh of one axis whose other ranks do not exist, for computing without values.
 
-    Collectives over it return at once. None where this process has joined a job: torch knows one at a time.
+    Collectives over it return at once. None where this process has joined a job, as torch has one at a time.
     """
     if dist.is_initialized():
         yield None
@@ -83,10 +83,10 @@ def imagined(axis: str, ranks: int) -> Iterator[DeviceMesh | None]:
 
 # ---- the processes of a job, and the mesh over them
 
-# ranks may start further apart than they may be in a step: importing torch takes seconds on a busy machine
+# ranks may be further apart at start-up than in a step: importing torch takes seconds on a busy machine
 _START_SECONDS = 60.0
 _SPARE = 2.0  # seconds after its own limit in which torch gives up
-_ASKS = 0.02  # seconds between two looks at who asks for the name of an attempt
+_ASKS = 0.02  # seconds between two polls for ranks that request the name of the attempt
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
@@ -95,14 +95,14 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
 
     Returns a watch of all processes; None if the caller has done so.
 
-    Each attempt of a job has its own keys in the store: gloo may hang on those of the last one.
+    Each attempt of a job has its own keys in the store: gloo may hang on those of the previous attempt.
 
     Args:
         timeout: seconds
-        backend: None takes what fits the device; gloo where processes share a GPU
+        backend: None chooses by the device; gloo where processes share a GPU
 
     Raises ConfigError where rank 0 cannot listen, or does not answer, and for a network interface that this
-    machine lacks; StalledPeerError, PeerLostError where other ranks do not come.
+    machine lacks; StalledPeerError, PeerLostError where other ranks do not join.
     """
     if dist.is_initialized():
         return None
@@ -125,7 +125,7 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
         with naming_peers(watch, making):
             if backend == "gloo":
                 watch.wait_patiently(making, begun(making, make), limit)
-            else:  # a thread has its own current GPU
+            else:  # not in a thread, which has its own current GPU
                 make()
     except BaseException:
         watch.close()
@@ -147,10 +147,10 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
         if "EADDRINUSE" in str(cause):
             raise ConfigError(
                 at,
-                f"rank 0 listens on port {port}, and another process does so already",
+                f"rank 0 listens on port {port}, but another process uses it",
                 "End that process, or give another port: torchrun --master-port, or --standalone for one",
             ) from cause
-        if "clients joined" in str(cause):  # rank 0 itself holds the store, and waits for the others
+        if "clients joined" in str(cause):  # on rank 0 itself, which has the store and waits for the others
             raise StalledPeerError(_FOR_ALL, first_line, _COME) from cause
         if isinstance(cause, dist.DistError) or silence in str(cause):
             rule = f"rank 0 does not answer there: {first_line}"
@@ -159,11 +159,11 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
 
 
 def _attempt(store: Store, rank: int, world: int, seconds: float) -> str:
-    """A name of this attempt of the job, the same on all its processes and no other attempt's. Collective.
+    """A unique name of this attempt of the job, the same on all its processes. Collective.
 
-    torchrun's agents keep one store over all attempts, and each counts restarts for itself: one whose ranks
-    lived when another's failed restarts too, and does not count it. So rank 0 names the attempt. Each process
-    asks under a name that it has drawn, as what ranks of earlier attempts have asked is still there.
+    torchrun's agents keep one store over all attempts, and each counts its own restarts: an agent whose ranks
+    were alive when another's failed restarts too, but does not count that. So rank 0 draws the name. Each
+    process requests it under a key that it has drawn, as requests of earlier attempts are still in the store.
 
     Raises StalledPeerError where rank 0 does not answer.
     """
@@ -184,7 +184,7 @@ def _attempt(store: Store, rank: int, world: int, seconds: float) -> str:
             rule = f"it did not come within {seconds:.0f} s"
             raise StalledPeerError(f"rank {rank} waiting for rank 0", rule, _COME) from cause
     waiting = {*range(1, world)}
-    while waiting and time.monotonic() < end:  # who does not come at all is named by the watch
+    while waiting and time.monotonic() < end:  # the watch will name a rank that never joins
         for other in [*waiting]:
             if store.check([f"penstock/asks/{other}"]):
                 asks = store.get(f"penstock/asks/{other}").decode()
@@ -197,17 +197,17 @@ def _attempt(store: Store, rank: int, world: int, seconds: float) -> str:
 
 
 _FOR_ALL = "rank 0 waiting for all processes of the job"
-_COME = "See what became of the others, and start all of them together"
+_COME = "See why the others did not start, and start all of them together"
 
 
 def _await_all(watch: Watch, rank: int, world: int, seconds: float) -> None:
-    """Wait until all processes of the job have come to its store."""
+    """Wait until all processes of the job have joined its store."""
     missing = watch.absent(seconds)
     if watch.cut_off:
         raise PeerLostError(
             f"rank {rank} waiting for all {world} processes of the job",
             "the store of the job does not answer",
-            "See whether its machine lives: that of rank 0, or of the first launcher",
+            "Check its machine: that of rank 0, or of the first launcher",
         )
     if missing:
         ranks = " and ".join(f"rank {other}" for other in missing)
@@ -219,7 +219,7 @@ def _await_all(watch: Watch, rank: int, world: int, seconds: float) -> None:
 
 
 def _check_interface() -> None:
-    """Raise ConfigError where gloo is to use a network interface that this machine lacks."""
+    """Raise ConfigError where gloo is set to use a network interface that this machine lacks."""
     named, present = os.environ.get(_INTERFACE, ""), [name for _, name in socket.if_nameindex()]
     host = socket.gethostname()
     for name in filter(None, named.split(",")):
@@ -227,7 +227,7 @@ def _check_interface() -> None:
             raise ConfigError(
                 f"{_INTERFACE}={named}",
                 f"machine {host} has no network interface {name}; it has {', '.join(present)}",
-                "Name the one by which the machines reach each other, or leave it out",
+                "Name the interface that connects the machines, or leave it out",
             )
 
 
@@ -278,8 +278,8 @@ def pipeline_mesh(
 
 def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
     names, world = mesh.mesh_dim_names or (), dist.get_world_size()
-    remedy = "Leave out mesh, and one is made, or leave out axes"
-    if names != MESH:  # torch takes several axes at once in the mesh's own order alone
+    remedy = "Leave out mesh, which is then made from axes, or leave out axes"
+    if names != MESH:  # torch takes several axes only in the mesh's own order
         raise ConfigError(
             f"axes and a mesh with the axes {', '.join(map(str, names)) or 'without names'}",
             f"such a mesh has the axes {', '.join(MESH)}, in this order",
@@ -294,13 +294,13 @@ def _check_axes(mesh: DeviceMesh, ranks: int, axes: Axes) -> None:
         changes = [f"{'ranks' if name == 'pp' else name} to {sizes[name]}" for name in wrong]
         raise WorldSizeError(
             f"{', '.join(f'{name}={wanted[name]}' for name in wrong)} and a mesh of {sizes}",
-            "the mesh's axes are as long as ranks and axes say",
-            f"Set {' and '.join(changes)}, or leave mesh out, and one is made",
+            "the mesh has the sizes that ranks and axes set",
+            f"Set {' and '.join(changes)}, or leave mesh out",
         )
 
 
 def refuse_second_derivative(axis: str) -> None:
-    """Raise ModelError in a backward that is to be differentiated: its exchange would be left out."""
+    """Raise ModelError in a backward that is to be differentiated, which would leave its exchange out."""
     if torch.is_grad_enabled():
         raise ModelError(
             f"torch.autograd.grad(..., create_graph=True) through a module that {axis} distributes",

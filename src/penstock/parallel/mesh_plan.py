@@ -1,8 +1,8 @@
 """How the axes other than `pp` change a stage and a microbatch, in this order:
 
-1. ep distributes experts, cp enters the attention functions, tp shards single matrices (`parallelize`, before
-   anything of the user's is put around the stage)
-2. FSDP2 shards what is left over dp_shard x cp (`fully_shard`, last)
+1. ep distributes experts, cp replaces the attention functions, tp shards single matrices (`parallelize`,
+   before a user's functions change the stage)
+2. FSDP2 shards the remaining weights over dp_shard x cp (`fully_shard`, last)
 3. cp splits each microbatch along its sequence (`split_sequences`)
 """
 
@@ -39,10 +39,10 @@ from penstock.runtime.transport.groups import limit_waits
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """How the axes work.
+    """Options of the axes.
 
     sharded: how FSDP2 shards weights
-    context: how attention works over a split sequence, "ulysses" or "ring"
+    context: the attention over a split sequence, "ulysses" or "ring"
     sequence_parallel: whether tp also shards the activations between its matrices, along the sequence
     autocast: the dtype of torch.autocast in forwards; None for none
 
@@ -61,7 +61,7 @@ class ParallelOptions:
 
 
 def check_model(model: PreTrainedModel, axes: Axes, options: ParallelOptions) -> None:
-    """Refuse a whole model, with or without values, that the axes would train wrongly.
+    """Refuse a whole model, with or without values, if the axes would train it wrongly.
 
     An axis of -1 is checked once its size is known. Raises ConfigError, ModelError.
     """
@@ -82,17 +82,17 @@ def _refuse_gradient_hooks(model: PreTrainedModel, axes: Axes) -> None:
         if parameter._backward_hooks:
             raise ModelError(
                 f"{name}, with a gradient hook, on {axes}",
-                "the other axes put shards in the place of weights, whose gradients no hook sees whole",
+                "the other axes replace weights by shards, and no hook sees the whole gradient",
                 "Change the gradients after pipe.step(), over pipe.named_parameters()",
             )
 
 
 class Local(NamedTuple):
-    """Entries of a parameter on one rank of a mesh; where shards are uneven, on the rank with most.
+    """Numbers of entries of a parameter on one rank of a mesh; for uneven shards, on the rank with most.
 
-    own: of the rank's shard
-    whole: of the tensor that FSDP2 gathers from shards; 0 where FSDP2 does not hold the parameter
-    padded: of that tensor with the padding of uneven shards
+    own: in the rank's shard
+    whole: in the tensor that FSDP2 gathers from shards; 0 where FSDP2 does not shard the parameter
+    padded: in that tensor with the padding of uneven shards
     """
 
     own: int
@@ -101,7 +101,7 @@ class Local(NamedTuple):
 
 
 def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
-    """What `MeshPlan` will leave of each parameter of a model, whole or a stage, by name.
+    """The local size of each parameter under `MeshPlan`, by name; of a whole model or a stage.
 
     axes: without -1
     """
@@ -128,7 +128,7 @@ def local_sizes(model: nn.Module, axes: Axes) -> dict[str, Local]:
 
 
 class MeshPlan:
-    """The mesh around one rank of a pipeline. Making one is collective.
+    """The mesh around one rank of a pipeline. The constructor is collective.
 
     Args:
         axes: resolved
@@ -154,14 +154,14 @@ class MeshPlan:
         """Apply ep, cp and tp to a stage in place, on the meta device or with values. Collective."""
         if self._experts is not None:
             expert.expert_parallel(module, self._experts.ep)
-        if self.axes.cp > 1:  # before tp, whose forward is around the one that cp may change
+        if self.axes.cp > 1:  # before tp, which wraps the forward that cp may replace
             assert isinstance(module, PreTrainedModel)
             parallelize_attention(module, self._mesh.get_group("cp"), self._options.context)
         if self.axes.tp > 1:
             tensor_parallel(module, self._mesh["tp"], sequence_parallel=self._options.sequence_parallel)
 
     def fully_shard(self, module: nn.Module, layers: Sequence[nn.Module]) -> StagePart | None:
-        """Apply FSDP2 to a stage's module in place. None if nothing is left to do after its backwards."""
+        """Apply FSDP2 to a stage's module in place. Returns None if gradients need no later reduction."""
         if self._data is not None:
             experts = [] if self._experts is None else list(expert.mixtures(module).values())
             copies = None if self._experts is None else self._experts.copies
@@ -182,7 +182,7 @@ class MeshPlan:
             index, count = self._mesh.get_local_rank("cp"), self.axes.cp
             self._split = [(whole, sequence.split(whole, index, count)) for whole in microbatches]
         if self.axes.tp > 1 and self._options.sequence_parallel:
-            for microbatch in microbatches:  # in the forward, one part of the batch alone may be refused
+            for microbatch in microbatches:  # now: in the forward, one part of the batch alone may be refused
                 check_length(Padding().longest([self.local(microbatch)]), self.axes.tp)
 
     def local(self, microbatch: Microbatch) -> Microbatch:
@@ -224,7 +224,7 @@ def _refuse_images(microbatches: Sequence[Microbatch], axes: Axes) -> None:
         if any(name in microbatch for microbatch in microbatches):
             raise BatchError(
                 f"{name} in a batch with {axes}",
-                "cp and tp split rows and matrices, and a model's towers take images whole",
+                "cp and tp split rows and matrices, but a model's towers take whole images",
                 "Leave cp and tp at 1; dp_shard and dp_replicate take images",
             )
 

@@ -1,9 +1,9 @@
 """Muon for sharded weights.
 
-Its update needs the whole matrix: Newton-Schulz on a shard makes the shard orthogonal, which is another
+Its update needs the whole matrix: Newton-Schulz on a shard makes the shard orthogonal, which is a different
 update, and torch's own Muon on DTensors rounds differently on every mesh. Here torch's Muon computes each
-matrix's update from the whole of its gradient with momentum, and each rank keeps its shard. Momentum is
-sharded as the weights are.
+matrix's update from its whole gradient with momentum, and each rank keeps its shard. Momentum is sharded as
+the weights are.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.runtime.sharded_weights import local_shard as local
 class Muon(Optimizer):
     """torch.optim.Muon for parameters that may be DTensors, also with a matrix for each expert.
 
-    A step is collective over the meshes of the parameters: each matrix is gathered, one at a time, and every
-    rank that holds a shard of it computes the whole update.
+    A step is collective over the meshes of the parameters: matrices are gathered one at a time, and every
+    rank with a shard computes the whole update.
 
     Args:
-        params: of two dimensions, or of three with the experts first, each of which is updated by itself
+        params: of two dimensions, or of three with the experts first, where each expert is updated by itself
         options: those of torch.optim.Muon, with its defaults
 
     Raises ValueError for other parameters.
@@ -39,7 +39,7 @@ class Muon(Optimizer):
         super().__init__(params, dict(plain.defaults))
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim not in (2, 3):
-                raise ValueError(f"Muon is for matrices, and not for one of shape {list(parameter.shape)}")
+                raise ValueError(f"Muon is for matrices, not for one of shape {list(parameter.shape)}")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -66,13 +66,13 @@ class Muon(Optimizer):
 
 
 def _sharded_step(like: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
-    """The step for this rank's shard of a parameter. update: its shard, placed as `like` is"""
+    """The step for this rank's shard of a parameter. update: a shard with the placements of `like`"""
     if not isinstance(like, DTensor):
         return _step(update, group)
     mesh = like.device_mesh
     how: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     sharded = DTensor.from_local(update, mesh, like.placements, **how)
-    # whole matrices; which of the experts are here may stay as it is
+    # gather whole matrices; a distribution of experts may stay
     kept: list[Placement] = [p if like.ndim == 3 and p.is_shard(0) else Replicate() for p in like.placements]
     whole = sharded.redistribute(placements=kept).to_local()
     step = DTensor.from_local(_step(whole, group), mesh, kept, **how)
@@ -95,11 +95,11 @@ def _step(whole: Tensor, group: dict[str, Any]) -> Tensor:
 def matrices(model: nn.Module, layers: str) -> frozenset[str]:
     """Names of the weights that Muon is for: those of linear modules in layers, and experts in one tensor.
 
-    Left out: routers, whose columns belong to one expert each, weights with a single row or column, and
-    parameters that only their module understands (embeddings, convolutions, decays).
+    Excluded are routers, whose columns belong to one expert each, weights with a single row or column, and
+    parameters with another meaning (embeddings, convolutions, decays).
 
     Args:
-        model: the whole one, which may be on the meta device
+        model: the whole model, which may be on the meta device
         layers: name of the list of its layers
     """
     return frozenset(
@@ -120,7 +120,7 @@ def _is_matrix(module: nn.Module, key: str, parameter: nn.Parameter) -> bool:
 
 
 def _in_router(model: nn.Module, name: str) -> bool:
-    """Whether it is a router, or in one: by its name, for which models use few words."""
+    """Whether the parameter belongs to a router, by its name: models use few words for routers."""
     path = name.split(".")
     for depth, part in enumerate(path):
         siblings = (other for other, _ in model.get_submodule(".".join(path[:depth])).named_children())

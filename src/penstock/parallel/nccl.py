@@ -1,4 +1,4 @@
-"""What NCCL needs around it: environment variables, a GPU a rank, and an order of its communicators."""
+"""NCCL's requirements: environment variables, one GPU for each rank, and an order of its communicators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from penstock.schedule import Schedule, verify
 from penstock.schedule.order import blocked_in_line, exchanges
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-_CONNECTIONS = {CONNECTIONS: "32"}  # as many as a GPU has: a stream for each communicator, and a few more
+_CONNECTIONS = {CONNECTIONS: "32"}  # a GPU's most: one for each communicator, and a few more
 _UNSET = 8  # CUDA's own
 # torch's watchdog would end a rank that only waits for a failed one, before that rank can say so
 _ERRORS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 def set_environment() -> None:
-    """Set what the user has not set. Before CUDA's context and NCCL's groups are made: they read it then."""
+    """Set variables that the user has not set. Call it before CUDA's context and NCCL's groups are made."""
     for name, value in {**_CONNECTIONS, **_ERRORS}.items():
         os.environ.setdefault(name, value)
 
@@ -36,7 +36,7 @@ def fits_batches(schedule: Schedule) -> bool:
 
 
 def communicators(schedule: Schedule, batched: bool) -> int:
-    """The most communicators of a rank, for its messages: values go over gloo."""
+    """The most communicators that a rank needs for messages; other values go over gloo."""
     if batched:
         return 1
     hosts = schedule.placement.rank_of
@@ -53,10 +53,10 @@ def describe(schedule: Schedule, exchange: str) -> str:
 
 
 def check_connections(schedule: Schedule, batched: bool) -> None:
-    """Raise ConfigError where a GPU might begin what a rank queues in an order that never ends.
+    """Raise ConfigError where a GPU might start a rank's work in an order that deadlocks.
 
-    Each communicator has a stream, and the compute one more. With as many hardware queues nothing is held up
-    by something else; with fewer it must be proven for a single one, the strictest case.
+    Each communicator has a stream, and compute has one more. With as many hardware queues, no stream blocks
+    another; with fewer, the order must be proven for a single queue, the strictest case.
     """
     streams, setting = communicators(schedule, batched) + 1, os.environ.get(CONNECTIONS, "")
     connections = int(setting) if setting.isdecimal() else _UNSET
@@ -66,7 +66,7 @@ def check_connections(schedule: Schedule, batched: bool) -> None:
         return
     raise ConfigError(
         f"{CONNECTIONS}={setting or f'{_UNSET}, as it is unset'} with schedule {schedule.name!r} on NCCL",
-        f"a rank's work goes over {streams} streams, and with fewer hardware queues one message holds up "
+        f"a rank's work goes over {streams} streams, and with fewer hardware queues one message blocks "
         "others that it waits for",
         f"Set {CONNECTIONS}=32, or take exchange='batched'",
     )
@@ -75,14 +75,14 @@ def check_connections(schedule: Schedule, batched: bool) -> None:
 def shares_a_gpu(store: Store, rank: int, world: int, gpu: str) -> bool:
     """Whether any two processes of the job have the same GPU, which NCCL refuses. Collective.
 
-    gpu: a name of this process's GPU that no other GPU of the job has
+    gpu: a unique name of this process's GPU
     """
     store.set(f"gpu/{rank}", gpu)
     return len({store.get(f"gpu/{other}") for other in range(world)}) < world
 
 
 def gpu_name(device: torch.device) -> str:
-    """The name that NVIDIA's driver gives to this GPU alone."""
+    """The GPU's unique name in NVIDIA's driver."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
@@ -94,7 +94,7 @@ def backend_of_gpus(
         return "nccl"
     if rank == 0:
         say(
-            "penstock: some ranks share a GPU, which NCCL refuses: messages go over gloo, by way of pinned "
+            "penstock: some ranks share a GPU, which NCCL refuses: messages go over gloo, through pinned "
             "memory. Start one process for each GPU to use NCCL"
         )
     return "gloo"

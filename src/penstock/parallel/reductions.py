@@ -2,7 +2,7 @@
 
 | quantity | the same on | summed over |
 |---|---|---|
-| batch | pp, cp, tp | (dp_replicate and dp_shard have a part of it each) |
+| batch | pp, cp, tp | (each rank of dp_replicate and dp_shard has a part) |
 | valid tokens, by which the loss is divided | pp, cp, tp | dp_replicate, dp_shard |
 | loss | pp, tp | dp_replicate, dp_shard, cp |
 | gradient of a weight | tp, unless tp shards it | dp_replicate, dp_shard, cp |
@@ -35,12 +35,12 @@ from penstock.runtime.transport.groups import limit_waits, new_group
 
 
 class BatchFacts(NamedTuple):
-    """What a rank states of its part of a batch before a step. Ranks with the same part state the same.
+    """A rank's facts about its part of a batch, compared before a step. Ranks with the same part agree.
 
     Args:
-        fingerprint: a number made from the data; 0 where they are not compared.
-        description: of the data, for the message where they differ.
-        total_tokens: by which the loss is to be divided; 0 where it is by `tokens` of all parts.
+        fingerprint: a hash of the data; 0 where data are not compared.
+        description: of the data, for the error where they differ.
+        total_tokens: the divisor of the loss; 0 to divide by the sum of `tokens` over all parts.
     """
 
     microbatches: int
@@ -52,7 +52,7 @@ class BatchFacts(NamedTuple):
 
     @property
     def on_all_parts(self) -> dict[str, str]:
-        """What must be the same on all parts of a batch."""
+        """The facts that must be equal on all parts of a batch."""
         labels = "given" if self.has_labels else "none"
         counts = {"microbatches": str(self.microbatches), "total_tokens": str(self.total_tokens or "none")}
         return {**counts, "labels": labels}
@@ -60,16 +60,16 @@ class BatchFacts(NamedTuple):
 
 _ON_ALL_PARTS = {  # the rule, and the remedy
     "microbatches": (
-        "all parts of a batch are split into as many, as their ranks exchange something in each",
+        "all parts of a batch have equally many microbatches, as their ranks exchange data in each",
         "Give every rank a list of the same length",
     ),
     "total_tokens": (
         "the losses of all parts of a batch are divided by the same number",
-        "Give every rank what Pipeline.count_tokens returns",
+        "Give every rank the result of Pipeline.count_tokens",
     ),
     "labels": (
         "the loss is that of all parts of a batch, or of none",
-        "Give every rank those of its part, or give none at all",
+        "Give every rank the labels of its part, or none at all",
     ),
 }
 
@@ -77,16 +77,16 @@ _ON_ALL_PARTS = {  # the rule, and the remedy
 class Reductions:
     """Collectives between one pipeline and the others of its mesh.
 
-    Without a mesh the pipeline is all there is (or other axes are the caller's business): each method returns
-    its argument. With one, every method is collective over the whole mesh.
+    Without a mesh there is one pipeline (or the caller handles other axes): each method returns its argument.
+    With one, every method is collective over the whole mesh.
 
     Attributes:
-        is_first: whether this is the first pipeline of the mesh, which writes what is written once
+        is_first: whether this is the first pipeline of the mesh, which writes files that are written once
         batch_part: (index, count): this pipeline's part of the batch, and the number of parts
-        everyone: all processes of the mesh; this one alone where the mesh is one pipeline, whose ranks have
+        everyone: all processes of the mesh; only this one where the mesh is one pipeline, whose ranks have
             the same batch
-        stage_ranks: the processes that host the same stages as this one, and itself; empty without a mesh
-        asks: a number sent to all processes in each step, such as a signal's
+        stage_ranks: the processes that host the same stages as this one, with itself; empty without a mesh
+        asks: returns a number for all processes, such as a signal's, which each step sends
         asked: the numbers of the last step, by process
     """
 
@@ -105,7 +105,7 @@ class Reductions:
 
     @classmethod
     def over(cls, mesh: DeviceMesh, watch: Watch, limit: datetime.timedelta) -> Reductions:
-        """Over `mesh`. Each wait is limited to `limit`; `watch` names the rank that is late. Collective."""
+        """The reductions over `mesh`. A wait takes at most `limit`; `watch` names a late rank. Collective."""
         made = cls()
         made._connect(mesh, watch, limit)
         return made
@@ -115,7 +115,7 @@ class Reductions:
         axes = mesh.mesh_dim_names or ()
         others = tuple(name for name in axes if name != "pp")
         flat = [flattened(mesh, names) for names in (BATCH, LOSS, others)]
-        groups = [None if each is None else each.get_group() for each in flat]
+        groups = [None if axis is None else axis.get_group() for axis in flat]
         self._batch, self._loss, self._others = groups
         limit_waits(filter(None, groups), limit.total_seconds())
         if flat[0] is not None:
@@ -130,9 +130,9 @@ class Reductions:
         """Agree on the next step's batch, in one collective. Returns the valid tokens of all its parts.
 
         Raises on all ranks the error of the first rank that refuses its part of the batch, and BatchError
-        where ranks have other numbers of microbatches, labels on some ranks only, other totals, or other
-        data of one part.
-        Without a mesh nothing is raised: the ranks of a pipeline have one batch, and agree by other means.
+        where ranks differ in the number of microbatches, in having labels, in totals, or in the data of one
+        part. Without a mesh nothing is raised: the ranks of a pipeline have one batch, which is compared
+        elsewhere.
         """
         if self.everyone.count == 1:
             return mine.tokens
@@ -141,8 +141,8 @@ class Reductions:
         gathered = self._all_gather([*numbers, self.asks()])
         everyone, self.asked = [row[:-1] for row in gathered], tuple(row[-1] for row in gathered)
         agreed = len({(refused, *counts) for _, refused, *counts, _, _ in everyone}) == 1
-        data = {(number, fingerprint) for number, *_, fingerprint, _ in everyone}
-        tokens = {number: count for number, *_, count in everyone}
+        data = {(index, fingerprint) for index, *_, fingerprint, _ in everyone}
+        tokens = {index: count for index, *_, count in everyone}
         if agreed and len(data) == len(tokens) and error is None:
             return sum(tokens.values())
         refusals = self.everyone.gather(None if error is None else in_words(error))
@@ -153,10 +153,10 @@ class Reductions:
             if lines := differences([{name: facts[name]} for facts in all_facts]):
                 raise BatchError(lines[0], rule, remedy)
         descriptions = self.everyone.gather(mine.description)
-        parts = [number for number, _ in data]
-        differing = min(number for number in parts if parts.count(number) > 1)
-        # of one part, as the others may differ in the same way
-        ranks = [rank for rank, (number, *_) in enumerate(everyone) if number == differing]
+        parts = [index for index, _ in data]
+        differing = min(index for index in parts if parts.count(index) > 1)
+        # one part is enough for the error: others may differ in the same way
+        ranks = [rank for rank, (index, *_) in enumerate(everyone) if index == differing]
         raise BatchError(
             "; ".join(f"process {rank}: {descriptions[rank]}" for rank in ranks),
             "all ranks of pp, cp and tp step on the same part of the batch",
@@ -164,7 +164,7 @@ class Reductions:
         )
 
     def learn(self, asked: Sequence[int]) -> None:
-        """Take what ranks ask from their reports, where there is no mesh to agree on it."""
+        """Set `asked` from the step reports, where there is no mesh to exchange it."""
         if self.everyone.count == 1:
             self.asked = tuple(asked)
 
@@ -186,20 +186,20 @@ class Reductions:
     def sum_loss(self, loss: float, facts: Sequence[float]) -> tuple[float, list[list[float]]]:
         """Loss of the whole batch, to which this pipeline contributes `loss`, and every pipeline's `facts`.
 
-        One collective for both. The facts are in the order of the ranks, of those with the same place on tp.
+        One collective for both. The facts are in the order of the ranks with the same index on tp.
         """
         if self._loss is None:
             return loss, [[*facts]]
-        pipelines, place, count = self._loss.size(), self._loss.rank(), len(facts)
+        pipelines, index, count = self._loss.size(), self._loss.rank(), len(facts)
         numbers = [loss, *[0.0] * (pipelines * count)]
-        numbers[1 + place * count : 1 + (place + 1) * count] = facts
+        numbers[1 + index * count : 1 + (index + 1) * count] = facts
         vector = to_device(torch.tensor(numbers, dtype=torch.float64), self._device)
         total, *all_facts = self._sum(vector, self._loss, "the loss of the other parts of the batch").tolist()
         return total, [all_facts[at * count : (at + 1) * count] for at in range(pipelines)]
 
     @property
     def loss_place(self) -> int:
-        """Where `sum_loss` has this pipeline's facts."""
+        """The index of this pipeline's facts in the result of `sum_loss`."""
         return 0 if self._loss is None else self._loss.rank()
 
     def sum_over_batch(self, gradient: Tensor) -> Tensor:
@@ -212,18 +212,18 @@ class Reductions:
 
     @property
     def first_reads(self) -> FirstReads | None:
-        """The ranks that host the same stages, to read weights once for all. None where there is one."""
+        """The ranks that host the same stages, to read weights once for all. None for a single rank."""
         if self._others is None:
             return None
         return FirstReads(self._others, self._limit, self._device, self._watch)
 
     def close(self) -> None:
-        """Free the group that only this uses; those of the mesh's axes stay, as DTensors use them too."""
-        if self._values is not None and dist.is_initialized():  # else it has gone with all others
+        """Destroy the group that only this object uses. DTensors use those of the mesh's axes too."""
+        if self._values is not None and dist.is_initialized():  # else it is destroyed with all others
             dist.destroy_process_group(self._values)
 
     def _all_gather(self, numbers: list[int]) -> list[list[int]]:
-        """Each process's `numbers`, which are as many on all of them."""
+        """Each process's `numbers`, of the same length on all processes."""
         mine = torch.tensor(numbers, dtype=torch.int64)
         return [row.tolist() for row in self.everyone.all_gather(mine, "the other ranks' batches")]
 

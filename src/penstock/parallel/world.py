@@ -51,7 +51,7 @@ class WorldOptions:
 
     @property
     def takes_all(self) -> bool:
-        """Whether the mesh has all processes of the job; else other pipelines may be anything."""
+        """Whether the mesh has all processes of the job. Other processes may not run penstock."""
         return self.mesh is None or self.axes is not None
 
     @property
@@ -66,18 +66,18 @@ class WorldOptions:
         return {name: str(getattr(self, name)) for name in ("transport", "exchange", "axes")}
 
     def check(self) -> None:
-        """Raise ConfigError for a value that no world takes."""
+        """Raise ConfigError for a value that no world accepts."""
         if self.wire is not None and not self.wire.is_floating_point:
-            rule = "activations and gradients are of floating point"
+            rule = "activations and gradients have a floating-point dtype"
             raise ConfigError(f"wire_dtype={self.wire}", rule, "Take torch.bfloat16")
         if self.timeout <= 0:
-            rule = "a rank waits for a while before it gives up"
+            rule = "it is the number of seconds that a rank waits, above 0"
             raise ConfigError(f"timeout={self.timeout}", rule, "Give seconds")
         if self.transport not in (None, "nccl", "gloo", "local"):
             rule = "a transport is 'nccl', 'gloo' or 'local'"
             raise ConfigError(f"transport={self.transport!r}", rule, "Leave it out to take what fits")
         if self.exchange not in ("auto", "channels", "batched"):
-            rule = "messages go each by itself, 'channels', or all of a moment together, 'batched'"
+            rule = "messages go one by one, 'channels', or in batches, 'batched'"
             raise ConfigError(f"exchange={self.exchange!r}", rule, "Take 'auto'")
 
 
@@ -88,7 +88,7 @@ class World:
     ranks: the pipeline's ranks that this process hosts
     processes: the pipeline's processes
     clock_offset: seconds to add to this process's clock to get rank 0's
-    batched: whether what a rank sends and receives between two ops goes together
+    batched: whether a rank's messages between two ops go in one batch
     mesh: None where all ranks live in this process
     reductions: sums and agreement over the rest of the mesh
     on_nccl: whether messages go over NCCL
@@ -112,11 +112,11 @@ class World:
 
     @property
     def alone(self) -> bool:
-        """Whether no other process takes part."""
+        """Whether the pipeline has no other process."""
         return self.mesh is None or self.mesh.size() == 1
 
     def check(self, schedule: Schedule) -> None:
-        """Raise ConfigError for a schedule whose messages cannot go here, on the placement of the first."""
+        """Raise ConfigError for a schedule, on the placement of the first, whose messages cannot go here."""
         if self.on_nccl:
             check_connections(schedule, self.batched)
 
@@ -129,7 +129,7 @@ def remaining_ranks(options: WorldOptions) -> int:
     if options.one_process:
         raise ConfigError(
             "ranks=-1 in one process",
-            "it takes the processes that are left, and no others were started",
+            "it takes all remaining processes, and there is only this one",
             "Give a number, or start the ranks with torchrun",
         )
     if options.mesh is not None and "pp" in (options.mesh.mesh_dim_names or ()):
@@ -139,10 +139,10 @@ def remaining_ranks(options: WorldOptions) -> int:
 
 
 def wake_autograd(device: torch.device) -> None:
-    """Run a backward that multiplies no matrices.
+    """Run a backward without a matrix product.
 
-    With its first kernel autograd's thread of a GPU gets a context of CUDA. A stage's backward may begin with
-    cuBLAS, which then finds none, and torch warns.
+    Autograd's thread of a GPU gets its CUDA context with its first kernel. A stage's backward may begin with
+    cuBLAS, which would find no context, and torch would warn.
     """
     with torch.enable_grad():
         (torch.ones(1, device=device, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         rule = f"this process sees {gpus} GPU{'' if gpus == 1 else 's'}"
         raise ConfigError(f"device={str(options.device)!r}", rule, "Take another, or device='cpu'")
     if device == torch.device("cuda"):
-        device = default_device()  # the one of this process
+        device = default_device()  # the GPU of this process
     if options.transport == "nccl" and device.type != "cuda":
         raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
     if device.type == "cuda":
@@ -178,7 +178,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     started = init_process_group(device, options.timeout, options.transport)
     common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
     with _job_watch(options, started) as watch:
-        if options.takes_all:  # before any group is made: ranks that differ would hang in making them
+        if options.takes_all:  # before any group is made: different ranks would hang in making them
             _all_ranks(options.timeout, device, watch).same("build()", common)
         with nullcontext() if watch is None else naming_peers(watch, _MAKING):
             mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
@@ -213,11 +213,11 @@ def _all_ranks(timeout: float, device: torch.device, watch: Watch | None) -> Gro
 
 @contextmanager
 def _job_watch(options: WorldOptions, started: Watch | None) -> Iterator[Watch | None]:
-    """A watch of all processes of the job, from before they make the pipeline's groups; closed on an error.
+    """A watch of all processes of the job, made before the pipeline's groups; closed on an error.
 
-    None where other pipelines of the job may be anything.
+    None where other processes of the job may not run penstock.
 
-    started: the one that has watched the start of the job
+    started: the watch of the job's start
     """
     if not options.takes_all:
         if started is not None:
@@ -237,16 +237,16 @@ def _new_watch(options: WorldOptions) -> Watch:
         raise PeerLostError(
             f"rank {rank} waiting for the store of the job",
             f"it does not answer: {cause}",
-            "See whether its machine lives: that of rank 0, or of the first launcher",
+            "Check its machine: that of rank 0, or of the first launcher",
         ) from cause
     return watch_of(f"{built}", rank, world, options.timeout)
 
 
 def goes_in_batches(options: WorldOptions, backend: str, schedule: Schedule) -> bool:
-    """Whether what a rank sends and receives between two ops goes together.
+    """Whether a rank's messages between two ops go in one batch.
 
-    torch forbids the use of several NCCL groups at a time by a process that has not waited for the first one:
-    so on NCCL all messages go through one, unless the schedule cannot.
+    torch forbids a process to use a second NCCL group before it has waited for the first one. So on NCCL all
+    messages go through one group, unless the schedule does not allow it.
     """
     if options.exchange == "auto":
         return backend == "nccl" and fits_batches(schedule)
@@ -259,7 +259,7 @@ class _Closes(Protocol):
 
 @contextmanager
 def close_on_error(opened: _Closes) -> Iterator[None]:
-    """Close a transport if the block fails: a pipeline that is refused frees its threads and groups."""
+    """Close a transport if the block fails, so that a refused pipeline frees its threads and groups."""
     try:
         yield
     except BaseException:
@@ -272,13 +272,13 @@ def _check_one_process(options: WorldOptions) -> None:
     if options.transport == "local" and count > 1:
         raise ConfigError(
             "transport='local'",
-            f"it holds all ranks in one process, and {count} were started",
+            f"it runs all ranks in one process, and {count} were started",
             "Start one process, or leave transport out",
         )
     if options.transport in ("gloo", "nccl"):
         raise ConfigError(
             f"transport={options.transport!r}",
-            "it joins processes, and this one was started alone",
+            "it connects processes, and only this one was started",
             "Start the ranks with torchrun, or leave transport out",
         )
 

@@ -1,7 +1,7 @@
 """Pipelines: build one from a Hugging Face model or a user's own modules, step it, compare it.
 
-AutoPipeline and Pipeline are the usual way. The functions below are the single steps of a build, for models
-and loops of one's own: name the modules of each stage, split a module, make a stage ready to run.
+AutoPipeline and Pipeline are the usual way. The other functions are single steps of a build, for custom
+models and loops: name the modules of each stage, split a module, make a stage ready to run.
 """
 
 from penstock.pipeline.auto_pipeline import AutoPipeline

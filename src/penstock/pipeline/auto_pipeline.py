@@ -1,7 +1,7 @@
 """AutoPipeline: a Hugging Face model, unchanged, as a pipeline.
 
 build_plan    options and model -> schedule, proof, stages          no weight is read, nothing is sent
-open_world    this process becomes one rank, or holds them all      all ranks agree on the facts
+open_world    this process becomes one rank, or hosts all ranks     all ranks agree on the facts
 StagesBuild   each stage: its model, its values, its shards         each rank reads its stages only
 Pipeline      the stages, ready to step
 """
@@ -31,7 +31,7 @@ class AutoPipeline(AutoOptions):
 
     @collector_paused()
     def build_plan(self, model: ModelLike) -> BuildPlan:
-        """Plan the build: find everything that `build` would refuse, without weights or other processes.
+        """Plan the build, without weights or other processes, and raise the errors that `build` would raise.
 
         Args:
             model: as for `build`
@@ -43,17 +43,17 @@ class AutoPipeline(AutoOptions):
     def build(self, model: ModelLike) -> Pipeline:
         """Build the pipeline of `model`. Collective under torchrun.
 
-        Under torchrun this process becomes one rank; otherwise it holds them all.
+        Under torchrun this process becomes one rank; otherwise it hosts all ranks.
 
         Args:
-            model: a transformers model, whose values are copied stage by stage while it stays as it is, or
+            model: a transformers model, which is not changed and whose values are copied stage by stage, or
                 a PeftModel of one, with LoRA; a local folder, from which each rank reads its stages'
                 weights; a Hub name such as Qwen/Qwen3-8B, whose files one process of each host fetches into
                 the cache; or a config. A config or a folder without weights gets initial values from `seed`.
-                The pipeline is in training mode, also where the model is in evaluation mode, as
-                from_pretrained returns it.
+                The pipeline is in training mode, even if the model is in evaluation mode, as after
+                from_pretrained.
 
-        Raises what `build_plan` raises, WorldSizeError and HandshakeError.
+        Raises the errors of `build_plan`, WorldSizeError and HandshakeError.
         """
         plan = self.build_plan(model)
         has_values = plan.source.model.device != torch.device("meta")
@@ -69,12 +69,12 @@ class AutoPipeline(AutoOptions):
     def memory_costs(self, plan: BuildPlan, shape: tuple[int, int]) -> Costs | None:
         """Bytes that microbatches of `shape` (rows, sequence) will hold, for `simulate`.
 
-        Durations are those of Costs(). None where only a step can measure them. Not for axes of -1.
+        Durations are those of Costs(). None where only a step can measure the bytes. Not for axes of -1.
         """
         return self.account(plan).costs(shape)
 
 
 def exchange_of(auto: AutoPipeline, plan: BuildPlan) -> str:
-    """The exchange that the messages of `plan` can have: those that carry their shapes go one by one."""
+    """The exchange for the messages of `plan`: messages that carry their shapes go one by one."""
     carry_shapes = auto.shapes == "exchanged" or not plan.chain.only_hidden_states
     return "channels" if auto.exchange == "auto" and carry_shapes else auto.exchange

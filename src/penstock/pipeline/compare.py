@@ -27,7 +27,7 @@ from penstock.private import tree_map_only
 from penstock.runtime.sharded_weights import full_tensor as gathered
 from penstock.runtime.stage import autocasting, evaluating, without_gradients
 
-# largest difference that passes, relative to the largest entry of the tensor
+# the largest difference that passes, relative to the tensor's largest entry
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 ParameterPlace = tuple[str, int, int]  # a parameter's name, its stage, and that stage's rank
@@ -37,9 +37,9 @@ ParameterPlace = tuple[str, int, int]  # a parameter's name, its stage, and that
 class Compared:
     """One tensor of the split model, compared with the whole model's.
 
-    difference, size: of the two tensors, and of the whole model's; measured as Report.measure says
+    difference, size: of the two tensors, and of the whole model's, by Report.measure
     tolerance: the largest difference that passes
-    remark: what is wrong, if it is more than a difference
+    remark: the fault, if it is more than a difference
     """
 
     kind: Literal["weight", "gradient"]
@@ -64,12 +64,12 @@ class Compared:
         return self.excess > 1
 
     def describe(self, measure: str) -> str:
-        """One line for a person."""
+        """One line of text."""
         where = f"on stage {self.stage} of rank {self.rank}"
         if self.remark:
             return f"{self.kind} {self.name} {where}: {self.remark}"
         if self.kind == "weight" and isnan(self.size):
-            return f"weight {self.name} {where}: it holds NaN, in the whole model as well"
+            return f"weight {self.name} {where}: it has NaN, in the whole model as well"
         before = "before any step, " if self.kind == "weight" else ""
         difference = f"{before}by {self.difference:.3g} {where}"
         return f"{self.kind} {self.name}: it differs {difference}, and its {measure} is {self.size:.3g}"
@@ -79,11 +79,11 @@ class Compared:
 class Report:
     """The result of a comparison; the same on every rank.
 
-    losses: of the split model and of the whole one; None where weights differ, so that nothing else counts
-    tensors: all that were compared, the worst first
+    losses: of the split model and of the whole one; None where weights differ, which are then compared alone
+    tensors: the compared tensors, the worst first
     tolerance: the largest difference that passes, relative to the tensor's size
-    measure: how tensors and differences are measured: "largest entry" or "norm"
-    note: why the loss of the whole model is not the one that its own forward returns; empty where it is
+    measure: of tensors and differences: "largest entry" or "norm"
+    note: why the whole model's loss is not the one that its own forward returns; empty where it is
     """
 
     losses: tuple[float, float] | None
@@ -100,13 +100,13 @@ class Report:
         tolerance: float,
         measure: str = "largest entry",
     ) -> Self:
-        ordered = sorted(tensors, key=lambda each: -each.excess)
+        ordered = sorted(tensors, key=lambda compared: -compared.excess)
         return cls(losses, tuple(ordered), tolerance, measure)
 
     @property
     def wrong(self) -> tuple[Compared, ...]:
         """The tensors that differ, the worst first."""
-        return tuple(each for each in self.tensors if each.wrong)
+        return tuple(compared for compared in self.tensors if compared.wrong)
 
     @property
     def loss_differs(self) -> bool:
@@ -114,7 +114,7 @@ class Report:
             return False
         split, whole = self.losses
         close = abs(split - whole) <= self.tolerance * max(1.0, abs(whole))
-        return not (close and isfinite(whole))  # a loss of nan is close to nothing
+        return not (close and isfinite(whole))  # a NaN is close to no number
 
     @property
     def passed(self) -> bool:
@@ -126,18 +126,18 @@ class Report:
         return self.tensors[0].excess * self.tolerance if self.tensors else 0.0
 
     def problems(self) -> list[str]:
-        """All that differs, a line each: the loss, then the tensors, the worst first."""
+        """One line for each difference: the loss, then the tensors, the worst first."""
         loss = []
         if self.loss_differs and self.losses:
             loss.append(f"loss: {self.losses[0]} split, {self.losses[1]} whole")
-        return loss + [each.describe(self.measure) for each in self.wrong]
+        return loss + [compared.describe(self.measure) for compared in self.wrong]
 
     def raise_if_wrong(self, remedy: str | None = None) -> None:
         """Raise DifferenceError unless all passed."""
         if self.passed:
             return
-        if any(each.kind == "weight" and isnan(each.size) for each in self.tensors):
-            remedy = "Take a model with finite weights: those of the whole model are not"
+        if any(compared.kind == "weight" and isnan(compared.size) for compared in self.tensors):
+            remedy = "Take a model with finite weights: the whole model has NaN"
         raise DifferenceError(self, remedy)
 
 
@@ -151,13 +151,13 @@ def compare(
     tolerance: float | None = None,
     autocast: torch.dtype | None = None,
 ) -> Report:
-    """Pipeline.compare; `step`, `split` and `autocast` are the pipeline's. Collective."""
+    """Pipeline.compare, with `step`, `split` and `autocast` of the pipeline. Collective."""
     model = unwrap(model)
     whole = dict(model.named_parameters(remove_duplicate=False))
     if tolerance is None:
         tolerance = TOLERANCE.get(next(iter(whole.values())).dtype, 1e-5)
     placed = list(placed_parameters(pipe))
-    weights = [compared_weight(place, gathered(p), whole.get(place[0]), entries) for place, p in placed]
+    weights = [compared_weight(where, gathered(p), whole.get(where[0]), entries) for where, p in placed]
     weights = _of_all_processes(pipe, [weight for weight in weights if weight.wrong])
     if weights:
         return Report.of(None, weights, tolerance)
@@ -172,30 +172,30 @@ def compare(
         largest = max((largest_entry(p.grad) for p in whole.values() if p.grad is not None), default=0.0)
         gradients = [
             compared_gradient(
-                place,
+                where,
                 None if p.grad is None else gathered(p.grad),
-                whole[place[0]].grad,
+                whole[where[0]].grad,
                 entries,
                 tolerance,
                 rounding=0.0 if p.grad is None else torch.finfo(p.dtype).eps * largest,
             )
-            for place, p in placed
+            for where, p in placed
         ]
     report = Report.of((split_loss, expected), _of_all_processes(pipe, gradients), tolerance)
     return replace(report, note=not_own(loss, microbatches))
 
 
 def placed_parameters(pipe: SplitModel) -> Iterator[tuple[ParameterPlace, nn.Parameter]]:
-    """This process's parameters with their places; a name comes once for each copy."""
+    """This process's parameters with name, stage and rank; a name occurs once for each copy."""
     for stage in pipe.stages:
         for name, parameter in stage.module.named_parameters():
             yield (name, stage.index, pipe.info[stage.index].rank), parameter
 
 
 def _of_all_processes(pipe: SplitModel, compared: Sequence[Compared]) -> list[Compared]:
-    """Collective."""
-    everyone = pipe.processes.gather([asdict(each) for each in compared])
-    return [Compared(**each) for part in everyone for each in part]
+    """The comparisons of all processes. Collective."""
+    everyone = pipe.processes.gather([asdict(ours) for ours in compared])
+    return [Compared(**fields) for part in everyone for fields in part]
 
 
 def whole_backward(
@@ -207,27 +207,28 @@ def whole_backward(
 ) -> float:
     """Add the whole model's gradients to `.grad` and return its loss, one microbatch after the other.
 
-    It adds in the same order as the pipeline, where autograd leaves a choice, so that models that round
-    inside (a norm in float32 under float64 weights) round in the same way.
+    Where autograd leaves a choice, it adds in the order of the pipeline, so that models that round inside (a
+    norm in float32 under float64 weights) round in the same way.
 
     Args:
-        reductions: sum over the parts of a batch that the ranks of a mesh step on: then collective
+        reductions: sum over the parts of a batch on a mesh; the call is then collective
         autocast: the dtype of torch.autocast in each forward; None for none
     """
     reductions = reductions or Reductions()
     weight = reductions.sum_tokens(sum(weight_of(loss, microbatch) for microbatch in microbatches))
     device = next(model.parameters()).device
     total = 0.0
-    for number, microbatch in enumerate(microbatches):
+    for index, microbatch in enumerate(microbatches):
         microbatch = tree_map_only(Tensor, lambda tensor: tensor.to(device), dict(microbatch))
         with autocasting(autocast, device):
-            share = _total(model, loss, microbatch, number) / weight
+            share = _total(model, loss, microbatch, index) / weight
         share.backward()  # type: ignore[no-untyped-call]
         total += float(share.detach())
-    held = list(model.parameters())
-    # a tower has no gradient where a part of the batch has no image
-    flags = torch.tensor([float(each.grad is not None) for each in held], dtype=torch.float64, device=device)
-    for parameter, somewhere in zip(held, reductions.sum_over_batch(flags).tolist(), strict=True):
+    parameters = list(model.parameters())
+    # a vision tower has no gradient where a part of the batch has no image
+    has_gradient = [float(parameter.grad is not None) for parameter in parameters]
+    flags = torch.tensor(has_gradient, dtype=torch.float64, device=device)
+    for parameter, somewhere in zip(parameters, reductions.sum_over_batch(flags).tolist(), strict=True):
         if somewhere:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -235,28 +236,26 @@ def whole_backward(
     return float(reductions.sum_over_batch(torch.tensor([total], dtype=torch.float64, device=device)))
 
 
-def _total(model: nn.Module, loss: Loss, microbatch: Microbatch, number: int) -> Tensor:
+def _total(model: nn.Module, loss: Loss, microbatch: Microbatch, index: int) -> Tensor:
     """The whole model's loss, summed over the valid items of a microbatch.
 
     A pipeline without a loss_fn is compared with the loss that the model's own forward computes.
     """
     if not isinstance(model, PreTrainedModel):
-        return total_of(loss, ProvidedCall(model)((), microbatch), microbatch, number)
-    # its mean over no item is not a number
+        return total_of(loss, ProvidedCall(model)((), microbatch), microbatch, index)
+    # the model's mean over no item is NaN
     if not_own(loss, [microbatch]) == "" and (items := loss.weight(microbatch)):
         return own_mean(model, microbatch) * items
     inputs = {name: value for name, value in microbatch.items() if name not in ("labels", UNPAD)}
-    return total_of(loss, outcome(model, model(**inputs, use_cache=False)), microbatch, number)
+    return total_of(loss, outcome(model, model(**inputs, use_cache=False)), microbatch, index)
 
 
 def not_own(loss: Loss, microbatches: Sequence[Microbatch]) -> str:
-    """Why the whole model's loss is `loss` of its outputs; empty where it is what its forward returns."""
+    """Why the whole model's loss is `loss` of its outputs; empty where its own forward returns the loss."""
     if not getattr(loss, "of_model", False):
-        return "the pipeline has a loss of its own, which both models' outputs were given to"
+        return "the pipeline has a loss of its own, which was applied to both models' outputs"
     if any("shift_labels" in microbatch for microbatch in microbatches):
-        return (
-            "the batch has shift_labels: both models' logits were compared with them by the pipeline's loss"
-        )
+        return "the batch has shift_labels: the pipeline's loss was applied to both models' logits"
     return ""
 
 
@@ -279,20 +278,20 @@ def largest_entry(tensor: Tensor) -> float:
 
 
 def compared_weight(
-    place: ParameterPlace, split: Any, whole: Any | None, measured: PairMeasure, digits: float = 0.0
+    where: ParameterPlace, split: Any, whole: Any | None, measured: PairMeasure, digits: float = 0.0
 ) -> Compared:
-    """A weight before any step, and the whole model's. digits: the share of its size that may differ"""
+    """Compare a weight before any step. digits: the share of its size that may differ"""
     if whole is None:
-        return Compared("weight", *place, inf, 0.0, 0.0, "the whole model has none of that name")
+        return Compared("weight", *where, inf, 0.0, 0.0, "the whole model has no weight of that name")
     if isinstance(split, Tensor) and split.shape != whole.shape:
         remark = f"its shape is {list(split.shape)}, and {list(whole.shape)} in the whole model"
-        return Compared("weight", *place, inf, 0.0, 0.0, remark)
+        return Compared("weight", *where, inf, 0.0, 0.0, remark)
     difference, size = measured(split, whole)
-    return Compared("weight", *place, difference, size, digits * size)
+    return Compared("weight", *where, difference, size, digits * size)
 
 
 def compared_gradient(
-    place: ParameterPlace,
+    where: ParameterPlace,
     split: Any | None,
     whole: Any | None,
     measured: PairMeasure,
@@ -301,20 +300,20 @@ def compared_gradient(
     rounding: float,
     room: float = 0.0,
 ) -> Compared:
-    """A gradient, and the whole model's. Both may lack it.
+    """Compare a gradient, which may be None in both models.
 
-    A gradient smaller than the rounding of the largest one is zero but for rounding (a bias that softmax
-    cancels); it need only be as small in the split model.
+    A gradient smaller than the rounding error of the largest one would be zero without rounding (as of a bias
+    that softmax cancels); in the split model it need only be as small.
 
     Args:
         tolerance: the largest difference that passes, relative to the gradient's size
-        rounding: of the largest gradient
+        rounding: rounding error of the largest gradient
         room: a difference that passes in any case
     """
     if split is None and whole is None:
-        return Compared("gradient", *place, 0.0, 0.0, 0.0)
+        return Compared("gradient", *where, 0.0, 0.0, 0.0)
     if split is None or whole is None:
-        return Compared("gradient", *place, inf, 0.0, 0.0, "only one of the two has it")
+        return Compared("gradient", *where, inf, 0.0, 0.0, "only one of the two has it")
     difference, size = measured(split, whole)
     passes = max(tolerance * size, rounding if size <= rounding else 0.0, room)
-    return Compared("gradient", *place, difference, size, passes)
+    return Compared("gradient", *where, difference, size, passes)

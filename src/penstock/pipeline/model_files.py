@@ -1,7 +1,7 @@
-"""The files of a split model: what saving and loading need of this process's stages.
+"""The files of a split model: save and load the weights of this process's stages.
 
-pipe.files.check(...)       can these weights be saved?      each process looks at its own
-pipe.files.collect()        take them as they are now        collective where they are sharded
+pipe.files.check(...)       can these weights be saved?      each process checks its own
+pipe.files.collect()        collect their present values     collective where they are sharded
     write(folder, ...)      the result writes them           then or later, in any thread
 """
 
@@ -28,11 +28,11 @@ from penstock.runtime.stage import Stage
 
 
 class ModelFiles:
-    """The files of a split model, and the copies of its weights that are being made for them.
+    """The files of a split model, and background copies of its weights for them.
 
     Attributes:
         stages: this process's stages of the model's first copy; those of a second copy are equal
-        under_way: what copies weights into host memory for a checkpoint; weights change after `settle`
+        under_way: the copies into host memory for a checkpoint; call `settle` before weights change
     """
 
     under_way: BackgroundCopies | None = None
@@ -65,20 +65,20 @@ class ModelFiles:
 
     @property
     def tied(self) -> frozenset[str]:
-        """The names of tied weights but for the first of each."""
+        """The names of tied weights, without the first name of each weight."""
         return frozenset() if self._saved is None else self._saved.copies
 
     @property
     def written_here(self) -> bool:
-        """Whether this process's pipeline is the one of the mesh that writes files."""
+        """Whether this process's pipeline is the one that writes files for the mesh."""
         return self._reductions.is_first
 
     def check(self, *, pretrained: bool) -> None:
-        """Check that this process's weights can be saved. Each process looks at its own.
+        """Check that this process's weights can be saved. Each process checks its own.
 
-        pretrained: whether from_pretrained is to read all of them
+        pretrained: whether from_pretrained must be able to read all of them
 
-        Raises ModelError for weights that are not under the model's names, CheckpointError for one that is
+        Raises ModelError for weights that do not have the model's names, CheckpointError for a weight that is
         sharded over another mesh.
         """
         odd = [name for index, names in self._names.items()
@@ -87,9 +87,9 @@ class ModelFiles:
         odd += [] if unread is None else [unread]
         if odd:
             raise ModelError(
-                f"weights with {min(odd)}, which only the model or what was made of it has",
-                "a folder holds weights under the names that from_pretrained reads, or an adapter's alone",
-                "Put the model's own modules back, freeze what an adapter does not hold, or save `modules` "
+                f"weights with {min(odd)}, which only the original model or only the stage has",
+                "a folder has weights under the names that from_pretrained reads, or only an adapter's",
+                "Restore the model's own modules, freeze weights outside of the adapter, or save `modules` "
                 "yourself",
             )
         ours = self._reductions.stage_ranks
@@ -98,7 +98,7 @@ class ModelFiles:
                 raise CheckpointError(
                     f"{name}, a DTensor",
                     "its weights are sharded over another mesh; gather them first",
-                    "Save full_tensor() of each in `modules`, or use torch.distributed.checkpoint",
+                    "Save full_tensor() of each weight in `modules`, or use torch.distributed.checkpoint",
                 )
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -110,7 +110,7 @@ class ModelFiles:
         self.saved.load(folder, self._stages)
 
     def new_copies(self) -> BackgroundCopies:
-        """What copies what is saved into host memory; nothing on a pipeline that does not write."""
+        """Copies into host memory for a save; they copy nothing on a pipeline that does not write."""
         return background_copies(self._device, kept=self.written_here)
 
     def settle(self) -> None:
@@ -119,11 +119,11 @@ class ModelFiles:
             self.under_way.wait()
 
     def collect(self, copies: BackgroundCopies | None = None) -> Callable[..., Hashed]:
-        """Collect what is saved now; the result writes it: (folder, processes, max_shard_size).
+        """Collect the present values; the result writes them: (folder, processes, max_shard_size).
 
-        Collective over the mesh; the result is collective over the processes it gets.
-        copies: what copies into host memory, so that training may go on meanwhile; None: what is not sharded
-            is written from where it lies
+        Collective over the mesh; the result is collective over its argument `processes`.
+        copies: copies into host memory, so that training may go on meanwhile; None: weights that are not
+            sharded are written without a copy
         """
         saved, stages = self.saved, self.stages
         sharded = any(isinstance(parameter, DTensor) for _, parameter in self._parameters())
@@ -147,7 +147,7 @@ class ModelFiles:
 
 
 def _values(stage: Stage, names: Collection[str], copies: BackgroundCopies) -> dict[str, Tensor]:
-    """Copy the stage's values of `names` into host memory; a tied weight once. Collective where sharded."""
+    """Copy the stage's weights `names` into host memory, a tied weight once. Collective where sharded."""
     made: dict[int, Tensor] = {}
     values: dict[str, Tensor] = {}
     for name, value in stage.module.state_dict(keep_vars=True).items():
@@ -160,6 +160,6 @@ def _values(stage: Stage, names: Collection[str], copies: BackgroundCopies) -> d
 
 
 def ranks_of(tensor: DTensor) -> list[int]:
-    """The processes of the job that a DTensor lies on."""
+    """The processes of the job that a DTensor is distributed over."""
     ranks: list[int] = tensor.device_mesh.mesh.flatten().tolist()
     return ranks

@@ -1,4 +1,4 @@
-"""The options that every pipeline takes, whatever its stages are made of."""
+"""The options of every pipeline, for all kinds of stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial, update_wrapper
-from inspect import Parameter, signature
+from inspect import Parameter, currentframe, signature
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -52,33 +52,32 @@ class Options(LayerOptions, MeshOptions, RunOptions):
     """The options of AutoPipeline and Pipeline.from_provider.
 
     Args:
-        loss_fn: None for the loss of a transformers model itself, `model(**batch).loss`, where it is one of
-            next tokens, tokens or rows; else next-token cross-entropy over labels (unshifted, -100
+        loss_fn: None for a transformers model's own loss, `model(**batch).loss`, if that is one over next
+            tokens, tokens or rows; else next-token cross-entropy over labels (unshifted, -100
             ignored); a function of (output, microbatch), or of these and the microbatch's number in the step,
             that returns the mean over the microbatch's rows; or an object with `weight` and `total`
             (penstock.batch.loss.Loss). The output is that of the last stage: for a transformers model, its
-            logits. Where rows are padded, both get output and microbatch without padding.
+            logits. Where rows are padded, function and object get output and microbatch without padding.
         mesh: a DeviceMesh; None takes all processes
-        pipeline_axis: name of the axis of `mesh` that holds the ranks
+        pipeline_axis: name of the pipeline's axis in `mesh`
         device: None takes the GPU of this process, or the CPU
-        timeout: seconds that a rank waits for another before it gives up
+        timeout: seconds that a rank waits for another before it raises an error
         autocast: torch.bfloat16 runs every forward and its loss under `torch.autocast`: products compute in
             it, weights and gradients keep their dtype. None leaves that to the caller's own region.
-        network: deprecated, without an effect: no slower network is emulated any more
+        network: deprecated, without an effect: slower networks are no longer emulated
         sharding: by entry of a batch, how it is split into microbatches: along a dimension (0 if not
             named), not at all (None), or by a function of (entry, number of microbatches)
-        parallelize_fn: function of a stage's module, which holds its values and is on its device; returns
-            the module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
+        parallelize_fn: function of a stage's module, which has its values and is on its device; returns the
+            module to run: the same one, changed in place (fully_shard, layer.compile(), LoRA, frozen
             weights), or one that wraps it
         trace_folder: folder in which each process writes a Perfetto trace of a step that fails; None writes
-            none
-        axes: sizes of the mesh's other axes (penstock.Axes). The mesh is then made here, unless `mesh` has
-            these axes. None: the pipeline is the only axis, or the other axes of `mesh` are the caller's
-            business.
+            no trace
+        axes: sizes of the mesh's other axes (penstock.Axes). The build then makes the mesh, unless `mesh` has
+            these axes. None: the pipeline is the only axis, or the caller handles the other axes of `mesh`.
         sharded: how FSDP2 shards weights over dp_shard x cp (penstock.Sharded)
         overlap: deprecated, without an effect: the ops of a pair run one after the other
         common: other values that must be equal on every rank, such as learning rates, by name, nested
-            freely; compared as text when the ranks shake hands
+            freely; compared as text in the handshake
     """
 
     wire_dtype: torch.dtype | None = None
@@ -103,7 +102,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
 
     @property
     def own_loss(self) -> bool:
-        """Whether the loss is penstock's own: labels are numbers of tokens."""
+        """Whether the loss is penstock's own, with token ids as labels."""
         return self.loss_fn is None or type(self.loss_fn) is NextToken
 
     def chosen_schedule(self) -> Schedule:
@@ -118,10 +117,10 @@ class Options(LayerOptions, MeshOptions, RunOptions):
                 raise ConfigError(f"{name}={value!r}", rule, "Give axes=penstock.Axes(dp_shard=2), say")
         if self.overlap is not None:
             rule = "AutoPipeline(overlap=) is deprecated: the ops of a pair run one after the other"
-            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+            warnings.warn(rule, DeprecationWarning, stacklevel=_level_of_user())
         if self.network is not None:
             rule = "AutoPipeline(network=) is deprecated: it emulates nothing. simulate() takes the costs"
-            warnings.warn(rule, DeprecationWarning, stacklevel=4)
+            warnings.warn(rule, DeprecationWarning, stacklevel=_level_of_user())
         options = self.world_options()
         options.check()
         self.padding()
@@ -144,14 +143,14 @@ class Options(LayerOptions, MeshOptions, RunOptions):
             compile_options = as_compile(self.compile)
             if offloading.modules and compile_options is not None and compile_options.layers != "none":
                 rule = (
-                    "compile takes whole layers, and no module within one is seen: its compiler saves tensors"
+                    "compile compiles whole layers, and hides the modules inside: its compiler saves tensors"
                 )
                 remedy = "Leave modules out, or compile the loss alone: Compile(layers='none')"
                 raise refusal("modules", offloading.modules, rule, remedy)
         return schedule
 
     def schedules(self, chosen: Schedule, frozen: Collection[int] = ()) -> Callable[[int], Schedule]:
-        """What makes the chosen schedule for another number of microbatches. It raises ConfigError.
+        """A function that makes the schedule for another number of microbatches, or raises ConfigError.
 
         frozen: the stages that train nothing
         """
@@ -174,7 +173,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         )
 
     def padding(self) -> Padding | None:
-        """The padding that `shapes` asks for. Raises ConfigError."""
+        """The padding that the option `shapes` sets. Raises ConfigError."""
         if isinstance(self.shapes, Padding):
             return self.shapes
         if self.shapes not in ("inferred", "exchanged", "padded"):
@@ -224,30 +223,30 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         if axes.cp > 1 and isinstance(self.loss(), MeanOverRows):
             raise ConfigError(
                 f"a loss_fn that is a function, with cp={axes.cp}",
-                "it returns the mean over whole rows, and each rank of cp holds a part of each row",
+                "it returns the mean over whole rows, and each rank of cp has a part of each row",
                 "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
                 "rank's part (penstock.batch.loss.Loss), or leave out cp",
             )
 
     def _check_chunked_loss(self) -> None:
         if self.chunked_loss not in (True, False, "liger"):
-            rule = "large logits go in blocks, or are whole, or are left to Liger's kernel"
+            rule = "large logits are computed in blocks, whole, or by Liger's kernel"
             raise ConfigError(f"chunked_loss={self.chunked_loss!r}", rule, "Take True, False or 'liger'")
         if self.chunked_loss == "liger" and not self.own_loss:
-            rule = "Liger's kernel computes the next-token loss, and no other"
+            rule = "Liger's kernel computes the next-token loss only"
             raise ConfigError("chunked_loss='liger' with a loss_fn", rule, "Leave one of them out")
 
     def _check_autocast(self) -> None:
         if self.autocast not in (None, torch.bfloat16):
             raise ConfigError(
                 f"autocast={self.autocast}",
-                "float16 needs a scaled loss, which penstock lacks, and other dtypes are not narrower",
+                "float16 needs loss scaling, which penstock lacks, and other dtypes are not narrower",
                 "Give torch.bfloat16, or None",
             )
         if self.autocast is not None and self.sharded.param_dtype is not None:
             raise ConfigError(
                 f"autocast={self.autocast} with {self.sharded}",
-                "both are mixed precision: autocast computes products in it, and FSDP2's param_dtype all",
+                "both are mixed precision: autocast casts products, and FSDP2's param_dtype casts all ops",
                 "Leave param_dtype out, or autocast",
             )
 
@@ -260,7 +259,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         """How a step's batch becomes microbatches. Raises ConfigError.
 
         complete: adds the entries that the model needs and a microbatch implies
-        check: raises for a batch that the model does not take
+        check: raises for a batch that the model does not accept
         known: fields of Padding that follow from the model
         """
         padding = self.padding()
@@ -271,7 +270,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
     def layer_compiler(
         self, schedule: Schedule, device: torch.device
     ) -> Callable[[Sequence[nn.Module]], None] | None:
-        """What compiles the layers of a stage; None leaves them as they are. Raises ConfigError."""
+        """A function that compiles a stage's layers; None if they are not compiled. Raises ConfigError."""
         compile_options = as_compile(self.compile)
         if compile_options is None:
             return None
@@ -299,10 +298,21 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         }
 
 
+def _level_of_user() -> int:
+    """The `stacklevel` of a warning that names the line of the user who called penstock.
+
+    Python shows a DeprecationWarning only if that line is in `__main__`.
+    """
+    level, frame = 0, currentframe()
+    while frame is not None and frame.f_globals["__name__"].split(".")[0] in ("penstock", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def with_pipeline_axis(mesh: DeviceMesh, axis: str) -> DeviceMesh:
     """The same mesh and process groups, with `axis` named `pp`. Raises ConfigError."""
     names = mesh.mesh_dim_names or ()
-    if axis == "pp":  # opening the world checks that it is there
+    if axis == "pp":  # `open_world` checks that the mesh has it
         return mesh
     if axis not in names:
         raise ConfigError(
@@ -325,10 +335,10 @@ def takes_options(
     [Callable[[type[T], Provider, Options], T]],
     Callable[Concatenate[type[T], Provider, P], T],
 ]:
-    """Let a method of (provider, options) take the keywords of `make` in place of `options`.
+    """Make a method of (provider, options) take the keywords of `make` in place of `options`.
 
-    So the options are stated once, and signature and types still name each of them. The method raises
-    TypeError for any other keyword, and names the nearest one.
+    So the options are stated once, but signature and types still name all of them. For any other keyword the
+    method raises TypeError, which names the nearest one.
     """
     keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in signature(make).parameters.values()]
     known = [option.name for option in keywords]

@@ -1,4 +1,4 @@
-"""Pipeline: what users hold. A model split into stages, its proven schedule, and the steps that run it."""
+"""Pipeline, the main object for users: a model split into stages, its proven schedule, and its steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STEP = named_call("step()")
 class Pipeline(SplitModel):
     """Stages of one model, and the schedule that they run.
 
-    AutoPipeline.build and Pipeline.from_provider make it. Every rank calls its methods together, except
+    AutoPipeline.build and Pipeline.from_provider make it. All ranks call its methods together, except
     properties and `summary`. `schedule` and `proof` are those of the build; a step of another number of
     microbatches runs the schedule for that number, which is made and proven when it is first needed.
     """
@@ -57,9 +57,9 @@ class Pipeline(SplitModel):
         self._shared, self._routed = SharedGradients(built, self.modules), RoutedExperts(built)
         self._seeds = Seeds(built)
         every_step = [SameWeights(built), Edges(built), self._seeds, Autocast(built)]
-        # of the steps that train, after those of every step; the optimizer's step comes between these two
+        # parts of steps that train, after those of every step; the optimizer's step comes between these two
         self._parts: Sequence[StepPart] = (OptimizerWatch(self.parameters()), self._shared, self._routed)
-        # the last part: its warning may be an error, of this rank alone
+        # the last part, as its warning may become an error on this rank alone
         self._whole_backwards = WholeBackwards(self.stages)
         self._steps = StepRunner(built, every_step)
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
@@ -76,14 +76,14 @@ class Pipeline(SplitModel):
 
         The provider is called for this process's stages. If they do not declare their shapes
         (penstock.models.stage.DeclaresShapes), it is also called once for every stage on the meta device, to
-        infer what crosses the edges: a tensor, or any nest of tuples, lists and dicts with tensors in it.
+        infer the shapes on the edges. A value is a tensor, or any nest of tuples, lists and dicts of tensors.
 
         Args:
-            provider: function of a StageInfo that returns the stage's module. Its forward gets what crossed
-                the edge (a mapping by name, a tuple by position), and by name each entry of the microbatch
-                that it has a parameter for. Activation checkpointing applies to the layers in its module
-                lists.
-            options: keywords, each described in penstock.pipeline.options.Options
+            provider: function of a StageInfo that returns the stage's module. Its forward gets the value from
+                the previous stage (a mapping by name, a tuple by position), and by name each entry of the
+                microbatch that it has a parameter for. Activation checkpointing applies to the layers in its
+                module lists.
+            options: keywords, described in penstock.pipeline.options.Options
 
         Raises TypeError for an unknown keyword; ConfigError, ModelError, WorldSizeError, HandshakeError.
         """
@@ -107,7 +107,7 @@ class Pipeline(SplitModel):
         """Run forward and backward of one batch and add each parameter's gradient to its `.grad`.
 
         The number of microbatches may change from call to call. The first call with a number makes and proves
-        its schedule; later ones find it (penstock.pipeline.steps.schedules keeps those used last).
+        its schedule; later calls reuse it (penstock.pipeline.steps.schedules keeps the most recent ones).
 
         With an optimizer the step ends as with `clip_grad_norm_(max_norm)` and `optimizer.step()` after it,
         bit for bit, and its result has the norm. If loss or norm is not finite, or the loss is above
@@ -118,27 +118,27 @@ class Pipeline(SplitModel):
         Args:
             batch: tensors by name, e.g. input_ids and labels of shape (rows, sequence), the same on every
                 rank of the pipeline; or a list of microbatches, which may differ in rows and length
-            microbatches: how many tensors by name are split into; None takes the number of the build. A list
-                has its own number
-            total_tokens: what the sum of the loss is divided by, in place of the batch's own valid tokens.
-                Calls whose gradients add up take the tokens of all of them, from `count_tokens`: then
-                gradients, and the sum of their losses, are those of one batch
-            optimizer: one or several, over this process's `parameters()`. Every rank gives one, or none does
+            microbatches: number of microbatches to split tensors by name into; None takes the number of the
+                build. A list has its own number
+            total_tokens: divisor of the summed loss, in place of the batch's own number of valid tokens. For
+                gradient accumulation, pass the tokens of all calls, from `count_tokens`, to each call: then
+                gradients, and the sum of the losses, are those of one batch
+            optimizer: one or several, over this process's `parameters()`. Every rank gives one, or none
             max_norm: the largest norm of all gradients, the same on every rank
             max_loss: the largest loss with which the optimizer steps, the same on every rank
-            entries: more of the batch, by name; a value that is no tensor goes to every microbatch.
-                `routed_experts`, for replay_routing=True, says which experts each token is to choose, in
-                the form of `Pipeline.routed_experts`, -1 for the routers' own choice; `evaluate` and `infer`
-                take it as well.
+            entries: further entries of the batch; a value that is no tensor goes to every microbatch.
+                `routed_experts`, for replay_routing=True, sets the experts of each token, in the form of
+                `Pipeline.routed_experts`, with -1 for the routers' own choice; `evaluate` and `infer` take it
+                as well.
 
         Raises BatchError for a batch that cannot be split or differs between ranks, ConfigError for a number
-        of microbatches that the schedule does not take, an optimizer over other parameters or one that needs
-        a closure (LBFGS), ShapeError where a stage returns another shape than inferred, PeerLostError or
-        StalledPeerError where another rank fails.
+        of microbatches that the schedule does not support, an optimizer over other parameters or one that
+        needs a closure (LBFGS), ShapeError where a stage returns another shape than inferred, PeerLostError
+        or StalledPeerError where another rank fails.
         """
         if not self.schedule.trains:
             raise ConfigError(
-                f"step() with schedule {self.schedule.name!r}", "it holds no backward", "Call evaluate()"
+                f"step() with schedule {self.schedule.name!r}", "it has no backward", "Call evaluate()"
             )
         if not any(stage.trainable for stage in self._info):
             rule = "no parameter of it requires a gradient"
@@ -166,21 +166,21 @@ class Pipeline(SplitModel):
     ) -> StepResult | Evaluation:
         """Compute the loss of one batch of any number of rows, in evaluation mode, without gradients.
 
-        On a mesh the loss is that of all parts of the batch, outputs those of this pipeline's part
-        (`batch_part`), and each rank of cp has the outputs of whole sequences.
+        On a mesh, the loss is over all parts of the batch, and outputs are of this pipeline's part
+        (`batch_part`); each rank of cp gets the outputs of whole sequences.
 
         Args:
             batch: as for `step`
             entries: as for `step`
             outputs: True also returns the last stage's outputs: one tensor with all rows in order, or a list
-                by microbatch if they are no tensors or their rows differ in shape. A function of (output,
-                number of the microbatch) returns a list of its results instead, so that logits need not be
-                kept. Labels are then optional; without them there is no loss.
+                by microbatch if they are no tensors or their rows differ in shape. With a function of
+                (output, microbatch's number), a list of its results is returned instead, so that logits need
+                not be kept. Labels are then optional; without labels there is no loss.
             everywhere: return outputs on every rank, not only on the one that hosts the last stage (the last
                 rank; rank 0 for a V placement). Schedules that run two copies of the model (dualpipe) over
                 several processes need it.
 
-        Raises what `step` raises, and ConfigError for outputs of two copies without everywhere=True.
+        Raises the errors of `step`, and ConfigError for outputs of two copies without everywhere=True.
         """
         batch = self._with(batch, entries)
         if outputs is False:
@@ -194,10 +194,10 @@ class Pipeline(SplitModel):
         Args:
             batch: as for `step`
             entries: as for `step`
-            collect: called with (output, number of the microbatch) as soon as it is there, with whole
+            collect: called with (output, microbatch's number) as soon as an output exists, with whole
                 sequences under cp; its results are returned in place of the outputs
 
-        Returns an empty dict on ranks without a last stage. Raises what `step` raises.
+        Returns an empty dict on ranks without a last stage. Raises the errors of `step`.
         """
         collect = collect or (lambda output, microbatch: output)
         return self._evaluations.run(self._with(batch, entries), collect, scored=False)[1]
@@ -220,12 +220,12 @@ class Pipeline(SplitModel):
     def count_tokens(self, *batches: BatchLike) -> int:
         """Count the valid tokens of batches, over all parts of the mesh, as `step` reports them.
 
-        For `total_tokens` of `step`. With a loss of your own it is the sum of all microbatches' weights, and
-        tensors by name are as many microbatches as the build has; give a list for another number.
-        Collective on a mesh; without one, each rank counts the batches that it has.
+        For `total_tokens` of `step`. With a loss of your own it is the sum of all microbatches' weights;
+        tensors by name are then split into the build's number of microbatches, so give a list for another
+        number. Collective on a mesh; without one, each rank counts its own batches.
 
         Args:
-            batches: each as for `step`; on every rank as many
+            batches: each as for `step`; equally many on every rank
 
         Raises BatchError.
         """
@@ -249,7 +249,7 @@ class Pipeline(SplitModel):
         self._world.transport.close()
 
     def _count(self, batch: BatchLike, count: int | None) -> int:
-        """How many microbatches a batch becomes."""
+        """The number of microbatches of a batch."""
         if count is not None:
             return count
         return self.schedule.microbatches if isinstance(batch, Mapping) else max(len(batch), 1)
@@ -257,34 +257,34 @@ class Pipeline(SplitModel):
     def _scheduled(self, batch: BatchLike, count: int | None) -> tuple[LoweredSchedule, BatchLike]:
         """Find the schedule for `batch`.
 
-        If none fits, return the build's schedule and a RefusedBatch, which raises once the ranks have met.
+        If none fits, return the build's schedule and a RefusedBatch, which raises when the ranks agree.
         """
         find, built, count = self._steps.schedules.training, self.schedule, self._count(batch, count)
         if count == built.microbatches or isinstance(batch, RefusedBatch):
             return find(built.microbatches), batch
         try:
             check_size(built.ranks, count)
-            if isinstance(batch, Mapping):  # before a schedule of any size is made
+            if isinstance(batch, Mapping):  # before a schedule of that size is made
                 check_rows(batch, count, self._built.splitter.sharding)
             return find(count), batch
         except InputError as error:
             return find(built.microbatches), RefusedBatch(error)
 
     def _with(self, batch: BatchLike, entries: Mapping[str, Any]) -> BatchLike:
-        """The batch with more entries. A RefusedBatch in its place raises when the ranks have met."""
+        """The batch with more entries, or a RefusedBatch, which raises when the ranks agree."""
         try:
             return with_entries(batch, entries, self._built.splitter.sharding)
-        except BatchError as error:  # which other ranks may not find
+        except BatchError as error:  # other ranks may not raise it
             return RefusedBatch(error)
 
     # ---- compare with the whole model
 
     @collective
     def compare(self, model: nn.Module, batch: BatchLike, tolerance: float | None = None) -> Report:
-        """Compare loss and every gradient of one batch with the whole `model`'s. Collective.
+        """Compare loss and every gradient of one batch with those of the whole `model`. Collective.
 
-        Both run in evaluation mode; the gradients of both are put back as they were. If weights differ, only
-        they are reported.
+        Both models run in evaluation mode; their earlier gradients are restored afterwards. If weights
+        differ, only the weights are reported.
 
         Args:
             tolerance: relative to each gradient's largest entry; None takes the dtype's, and on a mesh that
@@ -299,7 +299,7 @@ class Pipeline(SplitModel):
 
     @collective
     def verify_against(self, model: nn.Module, batch: BatchLike) -> Report:
-        """Compare, and raise EquivalenceError, which names every difference, unless all is equal.
+        """Compare, and unless all is equal, raise EquivalenceError, which names every difference.
 
         The error's `report` is the whole comparison. Collective.
         """
@@ -321,9 +321,9 @@ class Pipeline(SplitModel):
 
     @property
     def draws(self) -> bool:
-        """Whether steps seed what they draw by layer and microbatch, so that it is equal on any mesh.
+        """Whether steps seed random numbers by layer and microbatch, so that they are equal on any mesh.
 
-        They do if some rank holds a dropout (penstock.runtime.rng.dropouts).
+        They do if some rank has dropout (penstock.runtime.rng.dropouts).
         """
         return self._seeds.draws
 
@@ -334,17 +334,16 @@ class Pipeline(SplitModel):
 
     @property
     def memory(self) -> tuple[Held, ...]:
-        """By rank, the bytes held when the last step held most: activations, buffers, and for W."""
+        """By rank, the bytes at the last step's peak: activations, buffers, and deferred for W."""
         if not self._last:
             return (Held(),) * self.schedule.ranks
         return tuple(of_rank.held for of_rank in self._last[1])
 
     @property
     def peak_memory(self) -> tuple[PeakMemory, ...]:
-        """By process, the most bytes that it had held at the end of the last step or evaluation.
+        """By process, its peak memory up to the end of the last step or evaluation, in order of the ranks.
 
-        In the order of the ranks. With tp, of the ranks with this process's place on that axis. Empty before
-        the first step.
+        With tp, only of the ranks with this process's index on that axis. Empty before the first step.
         """
         return self._steps.peaks
 
@@ -352,28 +351,28 @@ class Pipeline(SplitModel):
     def op_seconds(self) -> tuple[tuple[report.OpSeconds, ...], ...]:
         """By pipeline and rank, the seconds of the last step's ops by kind, without the waits between them.
 
-        The pipelines are those of other rows or tokens, with this process's place on tp. Empty before the
+        The pipelines are those with other rows or tokens, and this process's index on tp. Empty before the
         first step.
         """
         return self._steps.seconds
 
     @property
     def deferred_bytes(self) -> tuple[int, ...]:
-        """By rank, the most bytes that the last step held between I and W; 0 without split backwards."""
+        """By rank, the most bytes that the last step kept between I and W; 0 without split backwards."""
         if not self._last:
             return (0,) * self.schedule.ranks
         return tuple(of_rank.peak_deferred for of_rank in self._last[1])
 
     @contextmanager
     def measuring_device(self) -> Iterator[None]:
-        """Inside, a step learns what the GPUs take for its ops, however slow their hosts are.
+        """Inside, a step measures the GPUs' own time for its ops, without waits for their hosts.
 
         The time of an op has gaps where a GPU waits for its host to launch the rest of it. So the GPU's
-        stream stands still before each op, for longer than the host took to launch such an op in the last
-        step: run one first. The step takes up to three times as long, and computes the same. From then on
-        the timeline, the summary and `StepResult.host_share` say how far the host is the limit, and `costs`
-        takes the time of the GPU. Where GPUs run behind their hosts anyway, all of this is known without it.
-        On the CPU nothing changes.
+        stream stops before each op, for longer than the host took to launch such an op in the last step: run
+        a step first. The measuring step takes up to three times as long, and computes the same. From then on
+        the timeline, the summary and `StepResult.host_share` show how far the host is the limit, and `costs`
+        uses the time of the GPU. Where GPUs run behind their hosts, all of this is known without it. On the
+        CPU nothing changes.
         """
         recorders = self._steps.schedules.recorders.values()
         for recorder in recorders:
@@ -388,9 +387,9 @@ class Pipeline(SplitModel):
     def costs(self) -> Costs:
         """The measured costs of the last step, in seconds and bytes, to simulate other schedules. Collective.
 
-        The median time of each stage's ops, without the exchanges within an op (`Costs.measured`) and, where
-        they are known, without a GPU's waits for its host (`measuring_device`); the bytes of each stage and
-        microbatch. Raises ConfigError before the first step.
+        These are the median time of each stage's ops, without the exchanges within an op (`Costs.measured`)
+        and, if known, without a GPU's waits for its host (`measuring_device`), and the bytes of each stage
+        and microbatch. Raises ConfigError before the first step.
         """
         ahead = self._built.lowering.ahead or 1
         return step_costs(self._last_step("costs"), self._training.executors, self.processes, ahead)
@@ -399,7 +398,7 @@ class Pipeline(SplitModel):
     def layer_costs(self, batch: BatchLike, repeats: int = 3, **entries: Any) -> LayerCosts:
         """Measure the seconds that each layer, embedding and head take for a microbatch. Collective.
 
-        The result is for AutoPipeline(balance=...). Parameters and gradients stay as they are.
+        The result is for AutoPipeline(balance=...). Parameters and gradients do not change.
 
         Args:
             batch: as for `step`

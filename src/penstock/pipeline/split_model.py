@@ -31,12 +31,12 @@ class SplitModel:
     """This process's stages of a model: parameters, gradients and files. Pipeline adds the steps.
 
     Attributes:
-        files: what saving and loading need of this process's stages
-        not_finite: ranks and hosts whose gradients were not finite in the last norm; empty where all were
+        files: saves and loads the weights of this process's stages
+        not_finite: ranks and hosts with gradients that were not finite in the last norm; empty without any
     """
 
     not_finite = ""
-    _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before a norm spoilt the others
+    _spoiled: list[tuple[int, str, int]] | None = None  # `_not_finite_here` before clipping made all NaN
 
     def __init__(self, built: BuiltStages) -> None:
         """Collective."""
@@ -61,7 +61,7 @@ class SplitModel:
 
     @property
     def info(self) -> tuple[StageFacts, ...]:
-        """Position, rank, layers, parameters and bytes of every stage, when it was built."""
+        """Position, rank, layers, parameters and bytes of every stage at the time of the build."""
         return self._info
 
     @property
@@ -94,12 +94,12 @@ class SplitModel:
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The mesh of all ranks; None where they all live in this process."""
+        """The mesh of all ranks; None where this process hosts all ranks."""
         return self._world.mesh
 
     @property
     def ranks(self) -> Ranks:
-        """The processes of all pipelines of the mesh, which wait for a disk; without a mesh, of this one."""
+        """The processes of all pipelines of the mesh, or of this one without a mesh; they wait for a disk."""
         everyone = self.reductions.everyone
         return self.processes if everyone.count == 1 else everyone.patient
 
@@ -108,11 +108,11 @@ class SplitModel:
     def named_parameters(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this process's parameters under the whole model's names.
 
-        A process that holds several copies, of a tied weight or of the model, yields them all.
+        A process with several copies, of a tied weight or of the model, yields them all.
 
         Args:
-            remove_duplicate: give a tied weight the first of its names on every stage, so that parameter
-                groups made by name treat its copies equally; False gives the name that each stage has for it
+            remove_duplicate: use the first name of a tied weight on every stage, so that parameter groups
+                made by name treat its copies equally; False uses the name on the copy's own stage
         """
         ties = self.files.ties if remove_duplicate else ()
         first = {name: names[0] for names in ties for name in names}
@@ -125,7 +125,7 @@ class SplitModel:
         return (parameter for _, parameter in self.named_parameters())
 
     def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this process's parameters so that over all processes each weight comes once."""
+        """Yield this process's share of parameters, so that all processes together yield each weight once."""
         for index, stage in self.files.stages.items():
             copies = self.files.tied | self._copies.get(index, frozenset())
             yield from ((n, p) for n, p in stage.module.named_parameters() if n not in copies)
@@ -140,8 +140,8 @@ class SplitModel:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
 
-        Returns the norm before: one over all stages and ranks, a shared weight counted once; the same
-        number on every rank.
+        Returns the norm before clipping, over all stages and ranks, with a shared weight counted once; it is
+        the same on every rank.
         """
         with record_function("clip"):
             norm = self._norm()
@@ -152,40 +152,41 @@ class SplitModel:
     def _squared_norm(self) -> Tensor:
         """The square of the norm of this rank's stages, as a vector of one entry.
 
-        Collective over the ranks that host them. Raises ModelError for a sparse gradient.
+        Collective over the ranks with the same stages. Raises ModelError for a sparse gradient.
         """
         for name, parameter in self.named_parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ModelError(
                     f"the gradient of {name}, which is sparse",
-                    "the norm is one over dense gradients",
+                    "the norm is computed over dense gradients",
                     "Build the embedding with sparse=False",
                 )
         counted = [parameter.grad for _, parameter in self.owned_parameters() if parameter.grad is not None]
         squares = torch.zeros(1, dtype=torch.float64, device=self._world.device)
-        for holders, held in _by_holders(counted, self._world).items():
-            norms = torch.stack([norm.to(self._world.device) for norm in foreach_norm(held)])
+        for holders, gradients in _by_holders(counted, self._world).items():
+            norms = torch.stack([norm.to(self._world.device) for norm in foreach_norm(gradients)])
             squares += norms.double().square().sum() / holders
         return self._world.reductions.sum_over_mesh(squares)
 
     @collective
     @torch.no_grad()
     def find_not_finite(self) -> str:
-        """The ranks with gradients that are not finite, each with the first of these. Collective.
+        """The ranks with gradients that are not finite, and the first such gradient of each. Collective.
 
-        Returns words for an error, the same on all ranks of the pipeline; empty where all are finite, as of a
-        norm that is larger than its dtype. Of a sharded gradient a process looks at its own shard. After
-        `clip_grad_norm_`, which then spoils the others too, as torch's does, they are those from before it.
+        Returns text for an error, the same on all ranks of the pipeline; empty if all gradients are finite,
+        as when the norm overflows its dtype. A process checks its own shard of a sharded gradient. After
+        `clip_grad_norm_`, which then makes other gradients NaN too, as torch's does, the result is that from
+        before the clipping.
         """
         ours = self._not_finite_here() if self._spoiled is None else self._spoiled
-        everyone = sorted(tuple(each) for process in self.processes.gather(ours) for each in process)
+        everyone = sorted(tuple(entry) for process in self.processes.gather(ours) for entry in process)
         return " and ".join(
             f"{self._world.transport.name_of(rank)} ({name}{f' and {more} more' if more else ''})"
             for rank, name, more in everyone
         )
 
     def _not_finite_here(self) -> list[tuple[int, str, int]]:
-        """Of this process's ranks: the first gradient that is not finite, and how many more."""
+        """For each of this process's ranks: the first gradient that is not finite, and how many more."""
         names: dict[int, list[str]] = {}
         for index, stage in self._stages.items():
             for name, parameter in stage.module.named_parameters():
@@ -196,9 +197,9 @@ class SplitModel:
     @torch.no_grad()
     def _norm(self) -> float:
         """The norm over all gradients. Collective."""
-        squares, places = self._squared_norm(), range(len(self._world.ranks))
-        # the first rank of a process gives the square for all of its ranks
-        ours = [squares if place == 0 else squares.new_zeros(1) for place in places]
+        squares, hosted = self._squared_norm(), range(len(self._world.ranks))
+        # the first rank of a process contributes the square for all of its ranks
+        ours = [squares if index == 0 else squares.new_zeros(1) for index in hosted]
         by_rank = torch.stack(self._world.transport.all_gather(ours)).cpu()  # a GPU may add in another order
         odd = [rank for rank, finite in enumerate(by_rank.isfinite().flatten().tolist()) if not finite]
         self.not_finite, self._spoiled = " and ".join(map(self._world.transport.name_of, odd)), None
@@ -217,7 +218,7 @@ class SplitModel:
     def load_weights(self, folder: str | Path) -> None:
         """Read this process's weights, or its adapter's, in place, from a folder that save_pretrained wrote.
 
-        Raises CheckpointError for a folder that is missing or holds other weights.
+        Raises CheckpointError for a folder that is missing or has other weights.
         """
         self.files.load(folder)
 
@@ -225,14 +226,14 @@ class SplitModel:
     def save_pretrained(self, path: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
         """Write a folder that `from_pretrained` opens: complete or not at all. Collective.
 
-        Of a model with an adapter it is PEFT's folder, for `PeftModel.from_pretrained(base_model, path)`.
+        For a model with an adapter it is PEFT's folder, for `PeftModel.from_pretrained(base_model, path)`.
 
         Args:
             path: on a file system that all processes share
             max_shard_size: of each file, bytes or text such as "5GB"; a single weight may be larger
 
-        Raises ModelError for weights that are not under the model's names, CheckpointError for weights of
-        another mesh; RunError on the others where one rank fails otherwise.
+        Raises ModelError for weights that do not have the model's names, CheckpointError for weights on
+        another mesh; RunError on the other ranks where one rank fails with another error.
         """
         action = f"write {path}"
         self.ranks.attempt(action, lambda: self.files.check(pretrained=True))
@@ -249,25 +250,25 @@ class SplitModel:
 
 
 def clip_scale(norm: float, max_norm: float) -> float:
-    """What gradients of this norm are multiplied by, if it is below 1."""
+    """The factor for gradients of this norm, which has an effect if it is below 1."""
     return max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
 
 
 def _by_holders(gradients: Sequence[Tensor], world: World) -> dict[int, list[Tensor]]:
-    """This rank's gradients or shards of them, by the number of ranks of its stage that hold the same."""
+    """This rank's gradients or shards, by the number of ranks of its stage that have the same one."""
     replicas = max(1, len(world.reductions.stage_ranks))
-    held: dict[int, list[Tensor]] = {}
+    by_holders: dict[int, list[Tensor]] = {}
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
-            held.setdefault(replicas, []).append(gradient)
+            by_holders.setdefault(replicas, []).append(gradient)
         elif world.reductions.stage_ranks.issuperset(ranks_of(gradient)):
-            held.setdefault(replicas // _shard_count(gradient), []).append(gradient.to_local())
-        else:  # of a mesh of the user's own
-            held.setdefault(replicas, []).append(full_tensor(torch.linalg.vector_norm(gradient)))
-    return held
+            by_holders.setdefault(replicas // _shard_count(gradient), []).append(gradient.to_local())
+        else:  # on a user's own mesh
+            by_holders.setdefault(replicas, []).append(full_tensor(torch.linalg.vector_norm(gradient)))
+    return by_holders
 
 
 def _shard_count(gradient: DTensor) -> int:
     mesh, placements = gradient.device_mesh, gradient.placements
     assert not any(isinstance(placement, Partial) for placement in placements), "a sum not yet made"
-    return math.prod(mesh.size(dim) for dim, each in enumerate(placements) if not each.is_replicate())
+    return math.prod(mesh.size(dim) for dim, kind in enumerate(placements) if not kind.is_replicate())

@@ -1,4 +1,4 @@
-"""What a pipeline measured: costs of ops and layers for simulate and balance, and a table for people."""
+"""A pipeline's measurements: costs of ops and layers for simulate and balance, and a table as text."""
 
 from __future__ import annotations
 
@@ -32,21 +32,19 @@ def step_costs(
 ) -> Costs:
     """Costs of a step: median seconds of each stage's ops, bytes of each stage and microbatch. Collective."""
     schedule = last[0]
-    local = [
-        [*place, *sizes] for executor in executors for place, sizes in executor.memory.ledger.sizes.items()
-    ]
+    local = [[*key, *sizes] for executor in executors for key, sizes in executor.memory.ledger.sizes.items()]
     everyone = (entry for process in processes.gather(local) for entry in process)
-    known = {(stage, number): MicrobatchBytes(*sizes) for stage, number, *sizes in everyone}
-    none = MicrobatchBytes(0, 0, 0, 0)  # of a copy of the model that the microbatch does not go through
+    known = {(stage, index): MicrobatchBytes(*sizes) for stage, index, *sizes in everyone}
+    none = MicrobatchBytes(0, 0, 0, 0)  # on a copy of the model that the microbatch does not go through
     table = [
-        [known.get((stage, number), none) for number in range(schedule.microbatches)]
+        [known.get((stage, index), none) for index in range(schedule.microbatches)]
         for stage in range(schedule.stages)
     ]
-    held = {
+    sizes_of = {
         name: [[getattr(sizes, name) for sizes in row] for row in table] for name in MicrobatchBytes._fields
     }
-    measured = replace(Costs.measured(report.measured(*last)), bytes=held["buffer"])
-    return replace(measured, offload_ahead=offload_ahead, **held)  # type: ignore[arg-type]
+    measured = replace(Costs.measured(report.measured(*last)), bytes=sizes_of["buffer"])
+    return replace(measured, offload_ahead=offload_ahead, **sizes_of)  # type: ignore[arg-type]
 
 
 def layer_costs(
@@ -59,10 +57,10 @@ def layer_costs(
 ) -> LayerCosts:
     """Seconds of each layer in a microbatch's forward and backward, over `repeats` steps. Collective.
 
-    Each layer's forward is timed, and the stage's backward is divided as its forward is. The rest of the
-    first stage's time is the embedding's, of the last one's the head's; with one stage all of it the head's.
+    Each layer's forward is timed, and the stage's backward is divided in proportion. The rest of the first
+    stage's time goes to the embedding, that of the last one to the head; with one stage, all to the head.
 
-    step: runs one that measures the device
+    step: runs a step that measures the device
     """
     with timed(layers, device) as times:
         costs = [Costs.measured(step()) for _ in range(repeats)]
@@ -89,9 +87,9 @@ def _median(costs: Sequence[Costs], stage: int, name: str) -> float:
 
 @contextmanager
 def timed(layers: LayersByStage, device: torch.device) -> Iterator[LayerTimes]:
-    """Time each call of a layer, from outside of it: inside, a compiled layer would be compiled anew."""
+    """Time each call of a layer, from outside: a hook inside would make a compiled layer compile anew."""
     times: LayerTimes = defaultdict(list)
-    now = stream.stream_of(device).now  # of the stream that computes: messages may be under way on others
+    now = stream.stream_of(device).now  # of the compute stream, as messages use others
     timed_layers = dict[int, nn.Module]()
     for stage, of_stage in layers.items():
         for index, layer in of_stage:
@@ -130,33 +128,33 @@ def summary(
     weights: int,
     memory: Sequence[Held] | None = None,
     timeline: Timeline | None = None,
-    medium: str = "",
+    carrier: str = "",
     balances: bool = False,
     on_gpu: bool = False,
 ) -> str:
     """A line for each stage: its rank, layers, parameters, memory, and share of all ranks' compute time.
 
-    weights: number of parameters; one that several stages hold (copies of the model, tied weights) counts
-        once
-    memory, timeline: by rank, and of the last step; None before the first. A rank's memory, shown at its
-        first stage: weights, gradients and, after a step, the most that the step held.
-    medium: what carries messages between processes; empty where there is one process
+    weights: number of parameters; a parameter with copies on several stages (copies of the model, tied
+        weights) counts once
+    memory, timeline: by rank, and of the last step; None before the first. A rank's memory is shown at its
+        first stage: weights, gradients and, after a step, the peak of the step.
+    carrier: of messages between processes; empty for one process
     balances: whether routers have an auxiliary loss
-    on_gpu: whether there is a host that may be the limit
+    on_gpu: whether the stages run on GPUs, for which a host may be the limit
     """
     times = _times(timeline, len(info))
     rows = [_HEAD]
     seen: set[int] = set()
     for stage, facts in enumerate(info):
-        held = "" if facts.rank in seen else _memory(facts.rank, info, memory)
+        shown = "" if facts.rank in seen else _memory(facts.rank, info, memory)
         seen.add(facts.rank)
         share = "" if times is None else f"{times[stage] / (sum(times) or 1):.1%}"
         rows.append(
-            (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", held, share)
+            (str(stage), str(facts.rank), _ranges(facts.layers), f"{facts.parameters:,}", shown, share)
         )
     rows.append(("all", str(schedule.ranks), "", f"{weights:,}", "", ""))
     shared = sum(facts.parameters for facts in info) > weights
-    legend = _legend(timeline is not None, shared, medium)
+    legend = _legend(timeline is not None, shared, carrier)
     if on_gpu and timeline is not None and timeline.host_share is None:
         legend.append("host: a step inside pipe.measuring_device() finds out how far it is the limit")
     if balances:
@@ -176,14 +174,14 @@ def _title(schedule: Schedule, timeline: Timeline | None) -> str:
     return f"{title}; last step {timeline.makespan:.3g} s, bubble {timeline.bubble:.1%}{limit}"
 
 
-def _legend(measured: bool, shared: bool, medium: str) -> list[str]:
+def _legend(measured: bool, shared: bool, carrier: str) -> list[str]:
     known = "weights, gradients and the most that the last step held"
     unknown = "weights and gradients; more is known after a step"
     lines = [f"memory: a rank's {known if measured else unknown}"]
     if shared:
         lines.append("all: a weight that several stages hold is counted once")
-    if medium:
-        lines.append(f"messages between ranks: {medium}")
+    if carrier:
+        lines.append(f"messages between ranks: {carrier}")
     return lines
 
 
@@ -202,7 +200,7 @@ def _memory(rank: int, info: Sequence[StageFacts], memory: Sequence[Held] | None
 
 
 def size(nbytes: float) -> str:
-    """Bytes in words: 3.2 MiB."""
+    """Bytes as text: 3.2 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.1f} {unit}" if unit != "B" else f"{nbytes:.0f} B"

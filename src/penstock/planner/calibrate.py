@@ -42,9 +42,10 @@ class Fit(NamedTuple):
 
 
 def fit(sizes: Sequence[float], times: Sequence[float]) -> Fit:
-    """The line through the times with the least relative errors; never falling, and never below 0 at size 0.
+    """The line through the times with the least relative errors, which never falls nor begins below 0.
 
-    Of a single size all time is taken for the rate.
+    Of a single size all time is taken for the rate. Where other work delays the small sizes, the line may be
+    all but flat: its rate is at most twice the best that any size reached.
     """
     weights = [1 / seconds**2 for seconds in times]
     total = sum(weights)
@@ -56,12 +57,13 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> Fit:
         for w, size, seconds in zip(weights, sizes, times, strict=True)
     )
     slope = rise / spread if spread > 0 else 0.0
-    start = mean_time - slope * mean_size
+    steepest = min(seconds / size for size, seconds in zip(sizes, times, strict=True))
+    start = mean_time - max(slope, steepest / 2) * mean_size
     if slope <= 0 or start < 0:  # through the origin
         squares = sum(w * size**2 for w, size in zip(weights, sizes, strict=True))
         slope = sum(w * size * t for w, size, t in zip(weights, sizes, times, strict=True)) / squares
         start = 0.0
-    return Fit(start, 1 / slope)
+    return Fit(start, 1 / max(slope, steepest / 2))
 
 
 def calibrate(
@@ -110,16 +112,23 @@ def _wait(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """The clock of ops: of one thread on a CPU the processor's time, so that other work does not count."""
+    alone = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if alone else time.perf_counter
+
+
 def _time(run: Callable[[], object], device: torch.device, budget: float) -> float:
     """The median of the seconds of `run`: as many as the budget allows, 3 to 50, after two that warm up."""
     taken: list[float] = []
+    clock = clock_of(device)
     end = time.perf_counter() + budget
-    for number in range(52):
-        begin = time.perf_counter()
+    for run_index in range(52):
+        begin = clock()
         run()
         _wait(device)
-        if number > 1:
-            taken.append(time.perf_counter() - begin)
+        if run_index > 1:
+            taken.append(clock() - begin)
         if len(taken) >= 3 and time.perf_counter() > end:
             break
     return median(taken)
@@ -141,7 +150,7 @@ def _empty_op(device: torch.device) -> float:
 
 def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict[str, Any]:
     launch = _empty_op(at)
-    fits = {_name(dtype): _products(at, dtype, launch, budget["matmul"]) for dtype in _dtypes(at)}
+    fits = {_name(dtype): _products(at, dtype, budget["matmul"]) for dtype in _dtypes(at)}
     fastest = max(fits, key=lambda name: fits[name].rate)
     attended = torch.bfloat16 if at.type == "cuda" else torch.float32
     attention = _attention_rate(at, attended, budget["attention"])
@@ -157,14 +166,14 @@ def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict
         "matmul": min(1.0, fits[fastest].rate / peaks[fastest]),
         "attention": min(1.0, attention / peaks[_name(attended)]),
         "memory": min(1.0, moved / figures["bandwidth"]),
-        "half": fits[fastest].start * fits[fastest].rate,
+        "half": max(0.0, fits[fastest].start - launch) * fits[fastest].rate,
     }
     return {**figures, "launch": launch, "efficiencies": shares}
 
 
 def _sheet(at: torch.device) -> dict[str, Any] | None:
     """The data sheet's figures of a GPU that is known."""
-    if (name := _known_gpu(at)) is None:
+    if at.type != "cuda" or (name := known_gpu(torch.cuda.get_device_name(at))) is None:
         return None
     device = read_cluster({**_PLAIN, "device": name}).device
     return device.model_dump(include={"name", "peaks", "memory", "bandwidth"})
@@ -189,16 +198,17 @@ def _own_name(at: torch.device) -> str:
     return f"{torch.get_num_threads()} threads of a CPU"
 
 
-def _known_gpu(at: torch.device) -> str | None:
-    """The known device whose words the GPU's name has all: H100 of NVIDIA H100 80GB HBM3."""
-    if at.type != "cuda":
+def known_gpu(reported: str) -> str | None:
+    """The known device of a GPU's own name, which has all of its words: H100 of NVIDIA H100 80GB HBM3."""
+    words = set(reported.replace("-", " ").upper().split())
+    if words & {"PCIE", "NVL"}:  # slower ones, whose data sheets are not in devices.yaml
         return None
-    words = torch.cuda.get_device_name(at).replace("-", " ").upper().split()
-    fitting = [name for name in known("devices") if set(name.upper().split()) <= set(words)]
-    return max(fitting, key=len, default=None)
+    return max(
+        (name for name in known("devices") if set(name.upper().split()) <= words), key=len, default=None
+    )
 
 
-def _products(at: torch.device, dtype: torch.dtype, launch: float, budget: float) -> Fit:
+def _products(at: torch.device, dtype: torch.dtype, budget: float) -> Fit:
     """Square products, from small ones to the largest that a part of the budget allows."""
     sizes: list[float] = []
     times: list[float] = []
@@ -213,7 +223,7 @@ def _products(at: torch.device, dtype: torch.dtype, launch: float, budget: float
         out = torch.empty_like(a)
         sizes.append(2.0 * side**3)
         times.append(_time(partial(torch.mm, a, b, out=out), at, part))
-    return fit(sizes, [max(seconds - launch, 1e-9) for seconds in times])
+    return fit(sizes, times)
 
 
 def _attention_rate(at: torch.device, dtype: torch.dtype, budget: float) -> float:
@@ -275,7 +285,7 @@ def _links(at: torch.device, hosts: list[list[int]], budget: float) -> dict[str,
 
 def _ring_link(at: torch.device, members: list[list[int]], budget: float) -> dict[str, float]:
     """Solve 2 (p - 1) latency + 2 (p - 1) / p n / bandwidth for measured all-reduces of n bytes."""
-    group, _ = dist.new_subgroups_by_enumeration(members)
+    group, _ = dist.new_subgroups_by_enumeration(members)  # type: ignore[no-untyped-call]
     ranks = len(members[0])
     sizes = (1024, MIB, 8 * MIB) if at.type == "cpu" else (MIB, 16 * MIB, 256 * MIB)
     times = [_reduced(torch.zeros(nbytes // 4, device=at), group, at, budget / 3) for nbytes in sizes]

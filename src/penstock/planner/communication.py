@@ -18,7 +18,7 @@ the slower of both. Ranks of other groups use other devices, and so other ports.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from penstock.errors import ConfigError
@@ -89,7 +89,7 @@ def all_reduce(nbytes: float, group: Group, cluster: Cluster, algorithm: Algorit
     """
     if group.size == 1:
         return 0.0
-    ways = {
+    ways: dict[str, Callable[[], float]] = {
         "ring": lambda: 2 * _ring(nbytes, group, cluster),
         "tree": lambda: _tree(nbytes, group, cluster),
         "hierarchical": lambda: _hierarchical(nbytes, group, cluster),

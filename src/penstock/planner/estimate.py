@@ -12,12 +12,15 @@ of the host, and waiting for slow ranks.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
 
 from penstock.models.split.balanced_split import balanced_split, ranges
+from penstock.models.split.partition import check_enough
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import (
@@ -33,7 +36,7 @@ from penstock.planner.stages import Parts, StageParts
 from penstock.planner.weights import rank_memory
 from penstock.planner.workload import Workload
 from penstock.schedule import Costs, Placement, Proof, Schedule, Timeline, simulate, verify
-from penstock.schedule.simulation.recompute import first_in_flight, mixed
+from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
 
 
 @dataclass(frozen=True)
@@ -125,10 +128,11 @@ class Trial:
     def of(cls, model: Workload, candidate: Candidate, cluster: Cluster, *, buffers: bool = True) -> Trial:
         """buffers: whether messages hold memory, too. Without it a simulation takes half the time."""
         across = groups(candidate.ranks, candidate.axes, cluster)
-        parts = Parts.of(model.work(candidate), model.traffic(candidate), across, cluster)
+        parts = Parts.of(model.measured(candidate), model.traffic(candidate), across, cluster)
         everything = candidate.recomputed != "none" and candidate.in_flight is None
         proof = proven(candidate)
         placement = proof.schedule.placement
+        check_enough(model.layers, placement.depth)
         if candidate.split:
             split = ranges(candidate.split)
         else:
@@ -136,7 +140,7 @@ class Trial:
             split = balanced_split(costs, placement.depth, holders=placement.holders)
         candidate = replace(candidate, split=tuple(map(len, split)))
         stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
-        moved = _Mesh(candidate, cluster, across, buffers)
+        moved = _Mesh(candidate, cluster, across, buffers, bool(proof.schedule.split), parts.shared)
         kept = moved.costs(placement, stages, weights, recomputed=False)
         most_live = _most_live(proof.schedule)
         fixed = tuple(
@@ -185,8 +189,8 @@ class Trial:
         peak = self.cluster.device.peak(self.computed) * self.candidate.devices
         waits, after = self.waits(timeline), self.after()
         axes = dict.fromkeys(name for of_rank in waits for name in of_rank)
-        worst = {axis: max(of_rank[axis] for of_rank in waits) for axis in axes}
-        spent = {axis: sum(of_rank[axis] for of_rank in waits) / len(waits) for axis in axes}
+        worst = {axis: max(of_rank.get(axis, 0.0) for of_rank in waits) for axis in axes}
+        spent = {axis: sum(of_rank.get(axis, 0.0) for of_rank in waits) / len(waits) for axis in axes}
         spent["optimizer"] = after
         spent["bubble"] = sum(idle.peer + idle.outside + idle.runtime for idle in timeline.idle) / len(waits)
         spent["compute"] = timeline.makespan + after - sum(spent.values())
@@ -201,6 +205,64 @@ class Trial:
             peak,
         )
 
+    @property
+    def least_bytes(self) -> float:
+        """What the fullest rank holds at least, with all layers recomputed."""
+        placement, one = self.proof.schedule.placement, 1
+        names = ("activation", "held_in_backward")
+        activation, backward = (
+            [row[0] for row in self.recomputed.rows(name, placement, one)] for name in names
+        )
+        least = 0.0
+        for rank, (fixed, live) in enumerate(zip(self.fixed, self.proof.peak_live, strict=True)):
+            stages = placement.stages_of(rank)
+            together = live * min(activation[stage] for stage in stages)
+            least = max(least, fixed.fixed + max(together, max(backward[stage] for stage in stages)))
+        return least
+
+    def peaks(self, places: StageMicrobatches) -> list[float]:
+        """By rank, the most bytes of activations, without messages: the order of its ops decides.
+
+        places: the (stage, microbatch) whose layers run again
+        """
+        import numpy as np
+
+        arrays, schedule = self.proof.arrays, self.proof.schedule
+        again = np.zeros((schedule.stages, schedule.microbatches), bool)
+        for stage, microbatch in places:
+            again[stage, microbatch] = True
+
+        def size(name: str) -> Any:
+            both = (costs.rows(name, schedule.placement, 1) for costs in (self.recomputed, self.kept))
+            there, elsewhere = (np.array(rows)[:, 0][arrays.stage] for rows in both)
+            return np.where(again[arrays.stage, arrays.microbatch], there, elsewhere)
+
+        kept, working, for_weight = map(size, ("activation", "held_in_backward", "held_for_weight"))
+        is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(4))
+        start = np.select([is_f, is_b | is_i], [kept, working - kept], 0.0)
+        end = np.select([is_b, is_i, is_w], [-working, for_weight - working, -for_weight], 0.0)
+        changes = np.stack([start, end], axis=1)
+        bounds = pairwise(arrays.bounds)
+        return [float(np.cumsum(changes[first:last]).max(initial=0.0)) for first, last in bounds]
+
+    def fits(self, limit: float, places: StageMicrobatches = frozenset()) -> list[bool]:
+        """By rank, whether its memory is within `limit`, without messages."""
+        return [rank.fixed + peak <= limit for rank, peak in zip(self.fixed, self.peaks(places), strict=True)]
+
+    def counts(self, limit: float) -> tuple[int, ...]:
+        """The least microbatches in flight that each rank recomputes to fit into `limit`; all of them fit."""
+        schedule = self.proof.schedule
+        low, high = [0] * schedule.ranks, list(self.proof.peak_live)
+        while low != high:  # of all ranks at once: to recompute more never holds more
+            middle = [(few + many) // 2 for few, many in zip(low, high, strict=True)]
+            enough = self.fits(limit, first_in_flight(schedule, middle))
+            for rank, fit in enumerate(enough):
+                if low[rank] < high[rank]:
+                    low[rank], high[rank] = (
+                        (low[rank], middle[rank]) if fit else (middle[rank] + 1, high[rank])
+                    )
+        return tuple(low)
+
     def after(self) -> float:
         """Seconds from the last reduction to the end of the step, on the rank that takes longest."""
         across = groups(self.candidate.ranks, self.candidate.axes, self.cluster)
@@ -208,21 +270,22 @@ class Trial:
         tied = send(self.tied, across["pp"].hosts > 1, self.cluster) if self.tied else 0.0
         return tied + norm + max(optimizer_seconds([rank], self.cluster.device) for rank in self.fixed)
 
-    def waits(self, timeline: Timeline) -> list[Counter[str]]:
+    def waits(self, timeline: Timeline) -> list[Mapping[str, float]]:
         """By rank, the seconds of communication that it waits for, by axis."""
         schedule = self.proof.schedule
         again = frozenset[tuple[int, int]]()
         if self.candidate.recomputed != "none":
             again = first_in_flight(schedule, self.candidate.in_flight)
-        placement, by_rank = schedule.placement, list[Counter[str]]()
+        placement, by_rank = schedule.placement, list[Mapping[str, float]]()
         gathers = self.kept.of_stages("gather", placement)
         for rank, idle in enumerate(timeline.idle):
-            waits = Counter[str](pp=idle.wire, dp=idle.reduce)
+            waits = defaultdict[str, float](float, pp=idle.wire, dp=idle.reduce)
             for stage in placement.stages_of(rank):
                 here = [op.microbatch for op in schedule.programs[rank] if op[:2] == (stage, "F")]
                 share = sum((stage, i) in again for i in here) / max(len(here), 1)
                 within = self.stages[stage % placement.depth].within(share)
-                waits.update({axis: len(here) * taken for axis, taken in within.items()})
+                for axis, taken in within.items():
+                    waits[axis] += len(here) * taken
                 waits["dp"] += gathers[stage]
             by_rank.append(waits)
         return by_rank
@@ -236,6 +299,8 @@ class _Mesh:
     cluster: Cluster
     across: Mapping[str, Group]
     buffers: bool
+    split: bool
+    shared: int
 
     def costs(
         self,
@@ -246,7 +311,7 @@ class _Mesh:
         recomputed: bool,
     ) -> Costs:
         """recomputed: the sizes of a microbatch whose layers run again"""
-        nbytes = [stage.nbytes(recomputed) for stage in stages]
+        nbytes = [stage.nbytes(recomputed, self.split, self.shared) for stage in stages]
         gathers = [self.gather(*both) for both in zip(stages, weights, strict=True)]
         every = [time if self.candidate.reshard else 0.0 for time in gathers]  # gathered in each F and I anew
         return Costs(
@@ -318,8 +383,14 @@ def _proven(candidate: Candidate) -> Proof:
 
 def proven(candidate: Candidate) -> Proof:
     """The proof of a candidate's schedule: one for all candidates with the same numbers."""
-    options = {"schedule": candidate.schedule, "options": candidate.options}
-    return _proven(Candidate(candidate.ranks, microbatches=candidate.microbatches, **options))
+    return _proven(
+        Candidate(
+            candidate.ranks,
+            schedule=candidate.schedule,
+            options=candidate.options,
+            microbatches=candidate.microbatches,
+        )
+    )
 
 
 def _most_live(schedule: Schedule) -> list[int]:

@@ -115,10 +115,10 @@ class Device(Hardware):
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`, a name of torch. Raises ConfigError where the device lists none."""
-        known = "float8" if dtype.startswith("float8") else dtype
-        if (peak := self.peaks.get(known)) is None:
+        key = "float8" if dtype.startswith("float8") else dtype
+        if (peak := self.peaks.get(key)) is None:
             rule = f"it has no peak for {dtype}, and this model computes products in it"
-            remedy = f"Give device.peaks.{known}, or train in one of {', '.join(self.peaks)}"
+            remedy = f"Give device.peaks.{key}, or train in one of {', '.join(self.peaks)}"
             raise ConfigError(f"device {self.name}", rule, remedy)
         return peak
 
@@ -300,14 +300,14 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 def _same(name: str, names: list[str]) -> str | None:
     """The known name that `name` is, but for case and spaces: dgx-h100, a100 80 gb."""
-    plain = {re.sub(r"[\W_]", "", each).lower(): each for each in names}
+    plain = {re.sub(r"[\W_]", "", other).lower(): other for other in names}
     return plain.get(re.sub(r"[\W_]", "", name).lower())
 
 
 def _refuse_name(kind: Literal["device", "host"], name: str, rule: str, otherwise: str) -> None:
     names = known("devices" if kind == "device" else "hosts")
-    lowered = {each.lower(): each for each in names}
-    near = [lowered[each] for each in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)]
+    lowered = {other.lower(): other for other in names}
+    near = [lowered[other] for other in difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)]
     remedy = f"Take {', '.join(near or names)}, {otherwise}"
     raise ConfigError(f"{kind} {shown(name)}", rule, remedy)
 
@@ -362,14 +362,14 @@ def _finding(entry: Any) -> Finding:
             remedy = "Write it, or name a known host or device that has it"
             return f"{name} is missing", "the prediction needs it", remedy
         case "model_type" | "model_attributes_type" | "dict_type":
-            keys = ", ".join(_section(entry["loc"]).model_fields)
-            return f"{name}={shown(entry['input'])}", "it holds keys", f"Write {keys}"
+            written = ", ".join(_section(entry["loc"]).model_fields)
+            return f"{name}={shown(entry['input'])}", "it holds keys", f"Write {written}"
     return finding(entry, name or "cluster", "See the keys and their types in penstock.planner.hardware")
 
 
 def _section(path: Any) -> type[Hardware]:
     """The class whose keys stand at a path: device.efficiencies."""
-    sections = {
+    sections: dict[str, type[Hardware]] = {
         "device": Device,
         "efficiencies": Efficiencies,
         "inside": Link,

@@ -89,7 +89,7 @@ def _table(best: Sequence[Estimate]) -> str:
         of = run.candidate
         cells = (
             str(place), of.mesh, of.label, f"{of.microbatches} x {of.rows}", of.recomputed,
-            f"{run.seconds:.3f}", f"{run.tokens_per_second:,.0f}", f"{run.mfu:.1%}", f"{run.bubble:.1%}",
+            f"{run.seconds:.4g}", f"{run.tokens_per_second:,.0f}", f"{run.mfu:.1%}", f"{run.bubble:.1%}",
             f"{run.nbytes / 2**30:.1f}",
         )  # fmt: skip
         marked = (
@@ -116,7 +116,7 @@ def _memory(run: Estimate, limit: float) -> str:
     lines = []
     for (rank, curve), colour in zip(enumerate(run.timeline.memory), cycle(_COLOURS), strict=False):
         fixed = run.memory[rank].fixed
-        path, before = [f"M{x(0):.1f},{y(fixed / gib):.1f}"], fixed
+        path, before = [f"M{x(0):.1f},{y(fixed / gib):.1f}"], float(fixed)
         for time, nbytes in curve:
             path.append(f"L{x(time):.1f},{y(before / gib):.1f}L{x(time):.1f},{y((fixed + nbytes) / gib):.1f}")
             before = fixed + nbytes

@@ -10,12 +10,14 @@ No run of these meshes, by whatever schedule and split, takes less than the leas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import nsmallest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError
+from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate, Recomputed
 from penstock.planner.communication import groups
 from penstock.planner.estimate import Estimate, Trial, optimizer_seconds, reduction_seconds
@@ -23,11 +25,13 @@ from penstock.planner.hardware import Cluster
 from penstock.planner.space import meshes, runs
 from penstock.planner.stages import Parts
 from penstock.planner.workload import Workload
-from penstock.schedule.simulation.recompute import counts_within
+from penstock.schedule.simulation.recompute import first_in_flight
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
 _SIMULATED = 100  # runs of a search
-_AGAIN: tuple[Recomputed, ...] = ("selective", "full")
+_SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
+_FEW = 12  # runs of a search for what would fit
+_AGAIN: tuple[Recomputed, ...] = ("full", "selective")
 
 
 class Promise(NamedTuple):
@@ -36,6 +40,16 @@ class Promise(NamedTuple):
     likely: float
     least: float
     candidate: Candidate
+
+
+class Miss(NamedTuple):
+    """A run that does not fit, and the bytes that its fullest rank needs at least."""
+
+    nbytes: float
+    candidate: Candidate
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.nbytes < other.nbytes)
 
 
 @dataclass(frozen=True)
@@ -82,19 +96,50 @@ def plan(
     Raises ConfigError where no mesh takes such a batch, or nothing fits.
     """
     nbytes = memory_limit(cluster, limit)
-    promises = sorted(promised(model, cluster, batch, length), key=lambda promise: promise[:2])
+    field = list(meshes(model, cluster, batch, length))
+    taken = [mesh for mesh in field if not model.takes(mesh)]
+    if not taken:
+        raise _no_mesh(model, cluster, batch, field)
+    roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
+    if not roomy:
+        raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
+    promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
-        raise _no_mesh(model, cluster, batch, length)
+        raise _no_activations(model, cluster, batch, length, nbytes)
     fitting, missed, simulated = _simulated(model, cluster, promises, nbytes, keep, most)
     if not fitting:
         raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
     ordered = sorted(fitting, key=lambda run: run.seconds)
-    best = sorted(
-        (Trial.of(model, run.candidate, cluster).estimate() for run in ordered[:keep]),
-        key=lambda run: run.seconds,
-    )
+    finals = (_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep])
+    best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
     least = min(promise.least for promise in promises)
-    return Plans(tuple(best), tuple(ordered), least, simulated, len(promises), nbytes)
+    return Plans(tuple(best or ordered[:1]), tuple(ordered), least, simulated, len(promises), nbytes)
+
+
+def fixed_bytes(model: Workload, mesh: Candidate) -> float:
+    """The least that the fullest rank of a mesh holds of weights, gradients and the optimizer's states.
+
+    Weights that FSDP gathers may be freed layer by layer; the sums of gradients are whole.
+    """
+    parts = (part._replace(gathered_weights=0) for part in _weights(model, mesh))
+    return sum(part.fixed for part in parts) / mesh.ranks
+
+
+def _weights(model: Workload, mesh: Candidate) -> list[RankMemory]:
+    """All parts of the model, a tied weight as often as the mesh's stages hold it."""
+    memory = model.memory(mesh)
+    if mesh.ranks == 1:
+        return memory.stages([range(model.layers)])[0]
+    return [memory.embedding, *(memory.kinds[kind] for kind in memory.layers), memory.head]
+
+
+def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """A run with the memory of its messages; formed again where that is too much."""
+    run = Trial.of(model, candidate, cluster).estimate()
+    if run.nbytes <= limit:
+        return run
+    fresh = replace(candidate, recomputed="none", in_flight=None, split=())
+    return fitted(model, fresh, cluster, limit, buffers=True)
 
 
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
@@ -107,10 +152,10 @@ def memory_limit(cluster: Cluster, limit: float | None) -> float:
 
 def _simulated(
     model: Workload, cluster: Cluster, promises: list[Promise], limit: float, keep: int, most: int
-) -> tuple[list[Estimate], Estimate | None, int]:
+) -> tuple[list[Estimate], Miss | None, int]:
     """The runs that fit; of the others the one that misses least; and how many were simulated."""
     fitting: list[Estimate] = []
-    missed: Estimate | None = None
+    missed: Miss | None = None
     simulated = 0
     for promise in promises:
         times = nsmallest(keep, (run.seconds for run in fitting))
@@ -122,111 +167,154 @@ def _simulated(
             run = fitted(model, promise.candidate, cluster, limit)
         except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
             continue
-        simulated += 1
-        if run.nbytes <= limit:
+        if isinstance(run, Estimate):
             fitting.append(run)
+            simulated += 1
         elif missed is None or run.nbytes < missed.nbytes:
             missed = run
     return fitting, missed, simulated
 
 
-def promised(model: Workload, cluster: Cluster, batch: int, length: int) -> Iterator[Promise]:
-    """Every run of the field that the model's axes take, with its bounds."""
-    for mesh in meshes(model, cluster, batch, length):
-        if model.takes(mesh):
-            continue
+def promised(
+    model: Workload, cluster: Cluster, field: Iterable[Candidate], limit: float
+) -> Iterator[Promise]:
+    """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
+    for mesh in field:
         ranks, across = mesh.ranks, groups(mesh.ranks, mesh.axes, cluster)
-        parts = Parts.of(model.work(mesh), model.traffic(mesh), across, cluster)
-        memory = model.memory(mesh)
-        weights = [memory.embedding, *(memory.kinds[kind] for kind in memory.layers), memory.head]
+        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
+        weights = _weights(model, mesh)
         busy = parts.whole(recomputed=False) * mesh.microbatches / ranks
         whole = reduction_seconds(weights, across, cluster) + optimizer_seconds(weights, cluster.device)
-        for run, bubble in runs(mesh, model.layers):
-            idle = busy * bubble * (ranks - 1) / mesh.microbatches
+        room = limit - fixed_bytes(model, mesh)
+        live = sum(part.nbytes.recomputed_activation for part in parts.work.parts(range(model.layers)))
+        for run, kind in runs(mesh, model.layers):
+            if _SURELY * min(kind.live, mesh.microbatches / ranks) * live > room:
+                continue
+            idle = busy * kind.bubble * (ranks - 1) / mesh.microbatches
             yield Promise(busy + whole / ranks + idle, busy + whole / ranks, run)
 
 
-def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate:
-    """The fastest form of a run that fits into `limit`; if none does, the one that holds least.
+def fitted(
+    model: Workload, candidate: Candidate, cluster: Cluster, limit: float, *, buffers: bool = False
+) -> Estimate | Miss:
+    """The fastest form of a run that fits into `limit`.
 
     Layers run again in as few microbatches as the memory asks for. Weights are gathered layer by layer where
-    gathered whole they do not fit.
+    gathered whole they do not fit. buffers: whether messages hold memory, too
     """
-    trial = Trial.of(model, candidate, cluster, buffers=False)
-    if candidate.sharded and max(rank.total for rank in trial.fixed) > limit:
-        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
-    kept = trial.estimate()
-    if kept.nbytes <= limit:
-        return kept
-    forms = [_recomputed(model, trial, cluster, limit, what) for what in _AGAIN]
-    return min(
-        forms, key=lambda run: (run.nbytes > limit, run.seconds if run.nbytes <= limit else run.nbytes)
-    )
+    trial = Trial.of(model, candidate, cluster, buffers=buffers)
+    if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
+        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=buffers)
+    if trial.least_bytes > limit:
+        return Miss(trial.least_bytes, trial.candidate)
+    if all(trial.fits(limit)):
+        return _simulated_within(trial, limit)
+    forms = []
+    for what in _AGAIN:
+        form = _recomputed(model, trial, cluster, limit, what, buffers)
+        if isinstance(form, Estimate):
+            forms.append(form)
+        elif what == "full":  # nothing holds less
+            return form
+    return min(forms, key=lambda run: run.seconds)
 
 
-def _recomputed(model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed) -> Estimate:
-    """With the fewest microbatches recomputed that fit, or else all, in layers split for that."""
-    everything = replace(kept.candidate, recomputed=what, in_flight=None, split=())
-    whole = Trial.of(model, everything, cluster, buffers=False)
-    again = whole.estimate()
-    if again.nbytes > limit:
-        return again
-    some = Trial.of(model, replace(everything, split=kept.candidate.split), cluster, buffers=False)
-    limits = [limit - rank.fixed for rank in some.fixed]
-    try:
-        counts = counts_within(some.proof.schedule, some.kept, some.recomputed, limits)
-    except ConfigError:  # this split does not fit
-        return again
-    fewer = replace(some, candidate=replace(some.candidate, in_flight=counts)).estimate()
-    return min(again, fewer, key=lambda run: run.seconds)
+def _simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
+    """A run whose activations fit; its messages may be too much."""
+    run = trial.estimate()
+    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
+
+
+def _recomputed(
+    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed, buffers: bool
+) -> Estimate | Miss:
+    """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
+
+    Where that split never fits, with all recomputed in layers split for it.
+    """
+    everything = replace(kept.candidate, recomputed=what, in_flight=None)
+    some = Trial.of(model, everything, cluster, buffers=buffers)
+    whole = first_in_flight(some.proof.schedule, None)
+    if all(some.fits(limit, whole)):
+        fewer = replace(some.candidate, in_flight=some.counts(limit))
+        return _simulated_within(replace(some, candidate=fewer), limit)
+    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
+    if all(again.fits(limit, whole)):
+        return _simulated_within(again, limit)
+    needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
+    return Miss(max(needed), again.candidate)
 
 
 # ---- errors
 
 
-def _no_mesh(model: Workload, cluster: Cluster, batch: int, length: int) -> ConfigError:
-    refused = {why for mesh in meshes(model, cluster, batch, length) if (why := model.takes(mesh))}
-    rule = f"no mesh of {cluster.world} devices divides it into rows for each pipeline"
-    if refused:
-        rule = f"no mesh of {cluster.world} devices takes the model: {min(refused)}"
-    least = cluster.world // max(size for size in range(1, cluster.world + 1) if cluster.world % size == 0)
-    remedy = f"Give a multiple of {least} rows that has factors of {cluster.world}, as {cluster.world}"
+def _no_mesh(model: Workload, cluster: Cluster, batch: int, field: Sequence[Candidate]) -> ConfigError:
+    devices = f"{cluster.world} devices"
+    remedy = f"Give a multiple of {cluster.world} rows, or take another number of devices"
+    if field:
+        rule = f"no mesh of {devices} that divides it takes the model: {model.takes(field[0])}"
+    else:
+        rule = f"no mesh of {devices} divides it into rows for each pipeline"
     return ConfigError(f"batch={batch}", rule, remedy)
 
 
-def _nothing_fits(
-    model: Workload, cluster: Cluster, batch: int, length: int, limit: float, missed: Estimate | None
-) -> ConfigError:
-    value = (
-        f"{type(model.source.model).__name__} with {model.parameters:,} parameters on {cluster.world} devices"
+def _value(model: Workload, cluster: Cluster) -> str:
+    name = type(model.source.model).__name__
+    return f"{name} with {model.parameters:,} parameters on {cluster.world} devices"
+
+
+def _too_large(model: Workload, cluster: Cluster, limit: float, least: float) -> ConfigError:
+    """Weights alone do not fit. least: bytes of a device, in the mesh that spreads them best"""
+    rule = (
+        f"weights, gradients and the optimizer's states alone take {gib(least)} a device in the mesh that "
+        f"spreads them best, {gib(least - limit)} more than {gib(limit)}"
     )
+    hosts = 2 ** math.ceil(math.log2(cluster.hosts * least / limit))
+    return ConfigError(_value(model, cluster), rule, f"Take {hosts} hosts or more, or a smaller model")
+
+
+def _no_activations(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> ConfigError:
+    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} a device"
+    return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
+
+
+def _nothing_fits(
+    model: Workload, cluster: Cluster, batch: int, length: int, limit: float, missed: Miss | None
+) -> ConfigError:
     if missed is None:
         rule = f"no schedule exists for a batch of {batch} on these meshes"
-        return ConfigError(value, rule, "Give a larger batch")
-    rank = missed.memory[missed.fullest]
-    over = missed.nbytes - limit
+        return ConfigError(_value(model, cluster), rule, "Give a larger batch")
+    whole = replace(missed.candidate, recomputed="full", in_flight=None, split=())
+    run = Trial.of(model, whole, cluster).estimate()
+    rank = run.memory[run.fullest]
     rule = (
-        f"the smallest plan, {missed.candidate.mesh} with {missed.candidate.recomputed} recomputation, needs "
-        f"{gib(missed.nbytes)} a device, {gib(over)} more than {gib(limit)}: {gib(rank.fixed)} for weights, "
-        f"gradients and optimizer, {gib(rank.activations or 0)} for activations"
+        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
+        f"recomputation, needs {gib(run.nbytes)} a device, {gib(run.nbytes - limit)} more than {gib(limit)}: "
+        f"{gib(rank.fixed)} for weights, gradients and the optimizer, and {gib(rank.activations or 0)} for "
+        "activations"
     )
-    return ConfigError(value, rule, _smallest_change(model, cluster, batch, length))
+    return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
 
 
-def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int) -> str:
+def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> str:
     """The first change that fits: more hosts, or else shorter rows."""
-    changes: list[tuple[str, Cluster, int]] = []
-    for times in (2, 4, 8, 16, 32):
-        more = cluster.hosts * times
-        if cluster.between is not None:
-            changes.append((f"{more} hosts", cluster.model_copy(update={"hosts": more}), length))
-        if length // times >= 128:
-            changes.append((f"rows of {length // times} tokens", cluster, length // times))
+    changes = [
+        (
+            f"{cluster.hosts * times} hosts",
+            cluster.model_copy(update={"hosts": cluster.hosts * times}),
+            length,
+        )
+        for times in (2, 4, 8)
+        if cluster.between is not None
+    ]
+    changes += [(f"rows of {length // times} tokens", cluster, length // times) for times in (2, 8)]
     for words, larger, shorter in changes:
-        promises = sorted(promised(model, larger, batch, shorter), key=lambda promise: promise[:2])
-        few = sorted(promises, key=lambda promise: -promise.candidate.devices / promise.candidate.rows)[:6]
-        runs_that_fit, _, _ = _simulated(model, larger, few, memory_limit(larger, None), 1, 6)
-        if runs_that_fit:
+        field = [mesh for mesh in meshes(model, larger, batch, shorter) if mesh.rows == 1]
+        roomy = (mesh for mesh in field if not model.takes(mesh) and fixed_bytes(model, mesh) <= limit)
+        few = sorted(promised(model, larger, roomy, limit), key=lambda promise: -promise.candidate.axes.tp)[
+            :_FEW
+        ]
+        if _simulated(model, larger, few, limit, 1, _FEW)[0]:
             return f"Take {words}, which fit"
     return "Take more hosts, a smaller model, or shorter rows"
 

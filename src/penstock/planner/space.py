@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 from penstock.parallel.axes import Axes
 from penstock.planner.candidate import Candidate
@@ -21,20 +22,36 @@ from penstock.planner.workload import Workload
 ROWS = (1, 2, 4, 8)
 _LONG = 16_384  # tokens of a row, from which on cp is tried
 _LEAST = 2048  # tokens of a row that a rank of cp keeps
+_MOST_FORWARDS = 65_536  # of a pipeline and a step
 
-# name, options, stages of a rank, and how much of the bubble of 1F1B it has: to begin with the likely ones
-SCHEDULES: tuple[tuple[str, dict[str, Any], int, float], ...] = (
-    ("1f1b", {}, 1, 1.0),
-    ("1f1b", {"stages_per_rank": 2}, 2, 0.5),
-    ("1f1b", {"stages_per_rank": 4}, 4, 0.25),
-    ("1f1b", {"stages_per_rank": 2, "zero_bubble": True}, 2, 0.25),
-    ("looped_bfs", {"stages_per_rank": 2}, 2, 0.5),
-    ("zb_h1", {}, 1, 0.4),
-    ("zb_h2", {}, 1, 0.1),
-    ("zb_v", {}, 2, 0.1),
-    ("v_half", {}, 2, 0.4),
-    ("v_min", {}, 2, 0.7),
-    ("dualpipe_v", {}, 2, 0.35),
+
+class ScheduleKind(NamedTuple):
+    """A schedule to try, and about what it promises.
+
+    stages: of a rank
+    bubble: its bubble over that of 1F1B
+    live: microbatches that a rank holds at its peak, over the pipeline's ranks; inf: all
+    """
+
+    name: str
+    options: dict[str, Any]
+    stages: int
+    bubble: float
+    live: float
+
+
+SCHEDULES = (
+    ScheduleKind("1f1b", {}, 1, 1.0, 1.0),
+    ScheduleKind("1f1b", {"stages_per_rank": 2}, 2, 0.5, 1.5),
+    ScheduleKind("1f1b", {"stages_per_rank": 4}, 4, 0.25, 1.25),
+    ScheduleKind("1f1b", {"stages_per_rank": 2, "zero_bubble": True}, 2, 0.25, 1.5),
+    ScheduleKind("looped_bfs", {"stages_per_rank": 2}, 2, 0.5, inf),
+    ScheduleKind("zb_h1", {}, 1, 0.4, 1.0),
+    ScheduleKind("zb_h2", {}, 1, 0.1, 2.0),
+    ScheduleKind("zb_v", {}, 2, 0.1, 1.0),
+    ScheduleKind("v_half", {}, 2, 0.4, 0.5),
+    ScheduleKind("v_min", {}, 2, 0.7, 0.33),
+    ScheduleKind("dualpipe_v", {}, 2, 0.35, 1.0),
 )
 
 
@@ -49,13 +66,14 @@ def meshes(model: Workload, cluster: Cluster, batch: int, length: int) -> Iterat
                     yield from _microbatches(ranks, axes, batch, length, model)
 
 
-def runs(mesh: Candidate, layers: int) -> Iterator[tuple[Candidate, float]]:
-    """The schedules of a mesh, each with the share of the bubble of 1F1B that it has about."""
-    for name, options, stages, bubble in SCHEDULES:
-        if mesh.ranks == 1 and (name, options) != ("1f1b", {}):
+def runs(mesh: Candidate, layers: int) -> Iterator[tuple[Candidate, ScheduleKind]]:
+    """The schedules of a mesh."""
+    for kind in SCHEDULES:
+        if mesh.ranks == 1 and (kind.name, kind.options) != ("1f1b", {}):
             continue
-        if mesh.ranks * stages <= layers:
-            yield replace(mesh, schedule=name, options=tuple(sorted(options.items()))), bubble
+        stages = mesh.ranks * kind.stages
+        if stages <= layers and stages * mesh.microbatches <= _MOST_FORWARDS:
+            yield replace(mesh, schedule=kind.name, options=tuple(sorted(kind.options.items()))), kind
 
 
 def _data(dp: int, cp: int, tp: int, experts: int, cluster: Cluster) -> Iterator[Axes]:

@@ -7,7 +7,6 @@ W = ops of its weight gradients
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,8 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.planner.communication import Group
 from penstock.planner.hardware import Cluster
 from penstock.planner.roofline import seconds
-from penstock.planner.traffic import Axis, Collective, Traffic, collective_seconds
+from penstock.planner.tracing import Measurement
+from penstock.planner.traffic import AXES, Axis, Collective, Traffic, collective_seconds
 from penstock.planner.work import ModelWork, PartBytes, PartWork
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class PartSeconds(NamedTuple):
     input_grad: float
     weight_grad: float
     recomputed: float
-    within: tuple[Counter[Axis], Counter[Axis], Counter[Axis]]
+    within: tuple[dict[Axis, float], dict[Axis, float], dict[Axis, float]]
 
     @classmethod
     def of(
@@ -48,12 +48,12 @@ class PartSeconds(NamedTuple):
         device = cluster.device
         forward = collective_seconds(collectives, groups, cluster, backward=False)
         backward = collective_seconds(collectives, groups, cluster, backward=True)
-        again = forward if work.recomputed else Counter[Axis]()
+        again = forward if work.recomputed else {}
         return cls(
-            seconds(work.forward, device) + forward.total(),
-            seconds(work.input_grad, device) + backward.total(),
+            seconds(work.forward, device) + sum(forward.values()),
+            seconds(work.input_grad, device) + sum(backward.values()),
             seconds(work.weight_grad, device),
-            seconds(work.recomputed, device) + again.total(),
+            seconds(work.recomputed, device) + sum(again.values()),
             (forward, backward, again),
         )
 
@@ -64,20 +64,23 @@ class PartSeconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a model: their work on one process, and how long it takes."""
+    """The parts of a model: their work on one process, and how long it takes. shared: as in `nbytes`"""
 
     work: ModelWork
+    shared: int
     kinds: tuple[PartSeconds, ...]
     embedding: PartSeconds
     head: PartSeconds
 
     @classmethod
-    def of(cls, work: ModelWork, sent: Traffic, groups: Mapping[str, Group], cluster: Cluster) -> Parts:
+    def of(cls, measured: Measurement, sent: Traffic, groups: Mapping[str, Group], cluster: Cluster) -> Parts:
         def timed(part: PartWork, collectives: Sequence[Collective]) -> PartSeconds:
             return PartSeconds.of(part, collectives, groups, cluster)
 
+        work, shared = measured
         return cls(
             work,
+            shared,
             tuple(map(timed, work.kinds, sent.kinds)),
             timed(work.embedding, sent.embedding),
             timed(work.head, sent.head),
@@ -141,36 +144,40 @@ class StageParts:
     def recomputed(self) -> float:
         return sum(part.recomputed for part in self.times)
 
-    def within(self, again: float) -> Counter[Axis]:
+    def within(self, again: float) -> dict[Axis, float]:
         """Collectives of one microbatch by axis. again: the share of microbatches that are recomputed"""
-        spent: Counter[Axis] = Counter()
+        spent = dict.fromkeys(AXES, 0.0)
         for part in self.times:
             for share, taken in zip((1.0, 1.0, again), part.within, strict=True):
                 for axis, time in taken.items():
                     spent[axis] += share * time
-        return spent
+        return {axis: time for axis, time in spent.items() if time}
 
-    def nbytes(self, recomputed: bool) -> PartBytes:
+    def nbytes(self, recomputed: bool, split: bool, shared: int = 0) -> PartBytes:
         """Bytes of one microbatch on the stage.
 
-        A part's forward peak comes on top of what the parts before it keep. In the backward the parts behind
-        it keep what they hold for W.
+        A part's forward peak comes on top of what the parts before it keep. In a backward that is split the
+        parts behind it keep what they hold for W.
+
+        shared: bytes that all layers of a stage read, such as the angles of rotary positions
         """
         parts = [_as_recomputed(work.nbytes) if recomputed else work.nbytes for work in self.works]
         kept = [*accumulate((part.activation for part in parts), initial=0)]
-        for_weight = [*accumulate((part.for_weight for part in reversed(parts)), initial=0)][::-1]
+        deferred = (part.for_weight if split else 0 for part in reversed(parts))
+        for_weight = [*accumulate(deferred, initial=0)][::-1]
+        shared = shared if self.layers else 0
         forward = [before + part.forward_peak for before, part in zip(kept, parts, strict=False)]
         backward = [
             before + part.backward_peak + behind
             for before, part, behind in zip(kept, parts, for_weight[1:], strict=False)
         ]
         return PartBytes(
-            kept[-1],
+            kept[-1] + shared,
             for_weight[0],
-            max(forward, default=0),
-            max(backward, default=0),
-            kept[-1],
-            max(backward, default=0),
+            max(forward, default=0) + shared,
+            max(backward, default=0) + shared,
+            kept[-1] + shared,
+            max(backward, default=0) + shared,
             parts[-1].sent if parts else 0,
         )
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from penstock.batch.loss import NextToken
 from penstock.batch.payload import Payload
+from penstock.errors import ModelError
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
@@ -87,9 +88,9 @@ def _flops(
     """The kind of an op and its FLOPs; of attention half, as the causal mask hides the other."""
     if "attention" in name and "backward" in name:
         gradient, *heads = (tensor.shape for tensor in args[:4])
-        return "attention", sdpa_backward_flop_count(gradient, *heads) // 2
+        return "attention", sdpa_backward_flop_count(gradient, *heads) // 2  # type: ignore[no-untyped-call]
     if "attention" in name:
-        return "attention", sdpa_flop_count(*(tensor.shape for tensor in args[:3])) // 2
+        return "attention", sdpa_flop_count(*(tensor.shape for tensor in args[:3])) // 2  # type: ignore[no-untyped-call]
     if "grouped_mm" in name:
         return "matmul", 2 * args[0].numel() * args[1].shape[-1]
     counted = flop_registry.get(func._overloadpacket)
@@ -111,15 +112,23 @@ class _Ran(NamedTuple):
     forward_peak: int
     backward_peak: int
     sent: int
+    shared: int
+
+
+class Measurement(NamedTuple):
+    """The work of a model's parts, without the bytes that all layers of a stage share."""
+
+    work: ModelWork
+    shared: int
 
 
 def measured_work(
     source: Source, chain: Chain, candidate: Candidate, known: dict[Hashable, Any]
-) -> ModelWork:
+) -> Measurement:
     """The work of each part for a microbatch of `candidate` on one process.
 
     known: runs of parts with candidates that differ in nothing but what is recomputed; more are put into it
-    Raises ModelError where the model's forward looks at values.
+    Raises ModelError where the forward cannot run without values.
     """
     layers = [layer_kind(layer) for layer in source.model.get_submodule(chain.layers).children()]
     kinds = list(dict.fromkeys(layers))
@@ -128,7 +137,8 @@ def measured_work(
         of_kinds = [parts.work(range(first, first + 1), 1) for first in map(layers.index, kinds)]
         embedding = parts.work(range(0), 0)
         head = parts.work(range(chain.count, chain.count), 2)
-    return ModelWork(tuple(of_kinds), tuple(map(kinds.index, layers)), embedding, head)
+    work = ModelWork(tuple(of_kinds), tuple(map(kinds.index, layers)), embedding, head)
+    return Measurement(work, parts.shared)
 
 
 class _Parts:
@@ -144,27 +154,37 @@ class _Parts:
     ) -> None:
         self._source, self._chain, self._candidate, self._mesh = source, chain, candidate, mesh
         self._known = known
+        self.shared = 0
 
     def work(self, layers: range, stage: int) -> PartWork:
         """stage: 0 for the embedding, 1 for layers, 2 for the head"""
         kept = self._run(layers, stage, None, split=True)
-        again, recomputed = kept, ()
+        again = kept
+        recomputed: tuple[OpWork, ...] = ()
         if stage == 1:
+            self.shared = max(self.shared, kept.shared)
             save = GROUPS if self._candidate.recomputed == "selective" else ()
             again = self._run(layers, stage, Checkpointing(save=save), split=False)
             recomputed = tuple(op for op in kept.forward if op.kind not in save)
+        own, other = kept.shared, again.shared
         nbytes = PartBytes(
-            kept.activation, kept.for_weight, kept.forward_peak, kept.backward_peak,
-            again.activation, again.backward_peak, kept.sent,
+            kept.activation - own, kept.for_weight, kept.forward_peak - own, kept.backward_peak - own,
+            again.activation - other, again.backward_peak - other, kept.sent,
         )  # fmt: skip
-        return PartWork(
-            *map(self._in_context, (kept.forward, kept.input_grad, kept.weight_grad, recomputed)), nbytes, 0
-        )
+        ops = map(self._in_context, (kept.forward, kept.input_grad, kept.weight_grad, recomputed))
+        return PartWork(*ops, nbytes=nbytes, parameters=0)  # type: ignore[call-arg]
 
     def _run(self, layers: range, stage: int, checkpointing: Checkpointing | None, *, split: bool) -> _Ran:
         key = layers, stage, checkpointing, split, stage == 2 and self._defers_head
         if key not in self._known:
-            self._known[key] = self._measured(layers, stage, checkpointing, split=split)
+            try:
+                self._known[key] = self._measured(layers, stage, checkpointing, split=split)
+            except RuntimeError as cause:  # torch's
+                raise ModelError(
+                    f"{type(self._source.model).__name__} in {self._candidate.precision} precision",
+                    f"its forward cannot run without values: {str(cause).splitlines()[0]}",
+                    "Take precision bfloat16, or another attention or experts implementation",
+                ) from cause
         run: _Ran = self._known[key]
         return run
 
@@ -207,6 +227,10 @@ class _Parts:
             weights = {p.untyped_storage()._cdata for p in whole.parameters()}
             recorder = OpRecorder(weights)
             measured = Measured((lambda: lowered.casts.storages) if lowered else tuple)
+            before_layer = dict[int, int]()
+            for n in layers[:1]:
+                inner = whole.get_submodule(f"{chain.layers}.{n}")
+                inner.register_forward_pre_hook(lambda *_: before_layer.update(measured.alive))
             with without_autocast(), _Fused(), measured, recorder:
                 result = run.forward(
                     0,
@@ -218,6 +242,10 @@ class _Parts:
                 )
             sent = () if info.is_last else result.tensors
             size = footprint(measured.own_bytes, run.live[0].inputs, sent)
+            alive = measured.alive
+            shared = sum(
+                nbytes for at, nbytes in before_layer.items() if at not in weights and alive.get(at) == nbytes
+            )
             received_bytes = 0 if info.is_first else incoming.nbytes
             forward_peak = measured.peak + received_bytes
             forward = recorder.take()
@@ -235,5 +263,5 @@ class _Parts:
                 run.weight_backward(0)
             return _Ran(
                 forward, input_grad, recorder.take(), size.activation, for_weight, forward_peak,
-                size.activation + grown, nbytes,
+                size.activation + grown, nbytes, shared,
             )  # fmt: skip

@@ -12,8 +12,7 @@ W sends nothing. FSDP's gatherings and reductions are a stage's, not a layer's (
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from torch import nn
@@ -30,7 +29,7 @@ from penstock.planner.hardware import Cluster
 
 Axis = Literal["tp", "cp", "ep"]
 AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
-_COLLECTIVES = {
+_COLLECTIVES: dict[str, Callable[[float, Group, Cluster], float]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
@@ -93,13 +92,13 @@ def traffic(model: PreTrainedModel, chain: Chain, firsts: Iterable[int], candida
 
 def collective_seconds(
     collectives: Iterable[Collective], groups: Mapping[str, Group], cluster: Cluster, *, backward: bool
-) -> Counter[Axis]:
+) -> dict[Axis, float]:
     """Seconds of the collectives of a forward, or of an input gradient, by axis."""
-    spent: Counter[Axis] = Counter()
+    spent = dict.fromkeys(AXES, 0.0)
     for axis, kind, nbytes, is_backward in collectives:
         if is_backward is backward:
-            spent[axis] += _COLLECTIVES[kind](nbytes, groups[axis], cluster)  # type: ignore[operator]
-    return spent
+            spent[axis] += _COLLECTIVES[kind](nbytes, groups[axis], cluster)
+    return {axis: time for axis, time in spent.items() if time}
 
 
 def _tensor(
@@ -108,7 +107,9 @@ def _tensor(
     """Of tp. split: whether the sequence is sharded between the parts of a layer"""
     inputs: dict[str, int] = {}  # by module whose column-wise projections share an input: its width
     for name, part in module.named_modules(prefix=path):
-        style, weight = styles.get(name), getattr(part, "weight", None)
+        style, weight = styles.get(name), part._parameters.get("weight")
+        if weight is None:
+            continue
         if style in (ROWS, ROWS_SPLIT):
             yield Collective("tp", "all_reduce", hidden * weight.shape[0])
         elif style == VOCABULARY:

@@ -6,8 +6,27 @@ Layers that are alike share one `PartWork`.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from penstock.batch.liger import Chunked
+from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.split.counting import flops_of, is_attention
+from penstock.models.tracing.probe import layer_kind
+from penstock.parallel.axes import Axes
+from penstock.parallel.mesh_plan import ParallelOptions
+from penstock.pipeline.building.build_plan import BuildPlan
+from penstock.pipeline.building.memory import Account
+from penstock.private import GROUPED_MM, TorchDispatchMode, tree_leaves
+from penstock.schedule.ops import Kind
 
 OpKind = Literal["matmul", "attention", "other"]
 
@@ -83,3 +102,141 @@ class ModelWork:
         first = (self.embedding,) if layers.start == 0 else ()
         last = (self.head,) if layers.stop == len(self.layers) else ()
         return (*first, *(self.kinds[self.layers[layer]] for layer in layers), *last)
+
+
+def model_work(
+    plan: BuildPlan,
+    shape: tuple[int, int],
+    axes: Axes | None = None,
+    options: ParallelOptions | None = None,
+    *,
+    checkpointing: Checkpointing | None = None,
+    chunked_loss: Chunked = True,
+) -> ModelWork:
+    """The work of the model of `plan`, from F, I and W of each kind of part without values.
+
+    Args:
+        plan: any plan of the model: its schedule and its split do not matter
+        shape: rows and sequence of a microbatch, before cp and tp shard it. Each row is one document
+        axes: the mesh's other than the pipeline's; None for none
+        options: how they work, and the dtype of autocast
+        checkpointing: what a layer keeps that runs again; None keeps its inputs
+        chunked_loss: as in Options
+
+    Experts share tokens evenly. Collectives are left out. Raises ModelError where a forward looks at values.
+    """
+    account = Account(plan, axes or Axes(), options or ParallelOptions(), chunked_loss=chunked_loss)
+    again = checkpointing or Checkpointing()
+    kinds = [layer_kind(layer) for layer in plan.source.model.get_submodule(plan.chain.layers).children()]
+    distinct = list(dict.fromkeys(kinds))
+    works = []
+    for kind in distinct:
+        layer = kinds.index(kind)
+        works.append(_part(account, shape, range(layer, layer + 1), 1, again))
+    return ModelWork(
+        tuple(works),
+        tuple(map(distinct.index, kinds)),
+        _part(account, shape, range(0), 0, None),
+        _part(account, shape, range(len(kinds), len(kinds)), 2, None),
+    )
+
+
+def _part(
+    account: Account, shape: tuple[int, int], layers: range, stage: int, again: Checkpointing | None
+) -> PartWork:
+    """again: how its layers are checkpointed where they are; None: the part never is"""
+    once = _Recorder(account.axes)
+    sizes, parameters = account.of_part(shape, layers, stage, watch=once.during)
+    twice, recomputed = once, sizes
+    if again is not None:
+        twice = _Recorder(account.axes)
+        recomputed, _ = account.of_part(shape, layers, stage, again, twice.during)
+    more = twice.ops["I"] - once.ops["I"]
+    kept = sizes.kept
+    nbytes = PartBytes(
+        kept.activation,
+        kept.held_for_weight,
+        sizes.in_forward,
+        sizes.in_backward,
+        recomputed.kept.activation,
+        recomputed.in_backward,
+        kept.buffer,
+    )
+    forward, input_grad, weight_grad = (_as_work(once.ops[kind]) for kind in ("F", "I", "W"))
+    return PartWork(forward, input_grad, weight_grad, _as_work(more), nbytes, parameters)
+
+
+def _as_work(ops: Counter[OpWork]) -> tuple[OpWork, ...]:
+    return tuple(op._replace(calls=float(calls)) for op, calls in ops.items())
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the ops of F, I and W, by what they are.
+
+    ops: of each kind of op of the stage, how many there are of each kind, dtype and size
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, axes: Axes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: dict[Kind, Counter[OpWork]] = {kind: Counter() for kind in ("F", "B", "I", "W")}
+        self._axes = axes
+        self._kind: Kind = "F"
+
+    @contextmanager
+    def during(self, kind: Kind) -> Iterator[None]:
+        self._kind = kind
+        with self:
+            yield
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its shards come next
+        result = func(*args, **kwargs)
+        if getattr(func, "namespace", "") == "aten" and not func.is_view and func not in _WITHOUT_DATA:
+            self._record(func, args, kwargs, result)
+        return result
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        packet = func._overloadpacket
+        flops = flops_of(packet, args, kwargs, result)
+        read, written = _tensors((args, kwargs)), _tensors(result)
+        nbytes = float(sum(tensor.nbytes for tensor in written))
+        for tensor in read:
+            share = self._axes.ep if packet is GROUPED_MM and tensor.dim() == _GROUPS else 1
+            nbytes += _stored(tensor) / share
+        if packet in _LOOKUPS:  # as many rows of its table as it returns
+            nbytes += written[0].nbytes - _stored(read[0])
+        floating = [tensor for tensor in (*read, *written) if tensor.is_floating_point()]
+        if not floating:
+            return
+        attends = is_attention(packet)
+        kind: OpKind = "other" if flops is None else "attention" if attends else "matmul"
+        dtype = str(floating[0].dtype).removeprefix("torch.")
+        # each rank of cp attends to as many pairs as the others: a cp-th of those of the whole rows
+        whole = (flops or 0) * (self._axes.cp if attends else 1)
+        self.ops[self._kind][OpWork(kind, dtype, float(whole), nbytes)] += 1
+
+
+_GROUPS = 3  # dimensions of a tensor with a matrix for each group
+_LOOKUPS = frozenset({
+    getattr(torch.ops.aten, name) for name in ("embedding", "index", "index_select", "gather")
+})  # fmt: skip
+_WITHOUT_DATA = frozenset({
+    getattr(torch.ops.aten, name).default
+    for name in ("detach", "_unsafe_view", "new_empty", "empty_like", "new_empty_strided", "empty_strided")
+})  # fmt: skip
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def _stored(tensor: Tensor) -> int:
+    """Bytes that an op reads of it: an expanded dimension counts once."""
+    sizes = (size for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step)
+    return math.prod(sizes) * tensor.itemsize

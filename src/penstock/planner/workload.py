@@ -23,7 +23,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.pipeline.building.build_plan import BuildPlan, plan_stages
 from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision
-from penstock.planner.tracing import measured_work
+from penstock.planner.tracing import Measurement, measured_work
 from penstock.planner.traffic import Traffic, traffic
 from penstock.planner.weights import PartMemory
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
@@ -111,14 +111,20 @@ class Workload:
 
     def work(self, candidate: Candidate) -> ModelWork:
         """The ops and bytes of each part, for a microbatch of `candidate` on one process."""
+        return self.measured(candidate).work
+
+    def measured(self, candidate: Candidate) -> Measurement:
+        """The same, with the bytes that all layers of a stage share."""
         key = "work", candidate.rows, _shape_key(candidate), candidate.recomputed == "selective"
         if key not in self._known:
             few, more = (self._measured(replace(candidate, rows=rows)) for rows in _ROWS)
-            self._known[key] = _with_rows(few, more, candidate.rows)
-        work: ModelWork = self._known[key]
-        return work
+            work = _with_rows(few.work, more.work, candidate.rows)
+            shared = round(_grown(few.shared, more.shared, candidate.rows))
+            self._known[key] = Measurement(work, shared)
+        measured: Measurement = self._known[key]
+        return measured
 
-    def _measured(self, candidate: Candidate) -> ModelWork:
+    def _measured(self, candidate: Candidate) -> Measurement:
         runs = self._known.setdefault(("runs", candidate.rows, _shape_key(candidate)[:-1]), {})
         return measured_work(self.source, self.chain, candidate, runs)
 
@@ -168,11 +174,16 @@ def _shape_key(candidate: Candidate) -> tuple[Hashable, ...]:
     return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, candidate.sequence_parallel, meshed
 
 
+def _grown(few: float, more: float, rows: int) -> float:
+    """few, more: for the numbers of rows in `_ROWS`"""
+    return few + (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0]) * (more - few)
+
+
 def _with_rows(few: ModelWork, more: ModelWork, rows: int) -> ModelWork:
     """The work of `rows` rows, from that of the numbers in `_ROWS`."""
 
     def grown(a: float, b: float) -> float:
-        return a + (rows - _ROWS[0]) / (_ROWS[1] - _ROWS[0]) * (b - a)
+        return _grown(a, b, rows)
 
     def ops(first: tuple[OpWork, ...], second: tuple[OpWork, ...]) -> tuple[OpWork, ...]:
         if [op[:2] for op in first] != [op[:2] for op in second]:  # a chunked head has more chunks
@@ -189,7 +200,7 @@ def _with_rows(few: ModelWork, more: ModelWork, rows: int) -> ModelWork:
     def part(a: PartWork, b: PartWork) -> PartWork:
         work = {name: ops(getattr(a, name), getattr(b, name)) for name in PartWork._fields[:4]}
         nbytes = PartBytes(*(round(grown(*pair)) for pair in zip(a.nbytes, b.nbytes, strict=True)))
-        return a._replace(**work, nbytes=nbytes)
+        return a._replace(nbytes=nbytes, **work)  # type: ignore[arg-type]
 
     kinds = tuple(part(*pair) for pair in zip(few.kinds, more.kinds, strict=True))
     ends = part(few.embedding, more.embedding), part(few.head, more.head)
@@ -205,5 +216,6 @@ def _means(*works: tuple[OpWork, ...]) -> Iterator[tuple[OpWork, ...]]:
             calls = sum(op.calls for op in alike)
             sums = (sum(op.calls * size for op, size in zip(alike, sizes, strict=True))
                     for sizes in ([op.flops for op in alike], [op.nbytes for op in alike]))  # fmt: skip
-            means.append(OpWork(kind, dtype, *(total / (calls or 1) for total in sums), calls))
+            flops, nbytes = (total / (calls or 1) for total in sums)
+            means.append(OpWork(kind, dtype, flops, nbytes, calls))
         yield tuple(means)

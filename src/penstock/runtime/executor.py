@@ -12,7 +12,7 @@ into the inbox; `Compute` takes it, runs its op on a stage and puts the result i
 `Deliver` empty the outbox. Nothing can go wrong with the order: `verify` has proven it.
 
 With short ops every Python call costs time. So the plan's `Compute` holds all that is known before the first
-step, and what crosses an edge is looked up once a step for all microbatches of one shape.
+step, and the specs of an edge are looked up once a step for all microbatches of one shape.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Executor:
 
     Args:
         stages: the stages of this rank, by index.
-        edges: what crosses each edge; None where each message carries its own specs.
+        edges: the specs of each edge; None where each message carries its own.
 
     Attributes:
         loss_shares: the loss of each microbatch over the step's weight, on the last stage's rank.
@@ -81,7 +81,7 @@ class Executor:
         self._program = plan.schedule.programs[plan.rank]
         self.messages = messages = transport.messages
         self.stages, self._edges, self._loss = stages, edges, loss
-        self._trains = bool(plan.peak_live)  # else no backward comes, and nothing is held
+        self._trains = bool(plan.peak_live)  # else no backward follows, and no activation is kept
         self.memory = StepMemory(plan, stages, recorder.device, messages)
         self.inbox: dict[Op, Payload] = {}  # by the op that made it
         self.outbox: dict[Op, Payload] = {}
@@ -97,7 +97,7 @@ class Executor:
         """One step. Yields each message that another rank of this process must send first."""
         self._begin_step()
         bound: Iterable[tuple[Effect, Any]] = self._bound
-        if profiler._is_profiler_enabled:  # asked once a step: without a profiler an op costs nothing more
+        if profiler._is_profiler_enabled:  # once a step, so that ops without a profiler cost no more
             bound = [
                 (_in_profile(effect) if effect and type(action) is Compute else effect, action)
                 for effect, action in bound
@@ -138,7 +138,7 @@ class Executor:
             self.loss_shares, self._totals = list(foreach_div(self._totals, step.weight)), []
 
     def _effects(self) -> Iterator[tuple[Effect, Any]]:
-        """Each action with its effect, found once for all steps."""
+        """Each action with its effect, looked up once for all steps."""
         effects: Mapping[type[Action], Effect] = {
             Post: self._post, Await: None, Compute: self.compute, Deliver: self._deliver, Send: self._send,
             Exchange: self._exchange, Free: self._free, Reduce: self._reduce, HostCopy: self._host_copy,
@@ -156,7 +156,7 @@ class Executor:
     # ---- the ops
 
     def compute(self, compute: Compute, step: StepInput) -> None:
-        """Run one op, and record when it ran and what it holds or frees."""
+        """Run one op, and record when it ran and which memory it takes or frees."""
         op, takes = compute.op, compute.takes
         index, kind, number = op
         self.current = op
@@ -196,7 +196,7 @@ class Executor:
             self.outbox[op] = result
 
     def _infer(self, compute: Compute, received: Payload | None, step: StepInput) -> Payload | None:
-        """A forward that holds nothing: its result, or on the last stage its loss and what is collected."""
+        """A forward that keeps no activation. Returns its result; the last stage records loss and outputs."""
         index, _, number = compute.op
         microbatch = step.microbatches[number]
         output = self.stages[index].infer(received, microbatch)
@@ -313,7 +313,7 @@ class Executor:
 
     @property
     def progress(self) -> Progress:
-        """How far this rank is. Any thread may ask."""
+        """How far this rank is. Any thread may read it."""
         # between steps it is the end of the last one, which may have had other microbatches
         return Progress(self.recorder.program or self._program, self.recorder.done, self.current)
 
@@ -333,9 +333,9 @@ class Executor:
 
 
 def _in_profile(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, which a profiler shows under the op's name; an NVTX range where that is what it asks for.
+    """`run`, which a profiler shows under the op's name, as an NVTX range where it records those.
 
-    Not by the name alone: torch takes 2F0 for a mangled name of C++, and shows F0.
+    The label is more than the op's text: torch takes 2F0 for a mangled name of C++, and shows F0.
     """
 
     def named(compute: Compute, step: StepInput) -> None:
@@ -346,13 +346,13 @@ def _in_profile(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run_together(executors: Sequence[Executor], step: StepInput) -> None:
-    """Run the plans of all ranks that live in this process, each as far as it can get, in turn.
+    """Run the plans of all ranks of this process in turn, each until it has to wait.
 
-    After a rank that waits comes the one that has to send: to ask all of them in turn costs more than an op.
+    After a rank that waits comes the one that has to send: trying all of them in turn costs more than an op.
     """
     running = {executor.plan.rank: executor.run(step) for executor in executors}
     hosts = executors[0].plan.schedule.placement.rank_of
-    arrived = executors[0].messages.arrived  # they share it
+    arrived = executors[0].messages.arrived  # the same for all ranks of the process
     awaited: dict[int, Message] = {}
     rank, stuck = executors[0].plan.rank, set[int]()
     while running:

@@ -17,7 +17,7 @@ posted and sent before it:
 
     post 0F0  exchange  await 0F0  1F0   1B0  send 1B0  post 0F1  exchange  await 0F1  1F1 ...
 
-With `copies`, activations wait in host memory meanwhile (penstock.schedule.offload):
+With `copies`, activations move to host memory and back (penstock.schedule.offload):
 
     0F0   send 0F0   offload 0F0   0F1   send 0F1   release 0F0   0F2   send 0F2   reload 0F0   0F3   send 0F3
     await 1B0   restore 0F0   0B0 ...
@@ -133,7 +133,7 @@ def lower(
         recomputed: the (stage, microbatch) of any rank whose forward runs again in the backward.
         exchanges: of the same schedule, where messages go in batches; then `ahead` has no effect.
         reduced: the stages whose gradients are summed over the mesh.
-        copies: by rank, what waits in host memory; proven here. Raises ScheduleError.
+        copies: by rank, the steps of offloading; verified here. Raises ScheduleError.
     """
     schedule = proof.schedule
     if copies is not None:
@@ -172,7 +172,7 @@ class _Lowering:
         for op, receives, copies in zip(self._program, self._receives, self._copies, strict=True):
             for source in receives:
                 yield Post(Message.of(source))
-            # behind the posts: what is sent and posted between two ops stays together
+            # after the posts, so that all sends and posts between two ops stay together
             yield from (copy for copy in copies if copy.step != "restore")
             feeder = self._schedule.source(op)
             needed = None if feeder is None else Message.of(feeder)
@@ -193,14 +193,14 @@ class _Lowering:
             yield from map(Free, sends)
 
     def _compute(self, op: Op, needed: Message | None, result: Message | None) -> Compute:
-        place = op.stage, op.microbatch
+        key = op.stage, op.microbatch
         return Compute(
             op,
             None if needed is None else needed.op,
             result is not None,
             result if self._is_remote(result) else None,
             self._placement.is_last(op.stage),
-            Forward(place in self._schedule.split, place in self._recomputed, place in self._offloaded),
+            Forward(key in self._schedule.split, key in self._recomputed, key in self._offloaded),
         )
 
     def _host(self, stage: int) -> int:

@@ -3,15 +3,15 @@
 A rank that raises alone leaves the others waiting. Two verbs prevent that:
 
     rank 0   same("build()", {"microbatches": "4"})    one exchange; then HandshakeError on both,
-    rank 1   same("build()", {"microbatches": "8"})    which says what each of them has
+    rank 1   same("build()", {"microbatches": "8"})    which shows the value of each rank
 
     rank 0   attempt("read x", read)   returns         one exchange; then CheckpointError on both,
-    rank 1   attempt("read x", read)   CheckpointError  which says that it is of process 1
+    rank 1   attempt("read x", read)   CheckpointError  which names process 1
 
-`same` compares what goes into a call that all ranks make. After it each rank raises an error of its input by
-itself, as the others do: they compute the same from the same. `attempt` is for work whose outcome depends on
-more than the input: on a disk, on a device, on a rank's part of the batch. A rank whose process ends sends
-nothing; the others learn of that from its notes (penstock.runtime.health.watch).
+`same` compares the inputs of a call that all ranks make. After it, an error that depends on these inputs
+alone needs no exchange: every rank raises it. `attempt` is for work whose outcome depends on more than the
+inputs: on a disk, on a device, on a rank's part of the batch. A rank whose process ends sends nothing; the
+others learn of that from its notes (penstock.runtime.health.watch).
 
 `Ranks` alone is one process, which holds all ranks. `GroupRanks` are the processes of a process group.
 """
@@ -64,14 +64,14 @@ class Gathering(Protocol):
         """Raises RuntimeError where a process is late or gone."""
 
 
-Started = tuple[Gathering, list[Tensor]]  # what has begun, and where every process's tensor comes to be
+Started = tuple[Gathering, list[Tensor]]  # an exchange under way, and every process's tensor once it is over
 
 
 class Ranks:
     """One process, which holds all ranks.
 
     Attributes:
-        index: this process, from 0. Process 0 writes what is written once.
+        index: of this process, from 0. Process 0 writes files that are written once.
         count: the number of processes
     """
 
@@ -86,7 +86,7 @@ class Ranks:
     def all_gather(self, mine: Tensor, waits_for: str = "") -> list[Tensor]:
         """Every process's tensor, in order; all have one shape and dtype. Collective.
 
-        waits_for: what the exchange waits for, in the words of an error
+        waits_for: what the exchange waits for, for an error
         """
         self._check()
         return [mine]
@@ -94,7 +94,7 @@ class Ranks:
     # ---- how an error of one rank reaches the others
 
     def same(self, call: str, facts: Facts | None = None) -> None:
-        """Raise the same error on all ranks where they make other calls, or one call on other facts.
+        """Raise the same error on all ranks where their calls differ, or the facts of one call.
 
         Collective: one exchange, and a second one for the error.
 
@@ -102,7 +102,7 @@ class Ranks:
             call: of this rank, such as "step()"
             facts: what must be equal on all ranks
 
-        Raises ConfigError for other calls, HandshakeError for other facts.
+        Raises ConfigError where the calls differ, HandshakeError where the facts do.
         """
         facts = dict(facts or {})
         mine = torch.tensor([call_number(call), number_of(facts)], dtype=torch.float64)
@@ -120,16 +120,16 @@ class Ranks:
         )
 
     def attempt(self, action: str, work: Callable[[], T], only: type[Exception] = Exception) -> T:
-        """What `work` returns on this rank, once no rank has failed. Collective: one exchange.
+        """Call `work`; return its result once no rank has failed. Collective: one exchange.
 
-        A typed error of one rank is raised on all, and says of which rank it is. After any other error that
-        rank raises its own, and the others a RunError that names the rank, the action and the error. Of
-        several errors it is that of the first rank. A rank that has lost another one does not wait for the
+        A typed error of one rank is raised on all, and names that rank. After any other error that rank
+        raises its own, and the others a RunError that names the rank, the action and the error. Of several
+        errors, the others raise the first rank's. A rank that has lost another one does not wait for the
         rest.
 
         Args:
             action: what `work` does, for the error: "read checkpoint 3"
-            only: errors that this rank brings to the others. It raises any other at once, and ends: for work
+            only: errors that reach the other ranks. This rank raises any other at once, and ends: for work
                 in which the others may wait for this rank.
         """
         failure: Exception | None = None
@@ -147,7 +147,7 @@ class Ranks:
         except Exception as lost:
             if failure is None:
                 raise
-            raise lost from failure  # which is why others may have waited for this rank
+            raise lost from failure  # others may have waited for this rank because of it
         if failure is not None and (self.count == 1 or not isinstance(failure, PenstockError)):
             raise failure
         first = first_error(dict(enumerate(words)), "on process")
@@ -155,24 +155,24 @@ class Ranks:
         raise first from failure
 
     def _words(self, error: Exception, action: str) -> Words:
-        """The error that other ranks raise where this one fails."""
+        """The error that other ranks raise when this one fails."""
         if isinstance(error, PenstockError):
             return in_words(error)
-        what = f"it could not {action}: {type(error).__name__}: {error}"
-        return in_words(RunError(f"process {self.index}", what, "Fix that first"))
+        rule = f"it could not {action}: {type(error).__name__}: {error}"
+        return in_words(RunError(f"process {self.index}", rule, "Fix that first"))
 
     def fail(self, reason: str) -> None:
-        """Leave a note for the other ranks, which may wait for this one: it says why this one fails."""
+        """Leave a note with the reason of this rank's failure, for other ranks that may wait for it."""
 
-    # ---- the same processes in other ways
+    # ---- the same processes, with other limits
 
     @property
     def patient(self) -> Self:
-        """They wait for each other up to an hour, as for a disk, unless one ends or is stuck. Not on NCCL."""
+        """Waits up to an hour, for a disk say, unless a process ends or is stuck. Not on NCCL."""
         return self
 
     def checked(self, check: Callable[[], None]) -> Self:
-        """They call `check`, which may raise, before each exchange."""
+        """Calls `check`, which may raise, before each exchange."""
         ranks = copy.copy(self)
         ranks._check = check  # type: ignore[method-assign]
         return ranks
@@ -181,11 +181,11 @@ class Ranks:
         pass
 
     def in_background(self) -> Ranks:
-        """They are patient, and of another thread. Collective over all processes of the job."""
+        """For use in another thread, and `patient`. Collective over all processes of the job."""
         return self
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Raise the typed error, which names a process, where the block fails as it waits for `what`."""
+        """Raise the typed error, which names a process, if the block fails while it waits for `what`."""
         return nullcontext()
 
     # ---- calls: methods that all ranks make together
@@ -195,10 +195,10 @@ class Ranks:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Inside, every rank is in the call of this name. Of nested calls the outermost counts.
+        """Inside, this rank is in the call of this name. Of nested calls the outermost counts.
 
-        The ranks of one pipeline notice another call in their first exchange. On a mesh a call may begin with
-        any group, so that ranks in different calls would wait in different ones: there all compare first.
+        The ranks of one pipeline notice different calls in their first exchange. On a mesh, different calls
+        may wait in different process groups: there all ranks compare their calls first.
         """
         named_call(name)
         if self.call:
@@ -213,18 +213,18 @@ class Ranks:
             self.call = ""
 
     def begin(self, fingerprint: int, description: str) -> None:
-        """Begin to compare what the ranks step on; `settle` raises where it differs. It costs no time.
+        """Begin to compare fingerprints; `settle` raises where they differ. Does not wait.
 
         description: of the batch, for the error
         """
 
     def settle(self) -> None:
-        """Wait for the result of `begin`. Raises BatchError on every rank; ConfigError for other calls."""
+        """Wait for the result of `begin`. Raises BatchError on all ranks, ConfigError for different calls."""
 
 
-# The tensors of the latest collectives. One of gloo's threads frees them shortly after it reports the
-# collective complete. If it held the last reference it would need Python, which may be ending by then: that
-# aborts the process.
+# The tensors of the latest collectives. One of gloo's threads drops its references shortly after it reports
+# the collective complete. To drop the last one it would need Python, which may be ending by then: that aborts
+# the process.
 _LATEST: deque[tuple[Tensor, list[Tensor]]] = deque(maxlen=16)
 
 
@@ -234,9 +234,9 @@ class GroupRanks(Ranks):
     Args:
         limit: the longest wait for the other processes
         device: where the group's tensors have to be
-        watch: names the process that is late or gone; without it that is a RuntimeError
-        waits_for: what an exchange waits for, unless its caller says so
-        numbered: whether each exchange tells the others which call this process is in
+        watch: makes the typed error for a process that is late or gone; without it, RuntimeError
+        waits_for: what an exchange waits for, for an error, unless its caller names it
+        numbered: whether each exchange carries the number of the call that this process is in
         another: makes one more group of the same processes; collective over all processes of the job
     """
 
@@ -253,7 +253,7 @@ class GroupRanks(Ranks):
     ) -> None:
         self.index, self.count = group.rank(), group.size()
         self.watch = watch
-        # what sends a vector through shared memory, or says None where it has no room there
+        # sends a vector through shared memory; returns None if it has no room there
         self.shared: Callable[[Tensor], Started | None] = lambda mine: None
         self._group, self._limit, self._device, self._waits_for = group, limit, device, waits_for
         self._patient, self._numbered, self._another = False, numbered, another
@@ -295,9 +295,9 @@ class GroupRanks(Ranks):
     def all_gather(self, mine: Tensor, waits_for: str = "") -> list[Tensor]:
         self._check()
         self.settle()
-        # not bytes, which a call sends after numbers
+        # not for bytes, which a call sends only after float64 vectors
         numbered = self._numbered and mine.dtype == torch.float64
-        if numbered:  # one of one entry is then as long as that of `begin`: ranks in both calls meet in full
+        if numbered:  # a vector of one entry gets the length of that of `begin`, which it may meet
             mine = torch.cat([mine.new_full((1,), call_number(self.call)), mine])
         everyone = self._wait_patiently(mine) if self._patient else self._wait(mine, waits_for)
         if numbered:
@@ -335,7 +335,7 @@ class GroupRanks(Ranks):
         return work, everyone
 
     def _finish(self, work: Gathering) -> None:
-        """Wait for what has begun. Raises RuntimeError where a process is late or gone."""
+        """Wait for an exchange under way. Raises RuntimeError if a process is late or gone."""
         try:
             work.wait(self._limit)
         except RuntimeError as cause:
@@ -347,7 +347,7 @@ class GroupRanks(Ranks):
 
     @contextmanager
     def _limited(self, limit: datetime.timedelta) -> Iterator[None]:
-        """What begins in the block takes up to `limit`; gloo closes the connections of what takes longer."""
+        """Collectives begun in the block may take up to `limit`; then gloo closes their connections."""
         backend: Any = self._group._get_backend(_ON_HOST)
         before = backend.options._timeout
         set_pg_timeout(limit, self._group)
@@ -403,11 +403,11 @@ def compare_values(ranks: Ranks, part: int, values: Mapping[str, Tensor], shared
         return
     everyone = ranks.gather(sums)
     lines: list[str] = []
-    for name in sorted({name for each in everyone for name in each}):
-        lines += differences([{name: each[name]} if name in each else None for each in everyone])
+    for name in sorted({name for sums_of in everyone for name in sums_of}):
+        lines += differences([{name: sums_of[name]} if name in sums_of else None for sums_of in everyone])
     more = f"\n  and {len(lines) - 5} more" if len(lines) > 5 else ""
     raise HandshakeError(
-        "ranks that were given models with other values",
+        "ranks whose models have different values",
         "copies and shards of one weight begin with the same values"
         + "".join(f"\n  sum of {line}" for line in lines[:5])
         + more,
@@ -422,15 +422,15 @@ Words = Sequence[str]  # an error's type, value, rule and remedy
 
 
 def in_words(error: PenstockError) -> Words:
-    """The error in a form that JSON can hold; of a type that takes more than words, the nearest base."""
+    """The error in a form for JSON; a type whose constructor takes more becomes its nearest base."""
     kind = next(base for base in type(error).__mro__ if "__init__" not in vars(base))
     return [kind.__name__, error.value, error.rule, error.remedy]
 
 
 def first_error(by_rank: Mapping[int, Words | None], who: str) -> PenstockError | None:
-    """The first error, with the ranks that have the same one unless all do, or it says so; None without one.
+    """The first error, with the ranks that share it, unless all do or it names one; None without an error.
 
-    who: what stands before their numbers, such as "given to process"
+    who: the words before the ranks, such as "given to process"
     """
     error_words = {rank: words for rank, words in by_rank.items() if words is not None}
     if not error_words:
@@ -439,32 +439,32 @@ def first_error(by_rank: Mapping[int, Words | None], who: str) -> PenstockError 
     ranks = [str(rank) for rank, words in error_words.items() if words == first]
     kind, value, rule, remedy = first
     error: type[PenstockError] = getattr(errors, kind, BatchError)
-    said = len(ranks) == len(by_rank) or re.search(r"\bprocess \d", value)  # by an attempt within this one
+    said = len(ranks) == len(by_rank) or re.search(r"\bprocess \d", value)  # by a nested attempt
     return error(value if said else f"{value}, {who} {', '.join(ranks)}", rule, remedy)
 
 
 # ---- calls in numbers
 
 
-_NAMES: dict[int, str] = {}  # of calls, by their numbers
+_NAMES: dict[int, str] = {}  # number of a call -> its name
 
 
 def named_call(name: str) -> str:
-    """The name of a call that ranks make together: from now on errors know it by its number."""
+    """Register the name of a collective call, so that errors can find it by its number."""
     _NAMES[call_number(name)] = name
     return name
 
 
 def call_number(name: str) -> int:
-    """A call as a number, by which the ranks compare them."""
+    """A hash of a call's name, which ranks compare in each exchange."""
     return zlib.crc32(name.encode()) if name else 0
 
 
 def _check_calls(everyone: Sequence[Tensor]) -> None:
-    """Raise ConfigError where the first numbers of the ranks' vectors are of other calls."""
-    numbers = [int(vector[0]) for vector in everyone]
-    if len(set(numbers)) > 1:
-        raise _different_calls([_NAMES.get(number, "another call") for number in numbers])
+    """Raise ConfigError where the first entries of the ranks' vectors are numbers of different calls."""
+    called = [int(vector[0]) for vector in everyone]
+    if len(set(called)) > 1:
+        raise _different_calls([_NAMES.get(call, "another call") for call in called])
 
 
 def _different_calls(names: Sequence[str]) -> ConfigError:

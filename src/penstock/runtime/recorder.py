@@ -1,6 +1,6 @@
 """The record of one rank's step: how far it is in its program, and when each op ran.
 
-The timeline, the bubble, the account in an error and the post-mortem all come from it.
+The timeline, the bubble, the position in an error and the post-mortem all come from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.schedule import DeviceTime, Op, Reduction, Schedule, Span, Timelin
 from penstock.schedule.ops import Kind
 
 _SHOWN = 3  # ops named as the last ones done
-_HOLD = 1.25  # times what the host took to launch an op: it is not always as fast
+_HOLD = 1.25  # times the host's last launch time of an op, as the next launch may be slower
 _LONGEST_HOLD = 1.0  # seconds: last time the op may have compiled its layers
 _ROUNDING = 1e-5  # seconds: CUDA gives times in float32
 _StageKind = tuple[int, Kind]
@@ -42,18 +42,18 @@ class Recorder:
 
     Times are seconds of the clock that all ranks of the step share. On CUDA they are those of the kernels
     on the compute stream, else those of the Python calls. A GPU has a clock of its own, and its stream may be
-    far behind its host: so the two are related at the end of each step, by a point that the stream comes to
-    while the host looks on.
+    far behind its host: so the two clocks are aligned at the end of each step, at a point that the stream
+    reaches while the host polls it.
 
     An op's time on a GPU has gaps where the GPU waits for its host to launch the rest of the op. It has none
-    where the GPU began the op after its host had launched all of it: such an op shows what the GPU takes for
-    one of its stage and kind, and so what the gaps of the others are.
+    where the GPU began the op after its host had launched all of it: such an op shows the GPU's time for ops
+    of its stage and kind, from which the gaps of the others follow.
 
     Args:
         clock_offset: seconds to add to this process's clock to get rank 0's.
 
     Attributes:
-        holds_back: whether the stream stands still before each op until the host has launched it
+        holds_back: whether to stop the stream before each op until the host has launched it
         device_times: seconds that the GPU takes for an op, by stage and kind, as far as they are known
         host_bound: seconds that the GPU waited for its host within the ops of the last step; NaN where ops
             have gaps of unknown length, and on the CPU
@@ -64,10 +64,10 @@ class Recorder:
         self._offset = clock_offset
         self.program: Sequence[Op] = ()  # of the step that is recorded
         self._done: list[Op] = []
-        self._times: list[Time] = []  # four of each op that is done, as OpTimes has them
+        self._times: list[Time] = []  # four for each op that has run, in the order of OpTimes
         self._waited: dict[Op, tuple[Time, Time]] = {}  # by the op whose result was waited for
         self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
-        # the host's time at a point of the stream; this one is for a first step that fails
+        # the host's time at a point of the stream; here, for a first step that fails
         self._anchor = self._stream.anchor()
         self.now, self.runs_behind = self._stream.now, self._stream.runs_behind
         self.holds_back = False
@@ -106,7 +106,7 @@ class Recorder:
         """The OpTimes of all ops, flat. Waits until they have ended."""
         if self._stream.runs_behind:
             ends = [*self._times[-3:-2], *(end for _, end in self._reduced.values())]
-            for end in ends:  # with nothing left to do, the stream comes to the anchor at once
+            for end in ends:  # so that the stream has no work left before the anchor
                 stream.reach(end)
             self._anchor = self._stream.anchor()
             times = list(map(self._seconds, self._times))
@@ -116,11 +116,11 @@ class Recorder:
         return [when + offset for when in self._times]  # type: ignore[operator]
 
     def hold_back(self, op: Op) -> None:
-        """Let the stream stand still until the host has launched the op, if it is as fast as last time."""
+        """Stop the stream until the host has launched the op, if the host is as fast as last time."""
         self._stream.hold(min(_LONGEST_HOLD, _HOLD * self._launching.get((op.stage, op.kind), 0.0)))
 
     def _find_gaps(self, times: Sequence[float]) -> None:
-        """Learn what the GPU takes for an op, and from it `host_bound`."""
+        """Find the GPU's time for each stage and kind, and from it `host_bound`."""
         starts, ends, marks = times[::4], times[1::4], cast(list[stream.Moment], self._times)
         whole: defaultdict[_StageKind, list[float]] = defaultdict(list)
         gapped: list[tuple[_StageKind, float]] = []

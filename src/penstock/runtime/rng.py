@@ -1,13 +1,13 @@
 """Random numbers within a step, such as dropout, from seeds that do not depend on the mesh.
 
-What a layer draws depends on the step, on the content of the microbatch and on the layer's place in the
-model; not on the ranks, nor on the order in which they run microbatches. So the same microbatches give the
-same loss on one process and on many:
+The random numbers of a layer depend on the step, on the content of the microbatch and on the layer's position
+in the model; not on the ranks, nor on the order in which they run microbatches. So the same microbatches give
+the same loss on one process and on many:
 
     seed of the step --content--> seed of a microbatch --stage or layer--> seed of the generator
 
 A checkpointed layer that runs again draws the same numbers: torch restores the generator, and its seed
-identifies the microbatch. The step restores the generators too, and takes one number from each
+identifies the microbatch. The step restores the generators too, after it has drawn one number from each
 rank's.
 """
 
@@ -32,10 +32,9 @@ _ODD = 0x1E3779B97F4A7C15
 
 
 def dropouts(module: nn.Module) -> Iterator[tuple[str, str, float]]:
-    """The modules that may drop what they compute: name, attribute with the probability, and that, above 0.
+    """Modules with dropout: name, the attribute with the probability, and the probability, above 0.
 
-    They are found by torch's own classes, or by an attribute whose name says so. Other random modules are
-    not found.
+    Recognised are torch's classes, and attributes with "drop" in their name. Other random modules are missed.
     """
     for name, part in module.named_modules():
         if isinstance(part, DropoutNd):
@@ -52,7 +51,7 @@ class StageRNG(StagePart):
 
     Args:
         stage: its number within its copy of the model.
-        modules: modules to seed, each with its name or number in the whole model.
+        modules: modules to seed, each with its name or index in the whole model.
     """
 
     def __init__(self, stage: int, device: torch.device, modules: Iterable[tuple[str, nn.Module]]) -> None:
@@ -61,18 +60,18 @@ class StageRNG(StagePart):
         self.generator = generator_of(device)
         self._origins: dict[int, int] = {}  # seed of the generator -> seed of the microbatch
         for name, module in modules:
-            if vars(module).get("_rng") is not self:  # else it is in two places
+            if vars(module).get("_rng") is not self:  # a module may occur twice
                 around(module, __call__=_seeded)
                 vars(module).update(_rng=self, _rng_name=name)
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
         self._seed(self.seeds.get(id(microbatch)), f"stage {self.stage}")
 
     def enter(self, name: str) -> None:
-        """A module is called.
+        """Seed for a call of module `name`.
 
-        The generator's seed identifies the microbatch. The latest forward would be wrong: a backward may run
-        a module of any microbatch again, and torch restores the generator for that.
+        The generator's seed identifies the microbatch. The latest forward does not: a backward may run a
+        module of any microbatch again, and torch restores the generator for that.
         """
         self._seed(self._origins.get(self.generator.initial_seed()), name)
 
@@ -87,7 +86,7 @@ class StageRNG(StagePart):
 
 
 def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Around everything else that a module's call does: compilers skip generators."""
+    """The outermost function around a module's call, as compilers skip generators."""
 
     def call(module: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
@@ -106,12 +105,12 @@ def mix(seed: int, text: str) -> int:
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A number above 0 from torch's generator, which advances by it. A float64 can hold it."""
+    """Draw a seed above 0 from torch's generator; it fits into a float64."""
     return int(torch.randint(1, 1 << 53, (), generator=generator, device="cpu"))
 
 
 def next_seed() -> int:
-    """The number that `draw_seed` will return; does not advance the generator."""
+    """The seed that `draw_seed` will return; does not advance the generator."""
     return draw_seed(torch.default_generator.clone_state())
 
 
@@ -119,7 +118,7 @@ def next_seed() -> int:
 def seeded_step(
     rngs: Sequence[StageRNG], seed: int, full: Sequence[Microbatch], local: Sequence[Microbatch]
 ) -> Iterator[None]:
-    """Seed a step on the microbatches `local`, this rank's parts of `full`; the contents of `full` count."""
+    """Seed a step on the microbatches `local`, this rank's parts of `full`, by the contents of `full`."""
     seeds = {id(part): mix(seed, content) for part, content in zip(local, _contents(full), strict=True)}
     generators = {id(rng.generator): rng.generator for rng in rngs}
     before = [(generator, generator.get_state()) for generator in generators.values()]

@@ -23,7 +23,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 
 def param_groups(module: Any) -> list[Any]:
-    """FSDP2's groups of weights that are gathered together in one such module; in older torch at most one."""
+    """The groups of weights that FSDP2 gathers together in `module`; in older torch at most one."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -31,9 +31,9 @@ def param_groups(module: Any) -> list[Any]:
 
 
 def check_not_replaced(module: nn.Module, stage: int) -> None:
-    """Raise ModelError for a parameter in place of one that FSDP2 shards, which puts its own back in silence.
+    """Raise ModelError if a user has replaced a parameter that FSDP2 shards: FSDP2 would silently undo that.
 
-    load_state_dict(assign=True) tells FSDP2 of the new one; setting the attribute does not.
+    FSDP2 notices load_state_dict(assign=True), but not an assignment to the module's attribute.
     """
     for part in sharded_modules(module):
         for weight in (weight for group in param_groups(part) for weight in group.fsdp_params):
@@ -68,7 +68,7 @@ class FSDPGradients:
 
     @property
     def gathered(self) -> Iterator[torch.UntypedStorage]:
-        """The memory of gathered weights; empty storages of those that are freed."""
+        """The storages of gathered weights; empty where a weight is freed."""
         for group in self._groups:
             for weight in group.fsdp_params:
                 for tensor in weight.all_gather_outputs:
@@ -76,7 +76,7 @@ class FSDPGradients:
 
     @property
     def gathered_by_shard(self) -> dict[int, Tensor]:
-        """The parameters that have been gathered, by the id of the shard that stands in the module."""
+        """The gathered parameters, by the id of the shard that is the module's parameter."""
         weights = [weight for group in self._groups for weight in group.fsdp_params]
         gathered = [weight for weight in weights if hasattr(weight, "_unsharded_param")]
         return {id(weight.sharded_param): weight._unsharded_param for weight in gathered}
@@ -88,7 +88,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of `tensor`, in its dtype where it is quantised. Collective over the ranks that hold its shards."""
+    """The whole of `tensor`, dequantised where it is quantised. Collective over the ranks with its shards."""
     if (original := getattr(tensor, "get_original_weight", None)) is not None:  # torchao's NF4
         dequantised: Tensor = original()
         return dequantised
@@ -103,7 +103,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def host_copy(tensor: Tensor, copies: BackgroundCopies, *, steady: bool) -> Tensor:
     """A new, contiguous copy of all of `tensor` in host memory. Collective as `full_tensor` is.
 
-    steady: whether only an optimizer changes the tensor: the copy may then be made while it computes
+    steady: whether only an optimizer changes the tensor; the copy may then be made in the background
     """
     full = full_tensor(tensor)
     return copies.later(full.detach()) if steady and full is tensor else copies.now(full.detach())
@@ -135,12 +135,12 @@ def shard_like(value: Tensor, like: Tensor) -> Tensor:
 def own_part(tensor: Tensor) -> tuple[slice, ...] | None:
     """Which indices of the full tensor this rank's shard has, by dimension.
 
-    None where they are no range, and of a tensor that is not sharded.
+    None where they are no range, and for a tensor that is not sharded.
     """
     if not isinstance(tensor, DTensor):
         return None
     placements = tensor.placements
-    if not all(type(each) is Shard or isinstance(each, Replicate) for each in placements):
+    if not all(type(kind) is Shard or isinstance(kind, Replicate) for kind in placements):
         return None
     sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, placements)
     return tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))

@@ -1,4 +1,4 @@
-"""Shared weights: copies of one weight on several stages, such as a tied embedding, or a second model copy.
+"""Shared weights: copies of one weight on several stages, as of a tied embedding or in a second model copy.
 
 All copies begin with the same values. After each step every copy gets the sum of all their gradients, so
 they stay equal under any optimizer. The norm and checkpoints take the first copy only.
@@ -19,8 +19,8 @@ from penstock.schedule import Placement
 class SharedWeights:
     """Weights whose copies are on the same ranks, and whose gradients are summed together.
 
-    ranks: those that hold copies, in order
-    copies: of each weight, the copies of this process by `copy_name`, in stage order
+    ranks: the ranks with copies, in order
+    copies: for each weight, the copies of this process by `copy_name`, in stage order
     """
 
     ranks: tuple[int, ...]
@@ -38,16 +38,16 @@ def shared_by_replicas(
     """The weights that the copies of each stage share, where the placement holds the model more than once.
 
     Args:
-        modules: this process's, by stage.
+        modules: those of this process, by stage.
         leave_out: names of parameters that are shared in another way.
     """
     for first in range(placement.depth if placement.replicas > 1 else 0):
         stages = range(first, placement.stages, placement.depth)
-        held = {stage: dict(modules[stage].named_parameters()) for stage in stages if stage in modules}
-        names = [name for name in next(iter(held.values()), {}) if name not in leave_out]
+        parameters = {stage: dict(modules[stage].named_parameters()) for stage in stages if stage in modules}
+        names = [name for name in next(iter(parameters.values()), {}) if name not in leave_out]
         ranks = sorted({placement.rank_of[stage] for stage in stages})
         copies = [
-            {copy_name(name, stage): weights[name] for stage, weights in held.items()} for name in names
+            {copy_name(name, stage): weights[name] for stage, weights in parameters.items()} for name in names
         ]
         yield SharedWeights(tuple(ranks), tuple(copies))
 
@@ -55,7 +55,7 @@ def shared_by_replicas(
 def shared_by_stages(
     placement: Placement, modules: Mapping[int, nn.Module], names: Collection[str]
 ) -> SharedWeights:
-    """The weights of these names, of which every stage holds a copy. modules: this process's, by stage"""
+    """The weights of these names, with a copy on every stage. modules: those of this process, by stage"""
     ranks = tuple(sorted(set(placement.rank_of)))
     copies = [{copy_name(name, at): copy_of(modules[at], name) for at in sorted(modules)} for name in names]
     return SharedWeights(ranks, tuple(copies))

@@ -31,7 +31,7 @@ from penstock.runtime.stage_part import WHOLE, Forward, StagePart, overriding
 from penstock.schedule import Op
 
 P = TypeVar("P", bound=StagePart)
-_PLAIN = nullcontext()  # made once: each op counts
+_PLAIN = nullcontext()  # made once, as every op uses it
 
 
 class StageCall(Protocol):
@@ -40,7 +40,7 @@ class StageCall(Protocol):
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         """Return the value for the next stage, or on the last stage the loss's input.
 
-        received: the one value from the stage before; none on the first stage
+        received: the value from the previous stage, as a tuple; empty on the first stage
         """
 
 
@@ -48,9 +48,9 @@ class Stage:
     """Stage `index` of the model.
 
     Args:
-        module: what holds its parameters.
-        call: how to run it, often the module itself.
-        parts: what features do around its ops; each op calls them in this order.
+        module: has the stage's parameters.
+        call: runs the stage, often the module itself.
+        parts: features that act around its ops, in this order.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Stage:
         how: Forward = WHOLE,
         loss: Loss | None = None,
     ) -> Payload:
-        """Run microbatch `number`; hold what its backward needs.
+        """Run microbatch `number`; keep what its backward needs.
 
         Args:
             received: tensors that belong to this stage alone.
             expected: the specs that the next rank expects; None where they are sent with the outputs.
-            loss: of the last stage, which returns the microbatch's total loss alone.
+            loss: on the last stage, which returns only the microbatch's total loss.
 
         Returns:
-            The outputs, still attached to the stage's graph: a message to another process needs no detaching.
+            The outputs, still attached to the stage's graph, as a message to another process needs no detach.
 
         Raises ShapeError for outputs of other specs, ModelError for a loss that trains nothing.
         """
@@ -125,8 +125,8 @@ class Stage:
         if loss is not None and not value.requires_grad:
             raise ModelError(
                 f"a loss of stage {self.index} that depends on no trained weight",
-                "nothing would be trained by it, on this stage or before",
-                "Do not detach what the loss is made of; freeze only a part of the model, or call evaluate()",
+                "it would train nothing, on this stage or before",
+                "Do not detach the inputs of the loss; freeze only a part of the model, or call evaluate()",
             )
         if expected is not None:
             check(Op(self.index, "F", number), tensors, form, expected)
@@ -137,7 +137,7 @@ class Stage:
         return outputs
 
     def _recording(self, split: bool) -> AbstractContextManager[Tape | None]:
-        """Around a forward: records the products that I leaves to W, and casts of weights."""
+        """A context for a forward, which records products for I and W, and shares the casts of weights."""
         return deferring(self.casts, every_call=self.products.every_call) if split else self._casting()
 
     def _casting(self) -> AbstractContextManager[Tape | None]:
@@ -147,7 +147,7 @@ class Stage:
 
     @torch.no_grad()
     def infer(self, received: Payload | None, microbatch: Microbatch) -> Any:
-        """A forward that holds nothing. Returns what the stage returned."""
+        """Run a forward that keeps nothing. Returns the stage's output."""
         inputs = () if received is None else received.tensors
         for begin in self._before_inference:
             begin(microbatch)
@@ -158,7 +158,7 @@ class Stage:
         return output
 
     def backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """B: the gradients of the inputs; accumulates those of the weights."""
+        """B: return the gradients of the inputs; accumulate those of the weights."""
         for begin in self._before_backward:
             begin(number)
         inputs = whole_backward(self.live.pop(number), gradients)
@@ -173,7 +173,7 @@ class Stage:
         return self._sharding
 
     def input_backward(self, number: int, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """I: the gradients of the inputs; what is deferred waits for `weight_backward`."""
+        """I: return the gradients of the inputs; keep the deferred work for `weight_backward`."""
         for begin in self._before_backward:
             begin(number)
         live = self.live.pop(number)
@@ -187,7 +187,7 @@ class Stage:
         return inputs
 
     def weight_backward(self, number: int) -> None:
-        """W: what `input_backward` deferred."""
+        """W: run what `input_backward` deferred."""
         for begin in self._before_backward:
             begin(number)
         self.deferred.pop(number).run()
@@ -195,20 +195,20 @@ class Stage:
             end(number, "W")
 
     def reduce(self) -> None:
-        """All its backwards of the step have run: sum the gradients over the mesh."""
+        """Sum the gradients over the mesh, after all backwards of the step."""
         for part in self.parts:
             part.reduce()
 
     @property
     def shared_storages(self) -> Iterator[UntypedStorage]:
-        """Memory that a forward may leave and that is no microbatch's: gathered weights, and their casts."""
+        """Memory that forwards leave but share: gathered weights, and casts of weights."""
         yield from self.sharding.gathered
         yield from self.casts.storages
 
     def staying(self, number: int, microbatch: Microbatch) -> set[int]:
-        """The storages, by address, that a forward may have saved and that others hold as well.
+        """Addresses of storages that a forward may have saved, but that have other users as well.
 
-        Parameters and what is made of them once, buffers, and all that the microbatch or another stage gave.
+        These are parameters, their casts and gathered copies, buffers, and inputs of the stage.
         """
         weights = [local_shard(w) for w in (*self.module.parameters(), *self.module.buffers())]
         given = [value for value in tree_leaves(dict(microbatch)) if isinstance(value, Tensor)]
@@ -219,24 +219,24 @@ class Stage:
         return {storage._cdata for storage in storages}
 
     def begin_step(self) -> None:
-        """The first op of a step with backwards comes next."""
+        """Called before the first op of a step with backwards."""
         self.products.begin_step()
         for part in self.parts:
             part.begin_step()
 
     def end_step(self) -> None:
-        """All its ops of the step have run: free what its microbatches shared."""
+        """Free what the microbatches of the step shared, after all its ops."""
         self.casts.clear()
         self.products.end_step()
 
     def end_forwards(self) -> None:
-        """All its forwards of the step have run, and no backward will come."""
+        """Called after the forwards of a step without backwards."""
         for part in self.parts:
             part.end_forwards()
 
     def reset(self) -> None:
         """Forget a failed step."""
-        for part in self.parts:  # copies that are under way end before their tensors go
+        for part in self.parts:  # wait for copies under way before their tensors are freed
             part.reset()
         self.live.clear()
         self.deferred.clear()
@@ -244,10 +244,10 @@ class Stage:
 
 
 def _value(inputs: tuple[Tensor, ...], received: Payload | None) -> tuple[Any, ...]:
-    """What the stage is called with; it may write into it, which autograd forbids of a leaf."""
+    """The stage's input. A stage may write into it, which autograd forbids for a leaf."""
     if received is None:
         return ()
-    # the same memory, and for autograd no view
+    # the same memory, but not a view for autograd
     entering = [UNSAFE_VIEW(t, t.shape) if t.requires_grad else t for t in inputs]
     return (unflatten(entering, received.specs.form),)
 

@@ -1,7 +1,7 @@
 """A part of a stage: what one feature adds around the stage's ops.
 
-    Switch            before_forward                                        does a forward run again later?
-    Offload           before_forward, after_forward                         which tensors wait in host memory
+    Switch            before_forward                                        whether a forward runs again later
+    Offload           before_forward, after_forward                         which tensors move to host memory
     StageRNG          before_forward                                        seeds the generator
     StageRouting      before and after each forward and backward            records and replays choices
     StageShards       after_forward, after_backward, reduce, end_forwards   FSDP2
@@ -23,7 +23,7 @@ class Forward(NamedTuple):
 
     split: whether its backward is split into I and W
     recompute: whether the layers keep their inputs only, and run again in the backward
-    offload: whether what autograd saves waits in host memory until the backward
+    offload: whether the tensors that autograd saves move to host memory until the backward
     """
 
     split: bool = False
@@ -35,9 +35,9 @@ WHOLE = Forward()
 
 
 class StagePart:
-    """What one feature does around the ops of a stage. Each method does nothing unless it is overridden.
+    """What one feature does around the ops of a stage. Methods do nothing unless they are overridden.
 
-    A step that fails between two of these calls ends with `reset`.
+    After a step that fails between two of these calls, `reset` is called.
 
     Attributes:
         reduces: whether `reduce` sums gradients over the mesh, after the stage's last backward of a step
@@ -51,37 +51,37 @@ class StagePart:
         return 0
 
     def begin_step(self) -> None:
-        """The first op of a step with backwards comes next."""
+        """Called before the first op of a step with backwards."""
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
-        """The forward of microbatch `number` comes next, and a backward of it follows later."""
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
+        """Called before the forward of microbatch `index`, if its backward follows later."""
 
     def after_forward(self) -> None:
-        """The forward has ended, and on the last stage the loss is computed."""
+        """Called after that forward, and on the last stage after the loss."""
 
     def before_inference(self, microbatch: Microbatch) -> None:
-        """A forward comes next that no backward follows."""
+        """Called before a forward without a backward."""
 
     def after_inference(self) -> None:
-        """That forward has ended."""
+        """Called after a forward without a backward."""
 
-    def before_backward(self, number: int) -> None:
-        """A backward of microbatch `number`, or a half of one, comes next."""
+    def before_backward(self, index: int) -> None:
+        """Called before a backward of microbatch `index`, whole or half."""
 
-    def after_backward(self, number: int, kind: Kind) -> None:
-        """It has ended. kind: B, I or W"""
+    def after_backward(self, index: int, kind: Kind) -> None:
+        """Called after that backward. kind: B, I or W"""
 
     def reduce(self) -> None:
-        """All backwards of the step have run: sum the gradients over the mesh. Collective."""
+        """Sum the gradients over the mesh, after all backwards of the step. Collective."""
 
     def end_forwards(self) -> None:
-        """All forwards of the step have run, and no backward will come."""
+        """Called after the forwards of a step without backwards."""
 
     def reset(self) -> None:
         """Forget a failed step."""
 
 
 def overriding(parts: Sequence[StagePart], method: str) -> tuple[Callable[..., Any], ...]:
-    """This method of each part that overrides it: an op calls no others, so they cost it nothing."""
+    """This method of each part that overrides it, so that an op does not call empty ones."""
     plain = getattr(StagePart, method)
     return tuple(getattr(part, method) for part in parts if getattr(type(part), method) is not plain)

@@ -1,8 +1,8 @@
-"""What the ops of one rank hold in memory and free, over one step.
+"""The memory that the ops of one rank take and free, over one step.
 
-The executor calls it before and after each op. It measures the first forwards of each shape, and counts those
-that follow. Facts about a shape are looked up once a step for all of its microbatches: with short ops every
-Python call costs time.
+The executor calls it before and after each op. It measures the first forwards of each shape, and uses their
+sizes for later ones. Facts about a shape are looked up once a step for all of its microbatches: with short
+ops every Python call costs time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class StepMemory:
     """Counts the bytes and the live activations of one rank.
 
     Args:
-        stages: those of the rank, by index.
-        messages: those of the transport, for the bytes that its buffers hold.
+        stages: of the rank, by index.
+        messages: of the transport, for the bytes of its buffers.
 
     Attributes:
-        ledger: the bytes of the step that runs, or of the last one.
-        peak_live: the most live activations of that step.
+        ledger: the bytes in the current step, or in the last one.
+        peak_live: the most live activations in that step.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepMemory:
     def begin_step(self) -> None:
         self.ledger, self.peak_live = Ledger(), 0
         self._autocast = torch.is_autocast_enabled(self._device.type)
-        # of the forward that runs: its footprint, or what measures it
+        # the footprint of the current forward, or the context that measures it
         self._footprint: Footprint | None = None
         self._measured: Measured | MeasuredOnGPU | None = None
         # by shape within this step
@@ -56,7 +56,7 @@ class StepMemory:
 
     @property
     def live(self) -> int:
-        """Live activations."""
+        """The number of live activations."""
         return sum(map(len, self._caches))
 
     # ---- forward
@@ -66,8 +66,8 @@ class StepMemory:
 
         A stage's first forward in a step also allocates what later ones reuse: workspaces of cuBLAS, casts
         that torch keeps, tables that a module makes once. So its footprint is provisional: the next forward
-        of that shape is measured too, and replaces it. Where that one comes next, the first is not measured
-        at all: on CPUs that takes twice as long as the forward.
+        of that shape is measured too, and replaces it. Where that forward is the next one, the first is not
+        measured at all, as on CPUs measuring takes twice as long as the forward.
         """
         index = compute.op.stage
         step_key = index, step.shapes[compute.op.microbatch], compute.how
@@ -88,7 +88,7 @@ class StepMemory:
     def after_forward(
         self, compute: Compute, received: Payload | None, result: Payload | None, step: StepInput
     ) -> Payload | None:
-        """Count the forward that has run. Returns `result` with the bytes that are held only to be sent."""
+        """Count the forward that has run. Returns `result` with the bytes that are kept only to be sent."""
         known = self._measure(compute, result, step) if self._footprint is None else self._footprint
         ledger = self.ledger
         if received is not None:
@@ -124,7 +124,7 @@ class StepMemory:
     # ---- backward
 
     def before_backward(self) -> None:
-        """The gradients of the stage's outputs are here, and its activation still is."""
+        """Count the gradients of the stage's outputs next to its activation."""
         self.ledger.sample(self._messages.buffer_bytes)
 
     def after_backward(self, op: Op, received: Payload | None, result: Payload, step: StepInput) -> None:
@@ -136,7 +136,7 @@ class StepMemory:
         ledger.sample(self._messages.buffer_bytes + result.specs.nbytes)
 
     def _deferred_bytes(self, op: Op, step: StepInput) -> int:
-        """The bytes that the I `op` has left for W: as many as that of the step's first I of its shape."""
+        """The bytes that the I `op` keeps for W, measured at the step's first I of its shape."""
         deferred = self._stages[op.stage].deferred.get(op.microbatch)
         if deferred is None:
             return 0
@@ -147,7 +147,7 @@ class StepMemory:
 
 
 def _repeated(plan: Plan) -> frozenset[int]:
-    """The stages whose first two forwards hold the same, if their microbatches have one shape."""
+    """The stages whose first two forwards have one footprint, if their microbatches have one shape."""
     forwards: dict[int, list[tuple[bool, bool]]] = {}  # split, recompute
     for action in plan.actions:
         if isinstance(action, Compute) and action.op.kind == "F":

@@ -2,13 +2,13 @@
 
     loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
     buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
-    | peak memory of the process: allocated, reserved, resident | what it asks of all
+    | peak memory of the process: allocated, reserved, resident | a request to all ranks
     | seconds of the ops by kind: F, B, I, W | how long of it a GPU waited for its host, or NaN
-    | of each stage of the rank: start and end of its gradient reduction, or zeros
-    | of each stage of the rank: seconds of a GPU for an op of each kind, or zeros
-    | of each op, in program order: its OpTimes | zeros up to one length
+    | for each stage of the rank: start and end of its gradient reduction, or zeros
+    | for each stage of the rank: seconds of a GPU for an op of each kind, or zeros
+    | for each op, in program order: its OpTimes | zeros up to one length
 
-With it every rank knows the step's loss, bubble and timeline, and no rank has to ask again.
+With it every rank knows the step's loss, bubble and timeline without another exchange.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class StepReport(NamedTuple):
     """One rank's report.
 
     loss: its share of the step's loss, 0 without a last stage
-    peak_deferred: the most bytes that it held between I and W; held: its bytes when it held most
+    peak_deferred: the most bytes that it kept between I and W; held: its bytes when their sum was highest
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
-    memory: of its process; asks: a number that all ranks learn, such as that of a signal
-    seconds: that it computed; host_bound: what of them a GPU waited for its host, or NaN (Recorder)
+    memory: of its process; asks: a number for all ranks, such as that of a signal
+    seconds: of its compute; host_bound: seconds of it in which a GPU waited for its host, or NaN (Recorder)
     reductions: start and end for each of its stages, flat, or zeros; times: the OpTimes of its ops, flat
     device: seconds of a GPU for an op of each kind, for each of its stages, flat; 0 where they are not known
     """
@@ -129,7 +129,7 @@ def _read(numbers: Iterator[float], kind: type[Any]) -> Any:
 
 
 def _lengths(schedule: Schedule, rank: int) -> tuple[int, int, int]:
-    """How many numbers describe the reductions of a rank, what a GPU takes, and the ops."""
+    """How many numbers a rank reports on reductions, on a GPU's times, and on ops."""
     stages = len(schedule.placement.stages_of(rank))
     return _REDUCTION * stages, len(_KINDS) * stages, _TIMES * len(schedule.programs[rank])
 
@@ -148,7 +148,7 @@ def shares(schedule: Schedule, reports: Reports) -> tuple[float, float | None]:
 
 
 def _host_bound(reports: Reports) -> tuple[float, ...]:
-    """As Timeline has it: empty where a rank does not know its own."""
+    """`Timeline.host_bound`: empty where a rank does not know its own."""
     gaps = tuple(report.host_bound for report in reports)
     return gaps if all(map(isfinite, gaps)) else ()
 

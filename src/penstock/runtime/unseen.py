@@ -1,14 +1,13 @@
-"""Runs of a part of a model that its user did not ask for leave no trace.
+"""Side-effect-free runs of parts of a model: those that a user did not ask for leave no trace.
 
     probe, shapes      run on a copy without values, under `unseen`, after `detach_hooks` of the copy: no
-                       hook, output recorder, buffer or generator of the user's sees them
-    a layer run again  in the backward, under `LayerState.again`: it finds buffers and counters as its
-                       forward did, and leaves them as they are. Hooks inside of it run again, as in torch's
-                       own checkpointing: what they change is a part of the forward
+                       hook, output recorder, buffer or generator of the user's is affected
+    a layer run again  in the backward, under `LayerState.again`: it starts from the buffers and counters of
+                       its forward, and restores the present ones. Hooks inside of it run again, as in torch's
+                       own checkpointing: their changes are a part of the forward
 
-`copy.deepcopy` takes functions as they are. A hook that is a closure, or uses globals, would count in its
-user's lists when the copy of its module runs. So it is copied too, with copies of the containers that it
-reaches.
+`copy.deepcopy` does not copy functions. A hook that is a closure, or uses globals, would write to its user's
+lists when the copy of its module runs. So the hook is copied too, with the containers that it reaches.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _CONTAINERS = (list, dict, set, bytearray, collections.deque)
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, no output recorder of transformers collects, and global hooks change copies of what they hold.
+    """Inside, no output recorder of transformers collects, and global hooks are replaced by `detached` ones.
 
     Afterwards the generators of Python, numpy and torch are as they were.
     """
@@ -67,7 +66,7 @@ def unrecorded() -> Iterator[None]:
 
 
 def _generators() -> Callable[[], None]:
-    """What sets the generators of Python, numpy and torch to their state of now."""
+    """A function that restores the generators of Python, numpy and torch to their present state."""
     numpy = sys.modules.get("numpy")
     on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     devices = [torch.cuda.current_device()] if on_gpu else []
@@ -89,7 +88,7 @@ def _generators() -> Callable[[], None]:
 
 
 def detach_hooks(model: nn.Module) -> None:
-    """Let the forward hooks of `model`, a copy, change copies of what the user's functions hold. In place."""
+    """Replace the forward hooks of `model`, a copy, by `detached` ones. In place."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for table in (vars(module)[name] for name in _HOOKS):
@@ -99,7 +98,7 @@ def detach_hooks(model: nn.Module) -> None:
 def detached(hook: Any, memo: dict[int, Any]) -> Any:
     """A copy of a user's function with copies of the containers that it reaches; else `hook` itself.
 
-    Modules and tensors stay: models.huggingface.references looks at what a hook computes with.
+    Modules and tensors are not copied: models.huggingface.references reads which ones a hook uses.
     """
     if isinstance(hook, functools.partial):
         return functools.partial(detached(hook.func, memo), *hook.args, **hook.keywords)
@@ -124,7 +123,7 @@ def detached(hook: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(value: Any, memo: dict[int, Any], depth: int = 3) -> Any:
-    """A copy of a container, or of an object of a user's class, with copies of those in it; else itself."""
+    """A copy of a container, or of an object of a user's class, and of those inside it; else `value`."""
     if id(value) in memo:
         return memo[id(value)][0]
     if isinstance(value, types.FunctionType | functools.partial):
@@ -133,13 +132,13 @@ def _copied(value: Any, memo: dict[int, Any], depth: int = 3) -> Any:
         return value
     try:
         made = copy.copy(value)
-    except Exception:  # a lock, a file: it stays the user's
+    except Exception:  # a lock, a file: the copy shares it
         return value
-    memo[id(value)] = made, value  # the second keeps the id its own
+    memo[id(value)] = made, value  # kept, so that no other object gets its id
     inner = made if isinstance(made, dict) else getattr(made, "__dict__", {})
-    inner.update({key: _copied(each, memo, depth - 1) for key, each in inner.items()})
+    inner.update({key: _copied(entry, memo, depth - 1) for key, entry in inner.items()})
     if isinstance(made, list):
-        made[:] = [_copied(each, memo, depth - 1) for each in made]
+        made[:] = [_copied(entry, memo, depth - 1) for entry in made]
     return made
 
 
@@ -156,8 +155,8 @@ def _is_of_user(value: Any) -> bool:
 class LayerState:
     """The buffers, counters and tensors that a layer's forward changes, as they were before it.
 
-    with state.forward():   notes them
-    with state.again():     in the backward, any number of times
+    with state.forward():   records them
+    with state.again():     restores them for a run in the backward, any number of times
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -172,7 +171,7 @@ class LayerState:
             yield
         finally:
             pairs = zip(tables, before, strict=True)
-            self._before = [(table, held) for table, held in pairs if _has_changed(table, held)]
+            self._before = [(table, values) for table, values in pairs if _has_changed(table, values)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -182,12 +181,12 @@ class LayerState:
         try:
             yield
         finally:
-            for table, held in now:
-                _set(table, held)
+            for table, values in now:
+                _set(table, values)
 
 
 class _Kept(NamedTuple):
-    """A value, and of a tensor its version and a copy."""
+    """A value, and for a tensor also its version and a copy."""
 
     value: Any
     version: int = 0

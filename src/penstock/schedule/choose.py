@@ -86,7 +86,7 @@ _ALIASES = {
     "zerobubblev": "zb_v",
 }
 _SPELT = {re.sub(r"[^a-z0-9]", "", name): name for name in MAKERS} | _ALIASES
-# the options that choose how many stages a rank has, and how many stages each of them counts
+# options that set the number of stages a rank has, and how many stages one unit of each adds
 _STAGES = {"stages_per_rank": 1, "waves": 2}
 _OPTION_ALIASES = {
     "num_stages_per_rank": "stages_per_rank",
@@ -124,7 +124,7 @@ class ScheduleConfig:
         check_size(ranks, microbatches, stages or 1)
         parameters = inspect.signature(MAKERS[self.schedule]).parameters
         options = {name: value for name, value in self.options.items() if name in parameters}
-        with collector_paused() if self.schedule in BUILDERS else nullcontext():
+        with collector_paused(all_stay=True) if self.schedule in BUILDERS else nullcontext():
             return MAKERS[self.schedule](ranks=ranks, microbatches=microbatches, **options)
 
     @classmethod
@@ -180,7 +180,7 @@ def schedule_config(choice: object) -> ScheduleConfig:
         checked[option] = _checked(name, option, value, known, written)
     for option, default in known.items():
         if checked.setdefault(option, default) is NEEDED:
-            raise ConfigError(f"schedule {name!r} without {option}", "it needs that", f"Give {option}")
+            raise ConfigError(f"schedule {name!r} without {option}", "it has no default", f"Give {option}")
     _check_together(name, checked)
     return ScheduleConfig(name, {option: checked[option] for option in known})
 
@@ -234,6 +234,9 @@ def _check_together(name: str, options: Mapping[str, Any]) -> None:
     if name in _V_SHAPED and stages != 2:
         rule = f"{name} has two stages a rank"
         raise ConfigError(f"stages_per_rank={stages}", rule, "Give 2, or leave it out")
+    if name in _V_SHAPED and options.get("objective") == "extent" and options["costs"] is None:
+        rule = f"{name} is formed for an objective at given costs"
+        raise ConfigError("objective='extent' without costs", rule, "Give costs, or leave it out")
     if name != "1f1b":
         return
     size = options["microbatch_group_size"]
@@ -311,9 +314,9 @@ def with_option(choice: ScheduleLike, option: str, value: int) -> dict[str, Any]
 
 
 def with_microbatches(choice: ScheduleLike, chosen: Schedule, microbatches: int) -> Schedule:
-    """The schedule that `choice` is for another number of microbatches than `chosen`. Raises ConfigError.
+    """Build `choice` for another number of microbatches than `chosen` has. Raises ConfigError.
 
-    It has the stages of `chosen`, also where `choice` leaves their number open.
+    The result has the stages of `chosen`, also where `choice` leaves their number open.
     """
     config = None if isinstance(choice, Schedule) else schedule_config(choice)
     if config is None or config.schedule == "file":

@@ -50,7 +50,7 @@ _SHOWN = 10
 class Cells:
     """Reads the cells of all ranks and collects complaints.
 
-    name_place: what errors call a place in this file
+    name_place: formats a position in this file for errors
     communication: whether to skip PyTorch's ops that send, receive, gather and release
     """
 
@@ -84,8 +84,8 @@ class Cells:
                 self.complain(position, f"{op} is already at {self.name_place(first)}")
         return ops
 
-    def complain(self, position: CellPosition, what: str) -> None:
-        self.complaints.append(f"{self.name_place(position)}: {what}")
+    def complain(self, position: CellPosition, complaint: str) -> None:
+        self.complaints.append(f"{self.name_place(position)}: {complaint}")
 
     def check(self) -> None:
         """Raise ConfigError with all complaints, if there are any."""
@@ -113,13 +113,13 @@ def placed(programs: Sequence[Sequence[Op]], cells: Cells) -> Placement:
             if rank_of.setdefault(op.stage, rank) != rank and op.stage not in on_two_ranks:
                 on_two_ranks.add(op.stage)
                 there = cells.name_place(cells.places[first[op.stage]])
-                what = f"{op} is of stage {op.stage}, which is at {there} on rank {rank_of[op.stage]}"
-                cells.complain(cells.places[op], f"{what}; a stage is on one rank")
+                conflict = f"{op} is of stage {op.stage}, which is at {there} on rank {rank_of[op.stage]}"
+                cells.complain(cells.places[op], f"{conflict}; a stage is on one rank")
             first.setdefault(op.stage, op)
     for stage in sorted(rank_of):
         if stage and stage - 1 not in rank_of:
-            what = f"{first[stage]} is of stage {stage}, and stage {stage - 1} is nowhere"
-            cells.complain(cells.places[first[stage]], f"{what}; stages are numbered from 0 without a gap")
+            gap = f"{first[stage]} is of stage {stage}, and no op is of stage {stage - 1}"
+            cells.complain(cells.places[first[stage]], f"{gap}; stages are numbered from 0 without a gap")
     cells.check()
     return Placement(tuple(rank_of[stage] for stage in range(len(rank_of))))
 

@@ -1,4 +1,4 @@
-"""Activation offloading: when what a forward left for its backward waits in host memory.
+"""Activation offloading: when a microbatch's activations move to host memory and back.
 
 Rank 0 of 1F1B with P = 4 ranks, where each copy gets the time of one op (`ahead` = 1):
 
@@ -6,15 +6,15 @@ Rank 0 of 1F1B with P = 4 ranks, where each copy gets the time of one op (`ahead
     F0 on device     ====#####      <<<<<====                       ==== in use   #### copied to the host
     F1 on device          ====#####           <<<<<====             <<<< copied back
 
-A microbatch makes four steps:
+The activations of a microbatch take four steps:
 
     offload   behind its forward: the copy to host memory begins
     release   `ahead` ops later: the copy is over, or the rank waits for it; the device's memory is free
     reload    `ahead` ops before its backward: memory is taken, and the copy back begins
     restore   in front of its backward: the copy back is over, or the rank waits for it
 
-One that would be reloaded before an op has run without it stays on the device. So a rank holds as much as if
-copies took no time, and a slow link makes it wait.
+Activations that would be reloaded before an op has run without them stay on the device. Memory is planned as
+if copies took no time; where the link is slow, the rank waits for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ HostCopies = Sequence[Sequence[HostCopy]]
 def host_copies(schedule: Schedule, ahead: int = 1) -> tuple[HostCopies, ...]:
     """By rank, every step of every microbatch that is worth offloading.
 
-    ahead: ops of the rank in whose time a copy should be over, 1 or more
+    ahead: number of ops during which a copy may run, 1 or more
     """
     return tuple(_of_rank(schedule, program, ahead) for program in schedule.programs)
 
@@ -74,15 +74,15 @@ def _spans(schedule: Schedule, program: Sequence[Op]) -> Iterator[tuple[tuple[in
 
 
 def offloaded(copies: Sequence[HostCopies]) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) whose activations leave the device, of any rank."""
+    """The (stage, microbatch) pairs of all ranks whose activations leave the device."""
     steps = (copy for rank in copies for at in rank for copy in at)
     return frozenset((stage, microbatch) for step, stage, microbatch in steps if step == "offload")
 
 
 def verify_copies(proof: Proof, copies: Sequence[HostCopies]) -> None:
-    """Prove that all that leaves comes back once, and in time. Raises ScheduleError with every violation.
+    """Prove that all activations that leave return in time. Raises ScheduleError with every violation.
 
-    Each of the four steps of a microbatch is there once, on its rank, in order, between its forward and its
+    Each of the four steps of a microbatch occurs once, on its rank, in order, between its forward and its
     backward.
     """
     schedule = proof.schedule

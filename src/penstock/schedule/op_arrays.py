@@ -51,8 +51,11 @@ class OpArrays:
         ops = [*chain.from_iterable(schedule.programs)]
         lengths = [*map(len, schedule.programs)]
         fields = [*chain.from_iterable(ops)]
-        known = (range(schedule.stages), KINDS, range(schedule.microbatches))
-        stage, kind, microbatch = (_column(fields[at::3], values) for at, values in enumerate(known))
+        stage, microbatch = (
+            _numbers(fields[::3], schedule.stages),
+            _numbers(fields[2::3], schedule.microbatches),
+        )
+        kind = _column(fields[1::3], KINDS)
         rank = np.repeat(np.arange(len(lengths)), lengths)
         return cls(schedule, ops, [*accumulate(lengths, initial=0)], stage, kind, microbatch, rank)
 
@@ -144,12 +147,36 @@ class OpArrays:
         """The index of the first op of each overlapped pair whose ops are next to each other."""
         if not self.schedule.overlaps:
             return []
+        if self.is_indexed.all():  # each op is there once
+            return self._neighbours()
         return [
             start + at
             for start, program in zip(self.bounds, self.schedule.programs, strict=False)
             for at, two in enumerate(pairwise(program))
             if two in self.schedule.overlaps
         ]
+
+    def _neighbours(self) -> list[int]:
+        """`pairs`, looked up by their ops: there may be more than 100,000."""
+        import numpy as np
+
+        schedule = self.schedule
+        fields = [*chain.from_iterable(chain.from_iterable(schedule.overlaps))]
+        known = np.ones(len(schedule.overlaps), bool)
+        indices = []
+        for first in (0, 3):
+            stage = _numbers(fields[first::6], schedule.stages)
+            microbatch = _numbers(fields[first + 2 :: 6], schedule.microbatches)
+            kind = _column(fields[first + 1 :: 6], KINDS)
+            at = self.index[stage, microbatch, by_kind(SLOT)[kind]]
+            known &= (
+                (stage != NOTHING) & (microbatch != NOTHING) & (kind != NOTHING) & (self.kind[at] == kind)
+            )
+            indices.append(at)
+        one, other = indices
+        known &= (one != NOTHING) & (other == one + 1) & (self.rank[one] == self.rank[other])
+        neighbours: list[int] = np.sort(one[known]).tolist()
+        return neighbours
 
     def position(self, at: int) -> tuple[int, int]:
         """The rank of the op with this index, and its position in the rank's program."""
@@ -161,6 +188,19 @@ class OpArrays:
         sources = self.source.tolist()
         also_needs = {one: sources[one + 1] for one in self.pairs if sources[one + 1] != NOTHING}
         return run_all(self.bounds, sources, also_needs, done)
+
+
+def _numbers(values: Sequence[object], count: int) -> Integers:
+    """By entry, itself if it is one of the numbers from 0 to `count` - 1, or NOTHING."""
+    import numpy as np
+
+    if not {*map(type, values)} <= {int}:  # numpy would read a text as a number
+        return _column(values, range(count))
+    try:
+        numbers = np.array(values, np.intp)
+    except OverflowError:  # a number of very many digits
+        return _column(values, range(count))
+    return np.where((numbers >= 0) & (numbers < count), numbers, NOTHING)
 
 
 def _column(values: Sequence[object], known: Iterable[object]) -> Integers:
@@ -179,11 +219,11 @@ def by_kind(values: Mapping[Kind, int]) -> Integers:
 
 
 class Walk(NamedTuple):
-    """How far the ranks come if each runs as far as the others let it.
+    """How far the ranks get if each runs until it has to wait for another.
 
-    order: the steps that ran, in an order in which they can
-    reached: by rank, the step that it has come to
-    blocked: by rank that has not come to its end, the step that it waits for
+    order: the steps that ran, in an order in which they can run
+    reached: by rank, the step at which it stopped, or its end
+    blocked: by rank that has not reached its end, the step that it waits for
     """
 
     order: list[int]
@@ -197,7 +237,7 @@ def run_all(
     also_needs: Mapping[int, int] | None = None,
     done: Iterable[int] = (),
 ) -> Walk:
-    """Run the steps of all ranks, which are counted on: those of rank r begin at bounds[r].
+    """Run the steps of all ranks, numbered across ranks: those of rank r begin at bounds[r].
 
     needs: the step that each one waits for, or NOTHING
     also_needs: a second one that this step waits for, because its overlapped neighbour does
@@ -209,8 +249,8 @@ def run_all(
         is_done[step] = 1
     order: list[int] = []
     reached, stops = [*bounds[:-1]], bounds[1:]
-    waiting: dict[int, list[int]] = {}  # by the step that they wait for, the ranks
-    ready = deque(range(len(stops)))  # first in, first out: what a rank waits for piles up meanwhile
+    waiting: dict[int, list[int]] = {}  # step -> the ranks that wait for it
+    ready = deque(range(len(stops)))  # first in, first out: a rank's inputs gather before its turn
     while ready:
         rank = ready.popleft()
         start, stop = reached[rank], stops[rank]

@@ -83,7 +83,7 @@ class Schedule:
     overlaps: frozenset[Pair] = field(default=frozenset())
 
     def __getstate__(self) -> dict[str, object]:
-        """What is computed on demand is not sent to other processes."""
+        """Leave out cached properties, which another process computes again if it needs them."""
         return {stored.name: getattr(self, stored.name) for stored in fields(self)}
 
     @property
@@ -203,7 +203,7 @@ class Placement:
 
 
 def loop(ranks: int, stages_per_rank: int = 1) -> Placement:
-    """Stage s on rank s mod `ranks`: the data goes round the ranks `stages_per_rank` times."""
+    """Stage s on rank s mod `ranks`: the data visits every rank `stages_per_rank` times, in order."""
     return Placement(tuple(stage % ranks for stage in range(ranks * stages_per_rank)))
 
 

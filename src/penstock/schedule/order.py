@@ -126,11 +126,10 @@ def _taken_by(arrays: OpArrays, taker: int, rank: int) -> list[int]:
 
 # ---- Who waits forever
 #
-# Whatever ranks do one after the other is a program of steps; each may bring about an event, and may wait for
-# one of another program.
+# A program is a sequence of steps. A step may cause an event, and may wait for an event of another program.
 
 OrderEvent = tuple[str, Op | int, int]
-EventStep = tuple[OrderEvent | None, OrderEvent | None]  # what it brings about, and what it waits for
+EventStep = tuple[OrderEvent | None, OrderEvent | None]  # the one it causes, and the one it waits for
 
 
 def _blocked(programs: Sequence[Sequence[EventStep]]) -> dict[int, OrderEvent]:

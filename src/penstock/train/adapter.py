@@ -10,7 +10,7 @@ from penstock.errors import ConfigError
 from penstock.options import Count, Natural, Patterns
 from penstock.train.config.values import Section
 
-if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
+if TYPE_CHECKING:  # a config is read without torch, so that an error in it is raised at once
     from penstock.models.adapters import LoraConfig
 
 ALL = "all-linear"
@@ -25,7 +25,7 @@ def _targets(value: object) -> object:
 
 
 def _section(value: object) -> object:
-    if isinstance(value, str):  # as other trainers have it
+    if isinstance(value, str):  # as in other trainers
         raise ValueError(f"{value!r} is no section; write adapter: {{kind: {value.lower()}}}")
     return value
 
@@ -56,15 +56,15 @@ class AdapterSection(Section):
 
     def check_keys(self) -> None:
         if self.kind == "dora" and self.target_parameters:
-            raise ValueError("kind=dora with target_parameters: PEFT has no such; take kind: lora")
+            raise ValueError("kind=dora with target_parameters: PEFT does not support it; take kind: lora")
         if self.layers and isinstance(self.targets, str):
             raise ValueError(f"layers with targets={self.targets!r}; give targets as a list of names")
         if self.dropout and self.target_parameters:
-            rule = f"dropout={self.dropout} with target_parameters: PEFT has no such"
+            rule = f"dropout={self.dropout} with target_parameters: PEFT does not support it"
             raise ValueError(f"{rule}; set dropout: 0")
 
     def lora_config(self) -> LoraConfig:
-        """What PEFT calls it. Raises ConfigError where PEFT refuses it, or is not installed."""
+        """PEFT's config with these keys. Raises ConfigError if PEFT refuses them, or is not installed."""
         from penstock.models.adapters import import_peft
 
         peft = import_peft()

@@ -1,7 +1,7 @@
 """What a run does between its build and its first step.
 
-It finds where it really goes on: `preflight` has chosen a checkpoint by its headers, and here its tensors are
-read. Its first pipeline call shows what each layer takes, and is compared with the whole model.
+It loads a checkpoint: `preflight` has chosen one by its headers, and here its tensors are read. It measures
+the time of each layer, if the split needs it, and compares the pipeline with the whole model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.train.state import RunState
 def open_memory(
     prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer], owner: Owner | None
 ) -> MemoryCheckpoints | None:
-    """The in-memory checkpoints, if the config has some. Collective. What others left for ever is removed.
+    """The in-memory checkpoints, if the config has some. Removes superseded ones of other runs. Collective.
 
     owner: on the first process
     """
@@ -46,16 +46,16 @@ def open_memory(
 
 
 def recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints) -> Prepared | None:
-    """Put back what is in memory, where it is newer than the checkpoint of `prepared.start`. Collective.
+    """Restore the state in memory, if it is newer than the checkpoint of `prepared.start`. Collective.
 
-    The result starts there; None where there is nothing newer. Raises what `start_after` and `Data.at` raise.
+    The result starts there; None without a newer state. Raises what `start_after` and `Data.at` raise.
     """
     config, start = prepared.config, prepared.start
-    if pipe.ranks.gather(start.remembered)[0] != memory.run:  # others looked when it had begun, perhaps
+    if pipe.ranks.gather(start.remembered)[0] != memory.run:  # process 0's: others may have looked too late
         memory.forget()
         return None
     shards = memory.recall(start.done)
-    if is_first():  # the display comes later
+    if is_first():  # the display is made later
         for line in shards.passed:
             print(f"penstock: warning: passed over {line}", flush=True)
     if shards.state is None:
@@ -71,8 +71,8 @@ def recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints) -> P
 def resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
     """Load the checkpoint of `prepared.start`. Collective.
 
-    Where it is altered or cannot be read, and only the newest was asked for, it is the one before; the result
-    starts there.
+    If it is altered or cannot be read, and the user named no path, an older one is loaded; the result starts
+    there.
     """
     config, model, start = prepared.config, prepared.plan.source.model, prepared.start
     if start.checkpoint is None:
@@ -92,13 +92,13 @@ def resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer])
 
 
 def balanced(prepared: Prepared) -> AutoPipeline:
-    """The settings with a split by the time that each layer takes here, in a few steps. Collective."""
+    """The settings with a split by the measured time of each layer, over a few steps. Collective."""
     auto = prepared.auto
     pipe = auto.build(prepared.model)
     costs = [pipe.layer_costs(_first_call(prepared, pipe.batch_part[0]))]
     pipe.close()
     if dist.is_initialized():
-        dist.broadcast_object_list(costs)  # the pipelines of a mesh measure apart, and are split alike
+        dist.broadcast_object_list(costs)  # each pipeline of a mesh measures; all take the first one's costs
     return replace(auto, balance=costs[0])
 
 
@@ -119,7 +119,7 @@ def compare(prepared: Prepared, pipe: Pipeline, say: Callable[[str], None]) -> N
 
 
 def _first_call(prepared: Prepared, part: int) -> Content:
-    """What that part of the batch has of the first pipeline call of the run in which a token counts."""
+    """A part's content of the first pipeline call of the run in which a token counts. part: of the batch"""
     step, data = prepared.start.done + 1, prepared.data
     calls, microbatches = data.sizes.at(step).calls, prepared.config.pipeline.microbatches
 
@@ -127,7 +127,7 @@ def _first_call(prepared: Prepared, part: int) -> Content:
     def calls_of_part(part: int) -> list[Content]:
         return calls_of(data.of(part).batch(step).content, calls, microbatches)
 
-    for call in range(len(calls) - 1):  # rows that a ramp cuts may have none
+    for call in range(len(calls) - 1):  # rows that a ramp cuts may have no token that counts
         if any(has_labels(calls_of_part(other)[call]) for other in range(data.parts)):
             return calls_of_part(part)[call]
     return calls_of_part(part)[-1]

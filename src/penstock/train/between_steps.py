@@ -1,4 +1,4 @@
-"""What a run does between two steps: it evaluates, ends where a signal asks for it, and saves."""
+"""What a run does between two steps: it evaluates, ends after a signal, and saves."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HeldOutEvaluation(RunPart):
         if step.number == section.steps or section.early_stop is None:
             return
         early = run.state.best.ends(section.early_stop)
-        if run.pipe.reductions.max(int(bool(early))):  # rounding may differ between ranks; all end together
+        if run.pipe.reductions.max(int(bool(early))):  # losses may differ by rounding; all ranks end together
             why = early or "another rank finds no improvement"
             step.ended = f"early, after step {step.number} of {section.steps}: {why}"
             step.stopped = False  # a signal in this step changes nothing
@@ -50,7 +50,7 @@ class HeldOutEvaluation(RunPart):
     def loss(self, step: int) -> float:
         """Write, show and return the mean loss a token over the held-out batches, in nats.
 
-        Raises RunError where it is not finite.
+        Raises RunError if it is not finite.
         """
         run, started = self.run, time.perf_counter()
         batches = run.steps.data.held_out_batches(run.config.train.evaluate_batches)
@@ -66,34 +66,34 @@ class HeldOutEvaluation(RunPart):
 
 
 class SignalsWait(RunPart):
-    """Lets signals ask for the end, from before the first evaluation on, in place of ending the process.
+    """From before the first evaluation on, a signal ends the run after a step, and not the process at once.
 
     Args:
-        stop: what signals ask of this process
+        stop: the signals that this process got
     """
 
     def __init__(self, run: Run, stop: Stop) -> None:
         super().__init__(run)
         self._stop = stop
-        run.pipe.reductions.asks = lambda: stop.number  # each step and evaluation brings it to all processes
+        run.pipe.reductions.asks = lambda: stop.number  # each step and evaluation sends it to all processes
 
     def training(self) -> AbstractContextManager[None]:
-        """Let signals ask. Once one has, the run ends within train.stop_seconds, or with an error."""
+        """Catch signals. After the first one the run ends within train.stop_seconds, or with an error."""
         seconds = self.run.config.train.stop_seconds
         late = RunError(
             f"train.stop_seconds={seconds:g}",
             "a signal asked the run to stop, and it has not written its checkpoint within this time",
-            "The checkpoint before is whole. Give more seconds, and so long a grace period to whatever sends "
-            "the signal",
+            "The checkpoint before is whole. Give more seconds, and set as long a grace period where the "
+            "signal comes from",
         )
         return self._stop.saves(seconds, late)
 
 
 class Signals(RunPart):
-    """Ends the run where a signal has asked one of its processes to save and to end."""
+    """Ends the run if one of its processes got a signal to save and to end."""
 
     def after(self, step: TrainStep) -> None:
-        """End the run in words that name the signal and who got it. Collective where one came."""
+        """End the run, with a reason that names the signal and who got it. Collective after a signal."""
         run, asked = self.run, self.run.pipe.reductions.asked
         if step.ended or not any(asked):
             return
@@ -120,7 +120,7 @@ class Checkpoints(RunPart):
 
     @contextmanager
     def around(self, step: int) -> Iterator[None]:
-        """Raise RunError before a step if another run took the folder over, or the last write failed."""
+        """Raise RunError before a step if another run has taken the folder over, or the last write failed."""
         if self.run.owner is not None:
             self.run.owner.check()
         self.run.writer.check()
@@ -132,7 +132,7 @@ class Checkpoints(RunPart):
             self.run.checkpoint = self.save(step)
 
     def save(self, step: TrainStep) -> Path:
-        """Save, and write a row with the seconds that training waited; at the run's end it waits for all."""
+        """Save, and write a row with the seconds that training waited; the run's end waits for the write."""
         run, started = self.run, time.perf_counter()
         path, state = checkpoint_folder(run.config.output.path, step.number), run.state_after(step)()
         prune_older = partial(self._prune, path)
@@ -177,7 +177,7 @@ class InMemoryCheckpoints(RunPart):
         return every is not None and step % every == 0
 
     def computed(self, step: int) -> None:
-        """Wait for what is being copied from the weights, which change next; before a save for all of it."""
+        """Wait for the copies of the weights, which change next; before a save also for the exchange."""
         self._memory.settle(exchanged=self._is_kept(step))
 
     def check(self, step: TrainStep) -> None:

@@ -1,9 +1,9 @@
-"""Checkpoints of `penstock train`: where they lie, how a run resumes from one, which of them are kept.
+"""Checkpoints of `penstock train`: their folders, resuming from one, and pruning old ones.
 
 <output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
                                         the weights, and a RunState (state.py)
 
-A run resumes from its own checkpoints and removes only those. Folders of other names are nobody's business.
+A run resumes from its own checkpoints and removes only those. It ignores folders of other names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def checkpoint_folder(output: Path, step: int) -> Path:
 
 
 def checkpoints_in(output: Path) -> Iterator[tuple[int, Path]]:
-    """Step and path of each folder that has the very name of a checkpoint, in no order."""
+    """Step and path of each folder that has exactly the name of a checkpoint, in no order."""
     for path in (output / "checkpoints").glob("step-*"):
         if (step := _step_of(path)) is not None and path.is_dir():
             yield step, path
@@ -60,7 +60,7 @@ def checkpoints_in(output: Path) -> Iterator[tuple[int, Path]]:
 def _candidates(output: Path) -> list[tuple[int, Path]]:
     """Step and path of each folder that a run may go on from, the highest step first.
 
-    Where a replacement was killed between its two renames, the older folder is whole under its hidden name.
+    If a replacement was killed between its two renames, the older folder is whole under its hidden name.
     """
     hidden = [(_step_of(path), path) for path in displaced(output / "checkpoints", "step-*") if path.is_dir()]
     candidates = [*checkpoints_in(output), *((step, path) for step, path in hidden if step is not None)]
@@ -68,16 +68,16 @@ def _candidates(output: Path) -> list[tuple[int, Path]]:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step of which a folder is a checkpoint, by its name or by that before it was hidden, or None."""
+    """The step of a checkpoint's folder, by its name or by its name before it was hidden; None for others."""
     name = target_of(path).name if path.name.startswith(".") else path.name
     named = re.fullmatch(r"step-([0-9]{8,})", name)
     return int(named[1]) if named and name == f"step-{int(named[1]):08d}" else None
 
 
 def check_unchanged(output: Path, start: Start) -> None:
-    """Raise RunError where checkpoints have come since `find_start` looked, and this run goes on from older.
+    """Raise RunError if checkpoints were written since `find_start` chose an older one.
 
-    The owner calls it: another run may have ended between that look and the taking of the folder.
+    The owner calls it: another run may have ended between `find_start` and the start of the ownership.
     """
     if start.checkpoints is None:
         return
@@ -96,11 +96,11 @@ class Start:
 
     Attributes:
         checkpoint: None for a fresh start; a run that goes on from memory may be past it
-        is_newest: whether an older one may take its place
+        is_newest: whether an older one may replace it
         state: of the checkpoint
         notes: lines to show
-        remembered: the run whose newest checkpoint may be in memory; None where none is looked for
-        checkpoints: those that were there; None where the newest was not asked for
+        remembered: the run whose newest checkpoint may be in memory; None if it is not to be recalled
+        checkpoints: those that existed; None unless the newest was to be loaded
     """
 
     checkpoint: Path | None = None
@@ -112,7 +112,7 @@ class Start:
 
     @property
     def done(self) -> int:
-        """The steps before."""
+        """The number of steps before the start."""
         return self.state.step
 
 
@@ -128,11 +128,11 @@ def find_start(
     Args:
         model: the whole model, on the meta device
         resume: a checkpoint's path; NEWEST for the newest complete one of the folder's last run, or a fresh
-            start where it has written none; None for a fresh start
+            start if that has written none; None for a fresh start
         kinds: the class of optimizer that trains each parameter
-        before: a checkpoint that the newest one is to be older than
+        before: only checkpoints older than this one
 
-    Raises: CheckpointError; ConfigError where no step is left to do.
+    Raises: CheckpointError; ConfigError if no step is left to do.
     """
     if resume is None:
         return Start()
@@ -170,7 +170,7 @@ def _start_from(config: TrainConfig, path: Path, notes: list[str]) -> Start:
 
 
 def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
-    """What the checkpoint to go on from records of its model; None for a fresh start.
+    """The model section in the checkpoint to go on from; None for a fresh start.
 
     Raises CheckpointError.
     """
@@ -185,7 +185,7 @@ def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
 def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
     """The start from the state of a checkpoint, with notes of what has changed since. name: for an error
 
-    Raises ConfigError where no step is left to do.
+    Raises ConfigError if no step is left to do.
     """
     if state.step >= config.train.steps:
         raise ConfigError(
@@ -208,7 +208,7 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:
-    """In words, where the run goes on with other processes: axes of -1 follow their number."""
+    """A line if the run goes on with another mesh, as with axes of -1; else empty."""
     if before in (None, now):
         return ""
     assert before is not None
@@ -223,7 +223,7 @@ def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:
 class Newest(NamedTuple):
     """The newest checkpoint of a folder that can be resumed from, and a line for each one passed over.
 
-    damaged: whether one of these was finished once, so that a fresh start would lose what it held
+    damaged: whether one of those was complete once: a fresh start would lose its steps
     """
 
     path: Path | None
@@ -236,13 +236,13 @@ def newest_checkpoint(
 ) -> Newest:
     """The complete checkpoint of the highest step that the last run in `output` wrote.
 
-    Judged by the files' lengths and its state. Where the last run is unknown, of any run.
+    It is judged by its state and the lengths of its files. If the last run is unknown, any run will do.
 
     Args:
         before: only steps before this one's
-        check: raises CheckpointError for one that cannot be read
+        check: raises CheckpointError for a checkpoint that cannot be read
 
-    Raises UnfitError, of `check`: with an older one of another model a run would go on no better.
+    Raises UnfitError, of `check`: an older checkpoint would be of another model too.
     """
     folder = output / "checkpoints"
     torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
@@ -290,14 +290,14 @@ def check_fits(path: Path, model: PreTrainedModel, ties: Ties, kinds: Mapping[st
         if parameter.requires_grad and entry is None:
             raise unfit(path, f"no state of {name}", "the model trains this parameter")
         if entry is not None and entry.optimizer not in (None, kind):
-            raise unfit(path, f"{name} was trained by {entry.optimizer}", f"here it is by {kind}")
+            raise unfit(path, f"{name} was trained by {entry.optimizer}", f"here {kind} trains it")
         for shape in filter(None, (stored.shape(name, part) for part in SHAPED)):
             if shape != list(parameter.shape):
                 raise unfit(path, f"{name} of shape {shape}", f"the model's is {list(parameter.shape)}")
 
 
 def _with_defaults(written: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's config; keys that it is too old for have their defaults, as that is how it ran."""
+    """A checkpoint's config; keys newer than it have their defaults, which is how it ran."""
     with suppress(ValidationError):
         return TrainConfig.model_validate(written).model_dump(mode="json")
     return written
@@ -318,10 +318,10 @@ def changes(before: object, now: object, name: str = "") -> list[str]:
 def prune(written: Path, run: str, keep: KeepSection) -> None:
     """Remove the checkpoints of `run` before `written`, which was just published, that no rule keeps.
 
-    Later steps, other runs' and incomplete folders are neither removed nor counted. A checkpoint
-    that holds somebody else's files stays. Call it on one process, while nothing is written to the folder. A
-    removal that is cut short leaves hidden folders, which the next call removes, together with those of runs
-    killed in a write. An older checkpoint that was to be replaced and never was stays.
+    Checkpoints of later steps and of other runs, and incomplete folders, are neither removed nor counted. A
+    checkpoint with files that are not its own stays. Call it on one process, while nothing is written to the
+    folder. A removal that is cut short leaves hidden folders, which the next call removes, together with
+    those of runs killed in a write. A hidden older checkpoint whose replacement never came stays.
     """
     if keep.last is None:
         return
@@ -337,7 +337,7 @@ def prune(written: Path, run: str, keep: KeepSection) -> None:
 
 
 def remove_unfinished(output: Path) -> None:
-    """Remove what runs that were killed in a write or in a removal have left. Only the folder's owner may.
+    """Remove the folders of runs killed in a write or in a removal. Only the output folder's owner may.
 
     Raises OSError.
     """
@@ -347,12 +347,12 @@ def remove_unfinished(output: Path) -> None:
 
 
 def set_aside(output: Path, done: int, say: Callable[[str], None]) -> None:
-    """Rename what stands where a run that goes on from step `done` will write, and may not be replaced.
+    """Rename folders that a run that goes on from step `done` would have to replace and may not.
 
-    Only the folder's owner may. Raises OSError.
+    Only the output folder's owner may. Raises OSError.
 
     Args:
-        say: shows a line, for each
+        say: shows a line for each folder
     """
     for step, path in sorted(checkpoints_in(output)):
         try:

@@ -1,10 +1,10 @@
 """The training loop.
 
-for each step:  batch -> pipe.step -> clip -> optimizers, unless a part has a reason against it
+for each step:  batch -> pipe.step -> clip -> optimizers, unless a part has a reason to skip them
                 several calls of pipe.step with accumulate
                 meanwhile one thread makes the next batch, and one writes the row of the step before
 
-All else that happens around and between the steps is done by the run's parts (part.py).
+The run's parts (part.py) do everything else around and between the steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train(run: Run) -> TrainStep:
 
 
 def _follow(run: Run, step: TrainStep) -> None:
-    """Do what comes between a step and the next one."""
+    """Call the parts between a step and the next one."""
     for part in run.parts:
         part.check(step)
     if step.back_to is not None:  # the run is at an older step by now
@@ -63,10 +63,10 @@ def _follow(run: Run, step: TrainStep) -> None:
 
 
 def _step(run: Run, step_number: int) -> TrainStep:
-    """Train one step, unless a part has a reason against it, and log its row. Returns it, its batch empty."""
+    """Run one step, and log its row. Returns it without its batch. A part may make optimizers skip it."""
     section, pipe, stopwatch = run.config.train, run.pipe, Stopwatch()
     seed_step(pipe, section.seed, step_number)
-    taken = step_number - run.state.skipped  # skipped steps do not count for the rate
+    taken = step_number - run.state.skipped  # skipped steps do not count for the learning rate
     set_learning_rates(run.config.optimizer, run.optimizers, section.steps, taken)
     pipe.zero_grad()
     with record_function("data"):
@@ -128,7 +128,7 @@ class Stopwatch:
 
 
 def _row(run: Run, step: TrainStep, taken: int) -> MetricsRow:
-    """The entries that the row of every step has. A number that is not finite is None there.
+    """The entries that the row of every step has. A value that is not finite is None.
 
     taken: the steps that changed weights, up to this one, which the learning rates follow
     """
@@ -155,8 +155,8 @@ def _row(run: Run, step: TrainStep, taken: int) -> MetricsRow:
 def seed_step(pipe: Pipeline, seed: int, step: int) -> None:
     """Seed the random numbers of a step from its number, so that a resumed run needs no random state.
 
-    Where the pipeline derives its draws from the seed by layer and microbatch (`Pipeline.draws`), every rank
-    takes the same seed. Elsewhere each has its own, or a router's noise would be the same on all ranks.
+    If the pipeline derives its draws from the seed by layer and microbatch (`Pipeline.draws`), every rank
+    has the same seed. Otherwise each has its own, or a router's noise would be the same on all ranks.
     """
     rank = () if pipe.draws else (pipe.processes.index, pipe.batch_part[0])
     seeded = int(np.random.SeedSequence((seed, step, *rank)).generate_state(1)[0])

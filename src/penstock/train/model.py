@@ -1,4 +1,4 @@
-"""The model that the config names, in the form that AutoPipeline takes, and the folder of its tokenizer."""
+"""The model that the config names, in a form that AutoPipeline accepts, and the folder of its tokenizer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def has_hub_weights(section: ModelSection) -> bool:
 
 
 def tokenizer_folder(config: TrainConfig) -> str:
-    """The word bytes, or the folder of the tokenizer that the config names. Raises HubError."""
+    """The folder of the tokenizer that the config names, or the word "bytes". Raises HubError."""
     section = config.model
     name = config.data.tokenizer or str(section.path)
     if not hub.is_name(name):
@@ -64,7 +64,7 @@ def tokenizer_folder(config: TrainConfig) -> str:
 
 
 def positions(config: PretrainedConfig) -> int | None:
-    """How many tokens a row may have; None where the config does not say."""
+    """The most tokens of a row; None if the config has no limit."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest
 
@@ -72,8 +72,8 @@ def positions(config: PretrainedConfig) -> int | None:
 def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
     """The transformers config with these keys, `model_type` among them.
 
-    Raises: ConfigError for a key that the config's class does not have; transformers would keep it, and take
-        the default for the key that was meant.
+    Raises: ConfigError for a key that the config's class does not have; transformers would keep it, and use
+        the default of the key that was meant.
     """
     model_type, keys = keys["model_type"], {key: keys[key] for key in keys if key != "model_type"}
     try:

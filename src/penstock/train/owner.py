@@ -1,13 +1,13 @@
 """One run at a time owns an output folder: owner.json names it, and the time of that file is its heartbeat.
 
-    who comes    reads owner.json   ended, or its process is gone   takes the folder over
-                                    a process that lives            is refused, before anything is written
-    who owns     a thread touches the file every 2 s, and stops the run once the file names another
+    a new run    reads owner.json   ended, or its process is gone   takes the folder over
+                                    its process lives               is refused, before it writes anything
+    the owner    a thread touches the file every 2 s, and stops the run once the file names another run
 
-Nobody compares clocks. On the machine that wrote the file its process is looked up, with its start time, as a
-number of a process is used again. Elsewhere the reader looks on whether the file changes.
+Clocks are not compared. On the owner's machine its process is looked up by number and start time, as numbers
+of processes are used again. On another machine the new run watches whether the file changes.
 
-The file stays when the run has ended: it says whose checkpoints `--resume` goes on from.
+The file stays when the run has ended: it names the run whose checkpoints `--resume` goes on from.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from penstock.runtime.ranks import Ranks
 
 OWNER = "owner.json"
 BEAT = 2.0  # seconds between two touches
-PATIENCE = 20.0  # seconds without one after which an owner on another machine is taken for dead
+PATIENCE = 20.0  # seconds without a touch after which an owner on another machine counts as dead
 _LARGEST = 64 << 10  # bytes of the file
-_SETTLED = 0.2  # seconds after which no other that came at the same moment writes its own name
+_SETTLED = 0.2  # seconds after which another run that came at the same moment has written its name
 
 OwnerFacts = dict[str, Any]
 
 
 def new_run() -> str:
-    """The identity of a run that starts afresh; it keeps it when it is resumed."""
+    """The identity of a run that starts afresh. A resumed run keeps it."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
 def last_run(output: Path) -> str | None:
-    """The run that owns the folder, or was the last to do so; None where that is unknown."""
+    """The run that owns the folder, or owned it last; None if that is unknown."""
     with suppress(OSError):
         run = _facts(_content(output / OWNER)).get("run")
         return run if isinstance(run, str) else None
@@ -52,10 +52,10 @@ def last_run(output: Path) -> str | None:
 
 
 def check_shared(output: Path, processes: Ranks) -> None:
-    """Raise ConfigError on all processes where one does not see what the first writes there. Collective."""
-    probe = output / f".shared-{secrets.token_hex(4)}"  # a name that no file system remembers as missing
+    """Raise ConfigError on all processes if one does not see a file that the first writes. Collective."""
+    probe = output / f".shared-{secrets.token_hex(4)}"  # a new name, which no file system caches as missing
     if processes.index == 0:
-        with suppress(OSError):  # of a full disk: what writes there next names it
+        with suppress(OSError):  # of a full disk: the next write there raises it
             probe.touch()
     name = processes.gather(probe.name)[0]
     (first, written), *others = processes.gather([str(output.absolute()), (output / name).exists()])
@@ -75,9 +75,9 @@ def owned(
     """Own the folder in the block. One process of a run calls it, before it writes there.
 
     Args:
-        say: shows a line, where the folder is taken over from a run that did not end
+        say: shows a line, if the folder is taken over from a run that did not end
 
-    Raises FolderInUseError where another run owns it and lives; ConfigError where no file can be written.
+    Raises FolderInUseError if another run owns it and lives; ConfigError if no file can be written.
     """
     try:
         owner = _take(output, run, say, beat, patience)
@@ -91,7 +91,7 @@ def owned(
 
 
 class Owner:
-    """This process owns the folder of `file`, whose content is `mine`, until `release`."""
+    """The ownership of the folder of `file`, whose content is `mine`, by this process, until `release`."""
 
     def __init__(self, file: Path, mine: OwnerFacts, beat: float) -> None:
         self.run: str = mine["run"]
@@ -102,7 +102,7 @@ class Owner:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise RunError where another run has taken the folder over, as when this machine stood still."""
+        """Raise RunError if another run has taken the folder over, as after a halt of this machine."""
         if time.monotonic() - self._touched > 2 * self._every:
             self._touch()
         if self._other is not None:
@@ -110,11 +110,11 @@ class Owner:
                 f"output.folder={self._file.parent}",
                 f"run {self._other.get('run')}, process {self._other.get('pid')} on "
                 f"{self._other.get('host')}, has taken it over while this process stood still",
-                "Let that one go on; what this run wrote before is there",
+                "Let that run go on; the files that this run wrote before stay",
             )
 
     def release(self) -> None:
-        """Say that this run writes nothing more."""
+        """Mark the run as ended: it writes nothing more."""
         self._ended.set()
         self._thread.join()
         with suppress(OSError):
@@ -126,7 +126,7 @@ class Owner:
             self._touch()
 
     def _touch(self) -> None:
-        with suppress(OSError):  # a disk that does not answer now may do so at the next beat
+        with suppress(OSError):  # a disk that fails now may work at the next beat
             if self._is_mine():
                 os.utime(self._file)
                 self._touched = time.monotonic()
@@ -142,7 +142,7 @@ class Owner:
 
 def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patience: float) -> Owner:
     file, mine = output / OWNER, {"run": run, **_here(), "token": secrets.token_hex(8), "ended": False}
-    while True:  # again where somebody removes the file meanwhile
+    while True:  # again if somebody removes the file meanwhile
         content = _content(file)
         if content is None:
             if _create(file, mine):
@@ -181,12 +181,12 @@ def _words(facts: OwnerFacts) -> str:
 
 
 def _here() -> OwnerFacts:
-    """This process, in a form by which others on this machine can tell whether it is still there."""
+    """This process, in a form by which others on this machine can check whether it lives."""
     return {"host": socket.gethostname(), **this_process()._asdict()}
 
 
 def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
-    """How it is known that the owner lives, in words; empty where it does not."""
+    """The evidence that the owner lives, in words; empty if it does not."""
     pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
     if type(machine) is str and type(pid) is int and type(began) is int:
         alive = lives(ProcessId(machine, pid, began))
@@ -201,7 +201,8 @@ def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
 
 
 def _seen(file: Path) -> tuple[bytes | None, int]:
-    """What changes at a beat. The file is opened first: a network file system then asks the server."""
+    """The content and time of the file, which a beat changes. To open it makes a network file system ask the
+    server."""
     with suppress(OSError), open_regular(file) as opened:
         return opened.read(_LARGEST), os.fstat(opened.fileno()).st_mtime_ns
     return None, 0
@@ -222,7 +223,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _facts(content: bytes | None) -> OwnerFacts:
-    """What the file says; nothing of one that a crash cut short."""
+    """The facts in the file; none if a crash cut it short."""
     try:
         return dict(parse_json(content or b"{}"))
     except UNREADABLE:
@@ -230,7 +231,7 @@ def _facts(content: bytes | None) -> OwnerFacts:
 
 
 def _create(file: Path, facts: OwnerFacts) -> bool:
-    """Whether the file was made: another process may do so at the same moment."""
+    """Make the file. False if another process has made it at the same moment."""
     try:
         with file.open("xb") as created:
             created.write(_text(facts))

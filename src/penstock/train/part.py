@@ -3,15 +3,15 @@
     running                around the whole run
     training               around all steps
     around                 around each step; within it, in this order:
-        computed           the gradients are there; next they are clipped
-        judge              why the weights must not take them; else the optimizers update the weights
+        computed           the gradients are computed; next they are clipped
+        judge              why to skip the step; without a reason the optimizers update the weights
         row                entries of the step's row, which a thread then shows and writes
     check                  raises an error, or takes the run back to a checkpoint
     after                  evaluates; may end the run
     keep                   saves
     summary, end           when the run has ended
 
-parts.py lists them. A new feature is one class and one line there.
+parts.py lists the parts. A new feature is one class and one line there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.train.state import RunState
 
 
 class Steps:
-    """The steps to come, each with its batch, which a thread makes while the step before runs."""
+    """The steps to come, and their batches. A thread makes the next batch while a step runs."""
 
     def __init__(self, data: Data, done: int, last: int, device: torch.device) -> None:
         self._last, self._device = last, device
@@ -57,7 +57,7 @@ class Steps:
             yield self._done
 
     def batch(self) -> LoadedBatch:
-        """The batch of the step, once."""
+        """The batch of the current step. Call it once a step."""
         assert self._batches is not None
         return next(self._batches)
 
@@ -69,18 +69,18 @@ class Steps:
 
 @dataclass
 class TrainStep:
-    """One step of a run, as far as it has come.
+    """One step of a run, complete or under way.
 
     Attributes:
         number: from 1
-        batch: this process's part of it; once the step is done, without its tensors
+        batch: this process's part of the batch; once the step is done, without its tensors
         result: of all pipeline calls of the step
         norm: of the gradients, before they were clipped
         seconds: from the wait for the batch to the end of the optimizers
-        skipped: why the weights do not take its gradients; empty where they do
+        skipped: why the optimizers skip the step; empty if they do not
         back_to: the checkpoint that the run goes back to because of this step
-        ended: why the run ends after it; empty where it goes on
-        stopped: whether it ends because a signal asks for it
+        ended: why the run ends after the step; empty if it goes on
+        stopped: whether the run ends because of a signal
     """
 
     number: int
@@ -97,12 +97,12 @@ class TrainStep:
 
 @dataclass
 class Run:
-    """What the loop and the parts of a run work with.
+    """A run: the objects that the loop and the parts share.
 
     Attributes:
         owner: of the output folder; on the first process
         parts: in the order in which they are called
-        state: what a checkpoint has of the steps up to now; loop and parts replace its entries
+        state: the run's entries in a checkpoint, up to now; loop and parts replace them
         checkpoint: the newest one of the run; None before the first
     """
 
@@ -131,7 +131,7 @@ class Run:
         state, data, owner, position = self.state, self.steps.data, self.owner, step.batch.position
 
         def in_json() -> dict[str, Any]:
-            run = None if owner is None else owner.run  # elsewhere it is not written
+            run = None if owner is None else owner.run  # only the first process writes it
             return state.after(step.number, run, self.config, data.state(step.number, position))
 
         return in_json
@@ -164,12 +164,12 @@ class RunPart:
         return nullcontext()
 
     def computed(self, step: int) -> None:
-        """The gradients of the step are computed, and its weights are still those before it."""
+        """Called when the gradients of the step are computed, and the weights are still those before it."""
 
     def judge(self, step: TrainStep) -> str:
-        """Why the weights must not take the step's gradients, the same on all ranks; empty where they may.
+        """Why the optimizers must skip the step, the same on all ranks; empty if they need not.
 
-        Parts later in the list are not asked where one has a reason.
+        After the first reason the later parts are not called.
         """
         return ""
 
@@ -178,17 +178,17 @@ class RunPart:
         return {}
 
     def check(self, step: TrainStep) -> None:
-        """Raise an error where the run must not go on, or go back to the checkpoint `step.back_to`."""
+        """Raise an error if the run must not go on, or go back to the checkpoint `step.back_to`."""
 
     def after(self, step: TrainStep) -> None:
         """Measure or decide something between two steps. It may set `step.ended`."""
 
     def keep(self, step: TrainStep) -> None:
-        """Save something of the state after the step. It is known by now whether the run ends."""
+        """Save a part of the state after the step. `step.ended` is final."""
 
     def summary(self) -> Iterator[str]:
-        """Lines to print when the run has ended by itself. Called on the first process alone."""
+        """Lines to print when the run has ended by itself. Called on the first process only."""
         yield from ()
 
     def end(self) -> None:
-        """No process reads or writes anything of the run any more."""
+        """Called last, when no process reads or writes files of the run any more."""

@@ -45,12 +45,12 @@ def parts_of(
         StepTimeline(run, schedule_of),
         usage,
         Skips(run),
-        InMemoryCheckpoints(run, memory) if memory else None,  # it forgets before a spike takes the run back
+        InMemoryCheckpoints(run, memory) if memory else None,  # it forgets before a spike rewinds the run
         Spikes(run),
         SlowRankWatch(run, usage.throughput.works, measured),
         SignalsWait(run, stop),
         HeldOutEvaluation(run),
-        Signals(run),  # after an evaluation, during which a signal may come
+        Signals(run),  # after the evaluation, during which a signal may come
         Sample(run),
     )
     return [part for part in parts if part is not None]

@@ -1,8 +1,8 @@
-"""What is checked before a run: `preflight`, or `dry_run` alone.
+"""The checks before a run: `preflight`, or `dry_run` alone.
 
-`preflight` finds every error that can be found without loading a weight. The command calls it once before it
-starts any rank, and each rank calls it again. `dry_run` plans a run on a machine that may have neither its
-data nor its GPUs.
+`preflight` raises every error that can be detected without loading a weight. The command calls it once before
+it starts any rank, and each rank calls it again. `dry_run` plans a run on a machine that may have neither the
+run's data nor its GPUs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Prepared(Planned):
 
 
 def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
-    """Prepare a run, without loading a weight or talking to another process.
+    """Prepare a run, without loading a weight or communicating with another process.
 
     Args:
         resume: as for `find_start`
@@ -105,7 +105,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
         tokenizer,
         int(model.config.get_text_config().vocab_size),
         padding=make_padding(config.pipeline),
-        flash="flash" in str(model.config._attn_implementation),  # as transformers itself asks
+        flash="flash" in str(model.config._attn_implementation),  # the test of transformers itself
         parts=axes.batch_parts,
     )
     start, notes = planned.start, (*planned.notes, *_data_notes(config, data, planned.start))
@@ -114,10 +114,10 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
 
 
 def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> TrainConfig:
-    """The config with the commit that the model's Hub name stands for, of which `part` is fetched.
+    """The config with the commit of the model's Hub name, of which `part` is downloaded.
 
-    A run that goes on keeps its commit, unless the config has another name or revision by now. A config
-    without a Hub name is returned as it is. Raises HubError, CheckpointError.
+    A resumed run keeps its commit, unless the config has another name or revision by now. A config without a
+    Hub name is returned as it is. Raises HubError, CheckpointError.
     """
     section = config.model
     if not hub.is_name(section.path):
@@ -134,15 +134,15 @@ def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> Trai
 
 
 def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
-    """Plan a run, with what this machine lacks in the notes. No text is read, no process is asked.
+    """Plan a run. The notes list what this machine lacks. Reads no text, and calls no other process.
 
     Call it inside of `sdpa_for_flash`.
 
     Args:
         resume: as for `preflight`
-        world: the number of processes that are to run it; None where the sizes say it, or torchrun
+        world: the number of processes of the run; None takes it from the sizes, or from torchrun
 
-    Raises: what `preflight` raises, but for data, tokenizer, output folder and GPUs.
+    Raises: what `preflight` raises, except for data, tokenizer, output folder and GPUs.
     """
     config = pinned(for_world(config, world), resume, "config")
     named = config_in(config.model) if has_hub_weights(config.model) else named_model(config.model)
@@ -159,7 +159,7 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     )
     if auto.experts is not None:
         choose_experts(source.model, auto.experts, given=False)
-    # of the model itself, which is opened by now
+    # options that `source.model` already has
     opened = replace(
         auto, dtype=None, attention=None, adapter=None, mtp_loss_scaling_factor=None, new_weights=()
     )
@@ -169,7 +169,7 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
 
 
 def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
-    """A line for each thing that the run needs and this machine lacks, or that was not looked at."""
+    """A line for each thing that the run needs and this machine lacks, or that was not checked."""
     for path in (source.path for source in config.data.sources if source.kind != "dummy"):
         if not Path(path).expanduser().exists():
             yield f"data.path={path}: not on this machine, so not checked"
@@ -200,7 +200,7 @@ def _planned(
     model = plan.source.model
     source = plan.source
     if not source.files and config.adapter is not None and not has_hub_weights(config.model):
-        rule = "it is for a model with weights, and here they are random"
+        rule = "an adapter needs a model with trained weights, and here they are random"
         raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
     if config.data.packing in ("sequential", "best_fit"):
         refuse_packed(model)
@@ -214,8 +214,8 @@ def _planned(
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
-    """Raise ConfigError for a step of a ramp whose microbatches the schedule does not take."""
-    if schedule_config(auto.schedule).schedule == "searched":  # for any number, in its time
+    """Raise ConfigError for a step of a ramp whose number of microbatches the schedule does not accept."""
+    if schedule_config(auto.schedule).schedule == "searched":  # it accepts any number, after a search
         return
     make, known = auto.schedules(plan.schedule, plan.frozen), {plan.schedule.microbatches}
     for _, size in sizes_of(config).phases:
@@ -225,15 +225,15 @@ def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> N
                 make(count)
             except ConfigError as error:
                 rule = f"its {size.rows} rows make {count} microbatches, and {error.value}: {error.rule}"
-                remedy = "Give a number of rows for which it does, or another schedule"
+                remedy = "Give a number of rows that fits, or another schedule"
                 raise ConfigError("a phase of train.ramp", rule, remedy) from error
 
 
 def _notes(config: TrainConfig, source: Source) -> Iterator[str]:
-    """Lines on a key that has another name now, on the commit of a Hub name, and on weights that are new."""
+    """Lines on a deprecated key, on the commit of a Hub name, and on weights that are initialised."""
     if config.parallel.param_dtype is not None:
         key = f"parallel.param_dtype={config.parallel.param_dtype} is deprecated"
-        yield f"penstock: warning: {key}: write train.precision=mixed, which every mesh takes"
+        yield f"penstock: warning: {key}: write train.precision=mixed, which works on every mesh"
     if (commit := config.model.commit) is not None:
         yield f"model.path={config.model.path}: commit {commit} of {config.model.revision or 'main'}"
     if source.new:
@@ -241,7 +241,7 @@ def _notes(config: TrainConfig, source: Source) -> Iterator[str]:
 
 
 def _check_output(config: TrainConfig) -> None:
-    """Raise ConfigError now, and not when the first checkpoint is due."""
+    """Raise ConfigError if the first checkpoint could not be written."""
     output = config.output.path
     below = checkpoint_folder(output, 0).absolute()
     existing = next(folder for folder in below.parents if folder.exists())
@@ -251,7 +251,7 @@ def _check_output(config: TrainConfig) -> None:
 
 
 def _check_lengths(config: TrainConfig, longest: int | None) -> None:
-    """Raise ConfigError where a row has more tokens than the model has positions (`longest`)."""
+    """Raise ConfigError if a row has more tokens than the model has positions (`longest`)."""
     section, padded = config.data, largest_microbatch(config)[1]
     length = section.longest_document
     if section.document_length is not None:  # padding has documents and positions of its own
@@ -275,11 +275,11 @@ def data_at(config: TrainConfig, data: Data, start: Start) -> Data:
 
 
 def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
-    """Lines on what changed, which tokens the loss counts, and the share of padding, where there is some."""
+    """Lines on changed data, on the tokens that the loss counts, and on the share of padding, if any."""
     if change := data.change(start.state.data):
         yield f"changed since then: the data: {change}"
     if start.done and start.state.data is None:
-        yield "the checkpoint does not say which data it is of, so that nobody knows whether that has changed"
+        yield "the checkpoint does not say which data it is of, so penstock cannot check whether they changed"
     counted, tokens, dropped = (sum(getattr(source.store.facts, name) for source in data.rows.sources)
                                 for name in ("counted", "tokens", "dropped"))  # fmt: skip
     if counted < tokens or dropped:

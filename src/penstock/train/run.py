@@ -31,22 +31,22 @@ def run(prepared: Prepared, stop: Stop | None = None) -> TrainStep:
     """Train. Collective: every rank calls it with what its own preflight returned. Returns the last step.
 
     Args:
-        stop: what signals ask of this process; None ignores them
+        stop: the signals that this process gets; None ignores them
 
-    Raises FolderInUseError, on the first process, where another run writes into the output folder; RunError
-    where one has written a checkpoint there since the preflight.
+    Raises FolderInUseError, on the first process, if another run writes into the output folder; RunError if
+    one has written a checkpoint there since the preflight.
     """
     output = prepared.config.output.path
     owning: AbstractContextManager[Owner | None] = nullcontext()
     if is_first():
-        with suppress(OSError):  # `owned` says why nothing can be written there
+        with suppress(OSError):  # `owned` raises the error, with its cause
             output.mkdir(parents=True, exist_ok=True)
-        start = prepared.start  # of a run that was killed before its first checkpoint some may be in memory
+        start = prepared.start  # a run killed before its first checkpoint on disk may have some in memory
         owning = owned(output, start.state.run or start.remembered or new_run(), partial(print, flush=True))
     with owning as owner:
         if owner is not None:
             check_unchanged(output, prepared.start)
-            with suppress(OSError):  # it costs room alone
+            with suppress(OSError):  # what stays costs disk space only
                 remove_unfinished(output)
                 set_aside(output, prepared.start.done, partial(print, flush=True))
         return _run(prepared, owner, stop or Stop())
@@ -98,7 +98,7 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
 
 
 def _report(run: Run, last: TrainStep) -> None:
-    """Print why the run ended, and what it leaves."""
+    """Print why the run ended, and where its results are."""
     print(f"ended       {last.ended}")
     if last.stopped:  # there may be no time for more
         print(f"checkpoint  {run.checkpoint}: --resume goes on from it", flush=True)
@@ -111,7 +111,7 @@ def _report(run: Run, last: TrainStep) -> None:
 
 @contextmanager
 def _noted(pipe: Pipeline) -> Iterator[None]:
-    """Leave a note of what this rank alone raises, as on a full disk: the others wait for it, and name it."""
+    """Write a note of an error of this rank alone, as on a full disk, so that waiting ranks can name it."""
     try:
         yield
     except Exception as error:

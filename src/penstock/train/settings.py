@@ -1,4 +1,4 @@
-"""From the config to the library: how many processes a run takes, and the AutoPipeline that it builds."""
+"""From the config to the library: the number of processes of a run, and its AutoPipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 def started() -> int | None:
-    """How many processes there are; None for a process that was started alone."""
+    """The number of processes; None for a process that was started alone."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
@@ -62,8 +62,8 @@ def ranks_of(config: TrainConfig, world: int | None = None) -> int:
 def axes_of(config: TrainConfig, world: int | None = None) -> Axes:
     """The mesh's axes other than the pipeline's, without -1, as `ranks_of`.
 
-    Raises WorldSizeError where another number of processes was started; ConfigError for -1 where none was,
-    and for a batch with too few rows.
+    Raises WorldSizeError if another number of processes was started; ConfigError for -1 if none was, and
+    for a batch with too few rows.
     """
     ranks, axes, world = ranks_of(config, world), config.parallel.axes, world or started()
     if world is None:
@@ -89,7 +89,7 @@ def mesh_of(config: TrainConfig) -> dict[str, int]:
 
 
 def _check_ramp(config: TrainConfig, axes: Axes) -> None:
-    """Raise ConfigError for a smaller step that the axes, without -1, cannot share."""
+    """Raise ConfigError for a phase of the ramp whose size the axes, without -1, do not divide."""
     shared = 2 * axes.cp if axes.cp > 1 else 1
     shared *= axes.tp if config.parallel.sequence_parallel else 1
     for phase in config.train.ramp:
@@ -98,7 +98,7 @@ def _check_ramp(config: TrainConfig, axes: Axes) -> None:
             ("sequence_length", phase.sequence_length, shared),
         ):
             if size is not None and size % parts:
-                rule = f"with {axes} it is shared by {parts}, evenly"
+                rule = f"with {axes} it is divided into {parts} equal parts"
                 remedy = f"Give a multiple of {parts}"
                 raise ConfigError(f"train.ramp with {name}={size}", rule, remedy)
 
@@ -109,7 +109,7 @@ def sizes_of(config: TrainConfig) -> StepSizes:
 
 
 def for_world(config: TrainConfig, world: int | None) -> TrainConfig:
-    """The config with numbers in the place of -1. Raises what `axes_of` raises."""
+    """The config with each -1 replaced by its number. Raises what `axes_of` raises."""
     pipeline = config.pipeline.model_copy(update={"ranks": ranks_of(config, world)})
     parallel = config.parallel.model_copy(update=axes_of(config, world).sizes)
     return config.model_copy(update={"pipeline": pipeline, "parallel": parallel})
@@ -120,18 +120,18 @@ def _not_started(name: str) -> ConfigError:
         f"{name}=-1",
         "it takes the processes that are left, and penstock train starts as many as the sizes say",
         "Give a number, or start the processes yourself: torchrun --nproc-per-node 8 -m penstock train ...; "
-        "a dry run takes --world 8",
+        "for a dry run give --world 8",
     )
 
 
 def is_first() -> bool:
-    """Whether this process writes what is written once."""
+    """Whether this process is the one that writes the files of the run."""
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     return rank == 0
 
 
 def check_machine(config: TrainConfig) -> None:
-    """Raise ConfigError where the config asks for a GPU or a package that this machine lacks."""
+    """Raise ConfigError if the config needs a GPU or a package that this machine lacks."""
     check_installed(config.optimizer)
     on_cpu = config.train.device == "cpu" or not torch.cuda.is_available()
     _check_experts(config, on_cpu)
@@ -206,12 +206,12 @@ def _dtype(name: str | None) -> torch.dtype | None:
 
 
 def _made(make: Callable[..., T], section: Section | None, **more: object) -> T | None:
-    """What the library calls a section with the same keys; None for one that is off."""
+    """The library's object with the keys of a section; None for a section that is off."""
     return None if section is None else make(**section.model_dump(), **more)
 
 
 def trace_folder(config: TrainConfig, axes: Axes) -> Path:
-    """Where ranks write their traces: a folder for each pipeline, as their ranks have the same numbers."""
+    """Where ranks write their traces: one folder a pipeline, as all pipelines number their ranks from 0."""
     folder = config.output.path / "stalled"
     if axes.ranks_per_stage == 1:
         return folder
@@ -220,7 +220,7 @@ def trace_folder(config: TrainConfig, axes: Axes) -> Path:
 
 
 def make_padding(section: PipelineSection) -> Padding | None:
-    """How the pipeline pads a step's microbatches; None where it does not."""
+    """How the pipeline pads a step's microbatches; None if it does not."""
     return _made(Padding, section.padding or PaddingSection()) if section.shapes == "padded" else None
 
 
@@ -231,7 +231,7 @@ def _checkpointing(config: TrainConfig) -> Checkpointing | None:
 
 
 def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
-    """Rows and tokens a row of the largest microbatch, with padding."""
+    """Rows, and tokens a row, of the largest microbatch, with padding."""
     parts = axes_of(config).batch_parts
     rows = -(-config.train.batch_size // (config.pipeline.microbatches * config.train.accumulate * parts))
     padding, length = make_padding(config.pipeline), config.data.sequence_length

@@ -1,8 +1,8 @@
 """How large each step is: rows, tokens a row, and the pipeline calls that the rows go through.
 
 train.accumulate calls of pipeline.microbatches microbatches make one step of the optimizer. With train.ramp
-the first steps have fewer rows, or shorter ones. The rows of a microbatch stay as many, and their number
-grows:
+the first steps have fewer rows, or shorter ones. The rows of a microbatch stay the same, and the number of
+microbatches grows:
 
     batch_size: 16, microbatches: 4, ramp: [{until: 2, batch_size: 4}, {until: 3, batch_size: 8}]
 
@@ -27,7 +27,7 @@ class Size(NamedTuple):
 
     rows: of the whole batch, over all parts
     length: tokens after which a row is cut
-    calls: microbatches of each call of a pipeline
+    calls: the number of microbatches of each pipeline call
     """
 
     rows: int
@@ -36,7 +36,7 @@ class Size(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """Of each part of the batch, over all calls."""
+        """The microbatches of each part of the batch, over all calls."""
         return sum(self.calls)
 
 
@@ -80,10 +80,10 @@ class StepSizes:
 
 
 def calls_of(content: Any, calls: Sequence[int], built: int) -> list[Any]:
-    """What each pipeline call of a step takes, in order.
+    """The content of each pipeline call of a step, in order.
 
     content: of the whole step, as penstock.train.data.rows.Content
-    built: microbatches that the pipeline makes of one mapping by itself
+    built: the number of microbatches into which the pipeline splits a mapping by itself
     """
     if tuple(calls) == (built,):
         return [content]

@@ -1,15 +1,15 @@
-"""Steps that do not reach the weights: their loss or gradients are not finite, or the loss is a spike.
+"""Steps that the optimizers skip: loss or gradients are not finite, or the loss is a spike.
 
-A loss is a spike where it rises far above those before it (train.spike). Such a step is skipped, or the run
+A loss is a spike if it rises far above those before it (train.spike). Such a step is skipped, or the run
 goes back:
 
     step                 50    51    52    53 = a spike        51    52 ...
     rows                 ...   0-7   8-15  16-23               24-31 32-39
     checkpoint of step   50                        goes back to 50
 
-A run that goes back leaves out the rows of all steps since its checkpoint. With the same ones it would come
-to the same weights, bit for bit, and to the same loss. Which steps are spikes follows from the losses of the
-steps before. A checkpoint holds them, so that a resumed run decides as the undisturbed one.
+A run that goes back leaves out the rows of all steps since its checkpoint. With the same rows it would get
+the same weights, bit for bit, and the same loss. The losses of the steps before determine which steps are
+spikes. A checkpoint holds them, so that a resumed run decides as an undisturbed one does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow
 from penstock.train.state import read_state
 
-REWINDS = 3  # in a row, to one checkpoint, after which the weights and not the rows are to blame
-IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are to blame
+REWINDS = 3  # in a row, to one checkpoint, after which the weights and not the rows are the cause
+IN_A_ROW = 10  # skipped steps, after which the weights and not the batches are the cause
 _REMEDY = "Lower optimizer.learning_rate, lengthen optimizer.warmup_steps, or use train.precision=float32"
 
 
@@ -52,7 +52,7 @@ class Skips(RunPart):
         return row | ({"skipped_steps": self.run.state.skipped} if self.run.state.skipped else {})
 
     def check(self, step: TrainStep) -> None:
-        """Raise RunError where train.nonfinite=stop, and at the last of too many skipped steps in a row."""
+        """Raise RunError if train.nonfinite=stop, and at the last of too many skipped steps in a row."""
         self._in_a_row = self._in_a_row + 1 if step.skipped and step.back_to is None else 0
         if self._not_finite and self.run.config.train.nonfinite == "stop":
             raise stopped(step.number, self._not_finite, self._ranks)
@@ -60,7 +60,7 @@ class Skips(RunPart):
             whose = f"; at the last the gradients of {self._ranks} were not finite" if self._ranks else ""
             error = RunError(
                 f"steps {step.number - IN_A_ROW + 1} to {step.number}: {step.skipped} at the last",
-                f"{IN_A_ROW} steps in a row were skipped, which no batch explains{whose}",
+                f"{IN_A_ROW} steps in a row were skipped, so the batches are not the cause{whose}",
                 f"Go on from the last checkpoint with --resume. {_REMEDY}",
             )
             error.names_rank = bool(self._ranks)
@@ -73,7 +73,7 @@ class Skips(RunPart):
 
 
 def not_finite(**values: float) -> str:
-    """All values in words where one is not finite; else empty."""
+    """All values in words if one is not finite; else empty."""
     if all(math.isfinite(value) for value in values.values()):
         return ""
     return ", ".join(f"{name}={value}" for name, value in values.items())
@@ -92,7 +92,7 @@ def stopped(step: int, reason: str, ranks: str = "") -> RunError:
 
 
 class Spikes(RunPart):
-    """Finds the spikes of a run, the same ones on every rank, as the loss is."""
+    """Detects the spikes of a run, the same on every rank, as all have the same loss."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -131,7 +131,7 @@ class Spikes(RunPart):
     def check(self, step: TrainStep) -> None:
         """Go back to the last checkpoint, and on from there with the rows that follow those of `step`.
 
-        Raises RunError where the run has come back too often, and what `load_checkpoint` and `Data.without`
+        Raises RunError if the run has gone back too often, and what `load_checkpoint` and `Data.without`
         raise.
         """
         run, checkpoint = self.run, step.back_to
@@ -152,14 +152,14 @@ class Spikes(RunPart):
         run.display.say(f"step {step.number}: back to step {state.step}, and on from there {without}")
 
     def _count(self, step: int, checkpoint: Path, done: int) -> None:
-        """Raise RunError where the run has come back to this checkpoint, of step `done`, too often."""
+        """Raise RunError if the run has gone back to this checkpoint, of step `done`, too often."""
         self._rewinds = self._rewinds + 1 if checkpoint == self._rewound_to else 1
         self._rewound_to = checkpoint
         if self._rewinds > REWINDS:
             raise RunError(
                 f"step {step}: the loss rose again",
-                f"the run has gone back to step {done} {REWINDS} times in a row, each time on to "
-                "other rows, which therefore are not to blame",
+                f"the run has gone back to step {done} {REWINDS} times in a row, each time with other rows, "
+                "so the rows are not the cause",
                 "Go on from an older checkpoint with --resume PATH and a lower optimizer.learning_rate, or "
                 "raise train.spike.factor",
             )

@@ -26,11 +26,11 @@ _REMEDY = "Give a checkpoint that penstock train wrote"
 
 
 class BestEvaluation(NamedTuple):
-    """The best evaluation so far. A checkpoint holds it, so that a resumed run ends where the whole one does.
+    """The best evaluation so far. A checkpoint holds it, so that a resumed run stops early at the same step.
 
     loss: the lowest held-out loss; None before the first evaluation
-    step: that it is of
-    since: evaluations in a row, up to now, that were no better
+    step: of that evaluation
+    since: the number of evaluations since then, none of which was better
     """
 
     loss: float | None = None
@@ -45,7 +45,7 @@ class BestEvaluation(NamedTuple):
         return self._replace(since=self.since + 1)
 
     def ends(self, section: EarlyStopSection | None) -> str:
-        """Why the run ends here, in words; empty where it goes on."""
+        """Why the run ends here, in words; empty if it goes on."""
         if section is None or self.since < section.patience:
             return ""
         return (
@@ -55,10 +55,10 @@ class BestEvaluation(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What the steps up to now leave for the next ones. A checkpoint holds it.
+    """The record of past steps by which spikes are detected. A checkpoint holds it.
 
-    losses: the last ones that reached the weights, at most `window` of them; none without train.spike
-    left_out: the run's rows that no step trains on, each as first and end
+    losses: of the last steps that changed the weights, at most `window` of them; none without train.spike
+    left_out: the run's rows that no step trains on, as ranges: first and end
     """
 
     losses: tuple[float, ...] = ()
@@ -70,7 +70,7 @@ class Seen(NamedTuple):
         return cls(tuple(losses), tuple((first, end) for first, end in left_out))
 
     def is_possible(self) -> bool:
-        """Whether a run can have seen this."""
+        """Whether a run can have this record."""
         bounds = [bound for ends in self.left_out for bound in ends]
         return (
             all(type(loss) in (int, float) and math.isfinite(loss) for loss in self.losses)
@@ -80,7 +80,7 @@ class Seen(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """How many rows were left out."""
+        """The number of rows that were left out."""
         return sum(end - first for first, end in self.left_out)
 
 
@@ -90,12 +90,12 @@ class RunState(NamedTuple):
     Attributes:
         run: the identity of the run; empty for a fresh start
         skipped: the steps up to `step` that changed no weight
-        data: what `Data.state` says of the position in the data; None in versions up to 0.5.0, where the step
-            says it
+        data: the position in the data, by `Data.state`; None in versions up to 0.5.0, where it follows from
+            the step
         best: of the evaluations up to `step`
         seen: of the losses up to `step`
         mesh: the size of each axis; None in older versions
-        config: the whole config that the run had then
+        config: the run's whole config at that step
         versions: of penstock and torch
     """
 
@@ -111,10 +111,10 @@ class RunState(NamedTuple):
 
     @classmethod
     def of(cls, entries: Any, name: str) -> Self:
-        """The state from JSON; what an older version did not write is as in a fresh start.
+        """The state from JSON; entries that an older version did not write are those of a fresh start.
 
-        name: of the checkpoint, for the error. Raises CheckpointError for what is no state, and for a value
-        that no run has.
+        name: of the checkpoint, for the error. Raises CheckpointError for JSON that is no state, and for a
+        value that no run has.
         """
         try:
             known = {"run": UNNAMED, **{key: entries[key] for key in ("step", "config", "versions")}}
@@ -167,7 +167,7 @@ FRESH = RunState()
 def read_state(path: Path) -> RunState:
     """The state in a complete checkpoint.
 
-    Raises AlteredError where it is not what was written; CheckpointError for a value that no run has.
+    Raises AlteredError if it is not what was written; CheckpointError for a value that no run has.
     """
     check_contents(path, STATE)
     entries: Any = None

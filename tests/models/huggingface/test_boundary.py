@@ -51,15 +51,15 @@ def passed_in(box: Callable[[], Any], put: Callable[[Any, Any], Any], get: Calla
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (lambda model, h: through(model.layers, h) + h, "what comes before the layers reaches the head"),
+        (lambda model, h: through(model.layers, h) + h, "a result from before the layers reaches the head"),
         (skips, "what layer 0 returned reaches the head past the layers after it"),
         (lambda model, h: through(model.layers, h) @ model.embed_tokens.weight.T @ model.embed_tokens.weight,
          "model.embed_tokens.weight is used both before and after the layers"),
         (scaled(lambda model, index: model.scales.data[index]), "scales is used between layers"),
         (lambda model, h: through(model.layers, h) + (h if model.training else 0),
-         "what comes before the layers reaches the head"),
+         "a result from before the layers reaches the head"),
         (lambda model, h: through(model.layers, h) * (model.norm(h * 0) if model.training else 1),
-         "runs both before and after|another way in training|reaches the head"),
+         "runs both before and after|differs between training|reaches the head"),
     ],
 )  # fmt: skip
 def test_values_that_pass_the_layers_by(forward: Forward, message: str) -> None:
@@ -74,7 +74,7 @@ def test_values_that_pass_the_layers_by(forward: Forward, message: str) -> None:
         (passed_in(dict, lambda box, new: box.update(x=new), lambda box: box.get("x")), "left in a dict"),
         (passed_in(list, lambda box, new: box.append(new), lambda box: box[-1] if box else None), "a list"),
         (passed_in(SimpleNamespace, left_on, lambda box: getattr(box, "x", None)),
-         "layer 1 uses something of the embeddings that is not among its arguments"),
+         "layer 1 uses a value of the embeddings that is not among its arguments"),
     ],
 )  # fmt: skip
 def test_values_that_layers_leave_for_each_other(wires: tuple[Forward, Any], message: str) -> None:

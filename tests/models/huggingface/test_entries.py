@@ -30,12 +30,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "positions of one row": ({"position_ids": torch.arange(8)}, r"Give position_ids.expand\(rows, -1\)"),
     "a list": ({"labels": IDS.tolist()}, "labels given as list: only tensors are split"),
     "an array": ({"input_ids": np.zeros((4, 8))}, "input_ids given as ndarray: only tensors are split"),
-    "float ids": ({"input_ids": IDS.float()}, "input_ids of torch.float32: they are the numbers of tokens"),
+    "float ids": ({"input_ids": IDS.float()}, "input_ids of torch.float32: they are token ids"),
     "an unknown id": ({"input_ids": marked(10**6)}, r"input_ids with 1000000, at \[2, 3\]: the model's"),
-    "a negative id": ({"input_ids": marked(-1)}, r"input_ids with -1, at \[2, 3\]: a token's number is"),
-    "float labels": ({"labels": IDS.float()}, "labels of torch.float32: they are the numbers of tokens"),
+    "a negative id": ({"input_ids": marked(-1)}, r"input_ids with -1, at \[2, 3\]: a token id is"),
+    "float labels": ({"labels": IDS.float()}, "labels of torch.float32: they are token ids"),
     "an unknown label": ({"labels": marked(10**6)}, r"labels with 1000000, at \[2, 3\]: the model's head"),
-    "a negative label": ({"labels": marked(-1)}, r"labels with -1, at \[2, 3\]: a label is the number"),
+    "a negative label": ({"labels": marked(-1)}, r"labels with -1, at \[2, 3\]: a label is a token id"),
 }  # fmt: skip
 
 

@@ -279,7 +279,7 @@ def test_outputs_need_no_labels() -> None:
 
 def test_what_only_the_next_token_takes_is_refused() -> None:
     tokens = heads.tiny("LlamaForTokenClassification", "llama").float()
-    with pytest.raises(ConfigError, match="takes cp and tp"):
+    with pytest.raises(ConfigError, match="supports cp and tp"):
         AutoPipeline(ranks=2, microbatches=2, axes=Axes(cp=2)).build_plan(tokens)
     model = heads.tiny("LlamaForSequenceClassification", "llama").float()
     with pytest.raises(ConfigError, match="shapes='padded' for LlamaForSequenceClassification"):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from penstock.batch.loss import NextToken
+from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
-from penstock.models.split.activation_sizes import stage_sizes
+from penstock.models.split.activation_sizes import StageSizes, stage_sizes
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
+from support import zoo
 from support.families import tiny_model
 
 
@@ -30,8 +35,39 @@ def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = HFCall(stage, info)((), {"input_ids": ids})
     assert found is not None
-    predicted, in_backward = found
+    predicted, in_forward, in_backward = found
     assert output.shape == (4, 32, 64)
     assert predicted.activation == sum(held.values()) - ids.nbytes
     assert predicted.buffer == predicted.sent == output.nbytes
     assert in_backward > predicted.activation
+    assert in_forward > predicted.activation
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear", "mixtral", "doge"])
+def test_families_whose_sizes_were_unknown_are_told(family: str) -> None:
+    """1.0: an error of a kernel without values counted as a forward that looks at values, or came out."""
+    assert sizes_of(family) is not None
+
+
+def test_a_forward_that_looks_at_values_is_unknown() -> None:
+    assert sizes_of("jetmoe") is None
+
+
+def test_any_other_error_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1.0 took every RuntimeError for a forward that looks at values."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("our bug")
+
+    monkeypatch.setattr(NextToken, "total", fails)
+    with pytest.raises(RuntimeError, match="our bug"):
+        sizes_of("llama")
+
+
+def sizes_of(family: str) -> StageSizes | None:
+    """Of the last stage, with the loss."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(zoo.tiny_config(family))
+    chain, info = find_chain(model), StageInfo(1, 2)
+    part = cut(model, chain, range(2, chain.count), info, values=False)
+    return stage_sizes(part, info, HFEdges(model, chain), (2, 32), True, taken(model))

@@ -72,7 +72,9 @@ def test_layers_that_the_config_tells_apart_are_of_two_kinds(family: str, field:
 
 def test_a_layer_that_pads_short_rows_counts_its_parameters() -> None:
     """A state-space scan in chunks of 256 tokens does the same work for 16 and for 32."""
-    config = AutoConfig.for_model("mamba2", num_hidden_layers=2, hidden_size=32, num_heads=4, head_dim=16)
+    config = AutoConfig.for_model(
+        "mamba2", num_hidden_layers=2, hidden_size=32, num_heads=4, head_dim=16, n_groups=1
+    )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     chain = find_chain(model)

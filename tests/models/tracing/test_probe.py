@@ -33,7 +33,7 @@ def test_models_that_are_refused() -> None:
          "transformers builds no causal LM from it"),
         (3, {}, "model given as int"),
         ("/nowhere/at/all", {}, "there is no such folder"),
-        (tiny_model("llama"), {"dtype": torch.float64}, "taken as it is"),
+        (tiny_model("llama"), {"dtype": torch.float64}, "a model object is not changed"),
         (tiny_model("llama"), {"attention": "eager"}, "attention=eager for a model object with sdpa"),
     ]  # fmt: skip
     for model, options, message in cases:

@@ -138,7 +138,7 @@ def test_a_batch_that_lists_the_images_of_each_row() -> None:
     with pytest.raises(BatchError, match="pixel_values: 3"):
         pipe.step({**batch, "pixel_values": PerRow(batch["pixel_values"][:3])})
     wide = PerRow([pixels[0][:, :5], pixels[2]] * 2)
-    with pytest.raises(BatchError, match=r"of shapes .* in one microbatch: those of its rows are laid end"):
+    with pytest.raises(BatchError, match=r"of shapes .* in one microbatch: the tensors of its rows"):
         pipe.step({**batch, "pixel_values": wide}, microbatches=2)
 
 
@@ -195,7 +195,7 @@ def test_the_split_counts_the_towers_work() -> None:
     model.model.visual.requires_grad_(False)
     frozen = multiply_adds(model, chain, 64, 64).embedding
     assert frozen - text == pytest.approx((whole - text) / 3, rel=1e-3)
-    rule = "it is a number of tokens of a row, which has 64"
+    rule = "it is the number of image tokens in a row, which has 64"
     wrong: Any
     for wrong in (65, -1, "x", 2.5, True):
         with pytest.raises(ConfigError, match=f"image_tokens={wrong!r}: {rule}"):

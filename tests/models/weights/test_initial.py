@@ -60,5 +60,5 @@ def test_an_initialisation_that_hides_what_it_fills(monkeypatch: pytest.MonkeyPa
             module.mlp.down_proj.weight.mul_(2)
 
     monkeypatch.setattr(LlamaPreTrainedModel, "_init_weights", hides)
-    with pytest.raises(ModelError, match="reads more where there are values"):
+    with pytest.raises(ModelError, match="reads more tensors when there are values"):
         check_pieces("llama")

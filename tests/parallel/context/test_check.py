@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], type[InputError], str]] 
     "an indexer": (_zoo("deepseek_v32"), ModelError, "'indexed_attention'"),
     "alibi": (_zoo("bloom"), ModelError, "no position_ids"),
     "attention of its own": (_zoo("gptj"), ModelError, "no attention of transformers' registry"),
-    "positions of its own": (_zoo("roberta"), ModelError, "count positions"),
+    "positions of its own": (_zoo("roberta"), ModelError, "counts positions"),
     "rules of its own": (_zoo("gemma4_unified"), ModelError, "rules of the model's own"),
     "positions in attention": (_zoo("llama4_text"), ModelError, "arange"),
     "turns by the longest": (_tiny(rope_parameters=ROPE), ModelError, "longest position"),

@@ -46,7 +46,7 @@ def test_a_length_that_tp_does_not_divide_is_refused_on_every_rank(pool: Pool) -
 def test_a_module_that_flattens_tokens_is_refused(pool: Pool) -> None:
     """llama4's mixtures give rows and tokens in one dimension: their second one is the width."""
     for found in pool.run(2, verdict, "llama4_text", True):
-        assert found.startswith("fails: ModelError: what a Llama4TextMoe returns, of shape [24, 32]")
+        assert found.startswith("fails: ModelError: the result of a Llama4TextMoe, of shape [24, 32]")
 
 
 def test_ids_out_of_the_vocabulary_raise_as_without_tp(pool: Pool) -> None:

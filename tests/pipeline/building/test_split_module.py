@@ -90,7 +90,7 @@ def test_the_names_of_each_stage(said: dict[str, Any], expected: list[tuple[str,
 
 
 def test_ambiguous_lists_of_layers_are_refused() -> None:
-    with pytest.raises(ModelError, match="with the module lists none: its layers are those of one list"):
+    with pytest.raises(ModelError, match="with the module lists none: its layers are in one list"):
         names_per_stage(nn.Linear(2, 2), 2)
     two = nn.Module()
     two.encoder, two.decoder = nn.ModuleList([Layer()]), nn.ModuleList([Layer(), Layer()])

@@ -100,6 +100,17 @@ def test_less_than_four_fifths_is_said_with_its_cause(name: str, share: str | No
     assert re.fullmatch(pattern, found[1])
 
 
+def test_a_warning_that_is_an_error_is_raised_once() -> None:
+    """Not by each step again: a caller may go on after it."""
+    pipe = two_products(prepare=hooked("wide"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Stage . defers")
+        with pytest.raises(UserWarning, match="Stage 0 defers"):
+            pipe.step(batch())
+        for _ in range(2):
+            assert pipe.step(batch()).tokens > 0
+
+
 def test_whole_backwards_have_nothing_to_defer() -> None:
     assert said(two_products("1f1b", hooked("wide")), batch()) == []
 

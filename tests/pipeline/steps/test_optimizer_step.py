@@ -196,7 +196,7 @@ def refused(action: str) -> str:
 @pytest.mark.parametrize(
     ("action", "words"),
     [
-        ("foreign", "optimizer=AdamW with a parameter of shape [3, 2]: it is none of this rank's"),
+        ("foreign", "optimizer=AdamW with a parameter of shape [3, 2]: it is no parameter of this rank"),
         ("lbfgs", "optimizer=LBFGS: it computes loss and gradients several times"),
         ("limits", "an optimizer, max_norm=2.0; rank 1"),
         ("losses", "an optimizer, max_norm=1.0, max_loss=2.0; rank 1"),

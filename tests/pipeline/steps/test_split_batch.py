@@ -36,7 +36,7 @@ def test_a_batch_of_tensors_is_split_into_as_many_as_are_asked_for() -> None:
         (ragged_batch(3), 10**6, BatchError, "a batch of 3 rows"),  # before a schedule is made
         (ragged_batch(3), 0, ConfigError, "microbatches=0: a schedule has a whole number"),
         (ragged_batch(3), "2", ConfigError, "microbatches='2': a schedule has a whole number"),
-        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call is of 2"),
+        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call has 2"),
         ([], None, BatchError, "a list of 0 microbatches"),
         (None, None, BatchError, "a batch given as NoneType"),
     ],

@@ -155,7 +155,7 @@ def test_models_with_other_values(pool: Pool) -> None:
     last, first = "model.layers.3.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
     found = pool.run(4, other_values, last)
     assert len(set(found)) == 1
-    assert found[0].startswith("HandshakeError: ranks that were given models with other values: ")
+    assert found[0].startswith("HandshakeError: ranks whose models have different values: ")
     assert re.search(rf"sum of {last}: \w+ on rank 2; \w+ on rank 3\. \n", found[0])
     assert pool.run(4, other_values, first) == ["no error"] * 4
 

@@ -291,5 +291,5 @@ def test_a_rank_that_does_not_come_is_named(worse: dict[str, Outcome]) -> None:
     """0.5.0: a traceback of torch, with a key of the store."""
     (words,) = worse["does not come"].survivors.values()
     assert words["text"].startswith(
-        "rank 0 waiting for all 2 processes of the job: rank 1 did not come within 8 s. See what became"
+        "rank 0 waiting for all 2 processes of the job: rank 1 did not come within 8 s. "
     )

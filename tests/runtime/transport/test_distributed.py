@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock import Pipeline, StageInfo
+from penstock.schedule.simulation.timeline import measure_of
 from support import jobs
 from support.pool import Pool, start
 
@@ -70,6 +71,14 @@ def test_one_timeline_for_all_ranks(pool: Pool) -> None:
     assert makespans[0] == makespans[1]
     assert 0 < makespans[0] <= max(ends) - min(starts)
     assert ranks == ([0, 1], [0, 1])
+
+
+def test_no_rank_ends_a_step_before_the_last_one(pool: Pool) -> None:
+    """In 1F1B rank 1 ends first. It still waits for the report of rank 0, so a step takes its makespan."""
+    pause = 1.0
+    ends = pool.run(2, jobs.end_behind_a_slow_rank, pause)
+    assert abs(ends[0] - ends[1]) < pause / 2
+    assert measure_of() == "makespan"
 
 
 class Chunk(nn.Module):

@@ -15,6 +15,7 @@ from penstock.schedule.builders.v_list import (
     VDurations,
     _repeated,
     by_block,
+    ending_early,
     in_order,
     run,
     schedule,
@@ -42,7 +43,9 @@ def rule(lead: float = inf) -> DispatchRule:
 def test_it_plans_what_simulate_predicts(patience: float) -> None:
     found = run(WORK, LIMITS, rule(), patience)
     built = schedule("built", WORK, found.programs)
-    assert simulate(built, COSTS).makespan == pytest.approx(found.makespan, rel=1e-12)
+    timeline = simulate(built, COSTS)
+    assert timeline.makespan == pytest.approx(found.makespan, rel=1e-12)
+    assert timeline.extent == pytest.approx(found.extent, rel=1e-12)
     assert all(live <= limit for live, limit in zip(verify(built).peak_live, LIMITS, strict=True))
 
 
@@ -106,6 +109,17 @@ def test_a_rank_has_another_patience_once_all_microbatches_have_entered(
     orders = in_order([[0, 0, 1, 2, 1, 2, 3, 3], [0, 1, 0, 1, 2, 3, 2, 3]])
     program = run(work, [4, 4], orders, [of_rank_0, (0.0, 0.0)]).programs[0]
     assert program[4] == ((1, 1) if waits else (4, 0))
+
+
+def test_rank_0_fills_its_last_waits_with_weight_gradients() -> None:
+    """Its order has three W behind its last I, 0I1. Two of them fit into the wait for that one's input."""
+    work = VDurations.of(2, 2, Costs(input_grad=[1, 2, 1, 1]))
+    orders = [[0, 0, 1, 2, 4, 1, 2, 3, 3, 4, 5, 5], [0, 1, 0, 1, 2, 3, 4, 2, 3, 5, 4, 5]]
+    as_listed = run(work, [4, 4], in_order(orders), None)
+    early = run(work, [4, 4], ending_early(orders, 2), None)
+    assert early.programs[1] == as_listed.programs[1]
+    assert early.extent < as_listed.extent
+    assert early.programs[0].index((5, 0)) < early.programs[0].index((3, 1))
 
 
 def test_the_interval_is_the_work_of_the_busiest_rank() -> None:

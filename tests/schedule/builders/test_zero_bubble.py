@@ -1,4 +1,5 @@
 import pytest
+from benchmarks.validation.zero_bubble import FITTED, TABLE_5, TABLE_8, LoopRow, VRow, predicted
 
 from penstock.schedule import Costs, simulate
 from penstock.schedule.builders.zero_bubble import zb_h1, zb_h2
@@ -26,3 +27,19 @@ def test_zb_h2_pauses_no_more_than_zb_h1() -> None:
         for microbatches in (1, ranks, 2 * ranks - 1, 3 * ranks):
             ours, other = simulate(zb_h2(ranks, microbatches)), simulate(zb_h1(ranks, microbatches))
             assert ours.inner_bubble <= other.inner_bubble + 1e-12
+
+
+@pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row.model}, {row.microbatches} microbatches")
+def test_the_bubbles_are_those_of_the_paper(row: LoopRow) -> None:
+    """Table 5 at the costs of Table 9, to all four digits."""
+    assert {name: round(predicted(row, name), 4) for name in row.rates} == row.rates
+
+
+@pytest.mark.parametrize(
+    "row", TABLE_8, ids=lambda row: f"{row.ranks} ranks, {row.microbatches} microbatches"
+)
+def test_the_costs_that_the_paper_does_not_print_give_its_bubbles(row: VRow) -> None:
+    """Table 8: two columns that determine the costs, and ZB-H2, which they predict."""
+    for name in FITTED:
+        assert predicted(row, name) == pytest.approx(row.rates[name], abs=1e-4)
+    assert predicted(row, "zb_h2") == pytest.approx(row.rates["zb_h2"], abs=1.5e-4)

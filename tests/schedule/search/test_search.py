@@ -13,7 +13,7 @@ from penstock.schedule import Costs, Placement, both_ways, loop, simulate, verif
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.search import Found, search
 from penstock.schedule.search import exact as cp_sat
-from penstock.schedule.search.search import Objective
+from penstock.schedule.simulation.timeline import Objective
 
 
 @pytest.fixture(params=[True, False], ids=["ortools", "plain"])

@@ -190,7 +190,7 @@ def test_pairs_come_first_where_they_hide_an_exchange() -> None:
 
 
 def test_an_exchange_longer_than_its_op_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="what 0F0 waits within itself, 2, is a part of what it takes, 1"):
+    with pytest.raises(ConfigError, match="the exchange of 0F0, 2, is a part of its duration, 1"):
         compare(ranks=2, microbatches=2, costs=Costs(exchange=2), builders={"gpipe": gpipe})
 
 

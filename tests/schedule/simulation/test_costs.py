@@ -77,7 +77,7 @@ def test_where_no_op_ran_alone_all_count() -> None:
     [
         {"forward": None}, {"forward": "1"}, {"forward": True}, {"forward": {0: 1}}, {"forward": [[[1]]]},
         {"bytes": -1}, {"bandwidth": "3"}, {"bandwidth": 0}, {"activation": [1, nan]},
-        {"communication": None}, {"buffer": None}, {"held_in_backward": "2"},
+        {"communication": None}, {"buffer": None}, {"held_in_backward": "2"}, {"held_in_forward": -1},
     ],
 )  # fmt: skip
 def test_what_is_no_cost_is_refused_at_once(wrong: Any) -> None:
@@ -109,7 +109,9 @@ def test_what_is_left_out_is_as_much_as_another_cost() -> None:
     costs = Costs(activation=[3, 4], buffer=0.5)
     for name, other in (
         ("held_for_weight", "activation"),
+        ("held_in_forward", "activation"),
         ("held_in_backward", "activation"),
+        ("recomputed", "forward"),
         ("sent", "buffer"),
     ):
         assert costs.rows(name, loop(2), 3) == costs.rows(other, loop(2), 3)

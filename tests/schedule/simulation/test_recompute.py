@@ -138,3 +138,12 @@ def test_with_buffers_it_fits_all_the_same(schedule: Schedule, limit: float) -> 
         assume(False)
     costs = mixed(schedule, kept, recomputed, first_in_flight(schedule, counts))
     assert max(simulate(schedule, costs).peak_memory) <= limit * (1 + 1e-9)
+
+
+def test_what_runs_again_takes_less_where_results_were_kept() -> None:
+    schedule = build("1f1b", ranks=1, microbatches=2)
+    for again, taken in ((None, 1 + 2), (0.25, 1 + 0.25)):
+        kept, inputs = Costs(forward=2, recomputed=again), Costs(activation=0.5, held_in_forward=0.75)
+        costs = mixed(schedule, kept, inputs, frozenset({(0, 1)}))
+        assert costs.input_grad == [[1, taken]]
+        assert costs.held_in_forward == [[1, 0.75]]

@@ -1,6 +1,10 @@
+from math import inf
+
 import pytest
 
+from penstock.errors import ConfigError
 from penstock.schedule import Idle, Op, Pair, Reduction, Span, Timeline, Wait
+from penstock.schedule.simulation.timeline import check_objective, measure_of
 
 SPANS = (
     Span(0, Op(0, "F", 0), 10.0, 11.0),
@@ -17,6 +21,41 @@ def test_the_bubble_is_the_share_of_time_that_is_idle_whenever_the_clock_started
     assert timeline.busy == (4.0, 3.0)
     assert timeline.rank_bubble == (0.5, 0.625)
     assert timeline.bubble == pytest.approx(1 - 7 / 16)
+
+
+def test_the_extent_is_the_longest_time_from_a_rank_s_own_start_to_its_own_end() -> None:
+    timeline = Timeline("mine", 2, SPANS, (1, 1))
+    assert timeline.rank_extent == (8.0, 3.0)
+    assert timeline.extent == 8.0
+    shifted = Timeline("mine", 2, (*SPANS[:2], *(span._replace(end=20.0) for span in SPANS[3:])), (1, 1))
+    assert (shifted.makespan, shifted.extent) == (10.0, 8.0)
+    assert (shifted.length("makespan"), shifted.length("extent")) == (10.0, 8.0)
+
+
+def test_the_longest_rank_counts_in_the_extent_bubble_and_the_average_one_in_the_inner_bubble() -> None:
+    timeline = Timeline("mine", 2, SPANS, (1, 1))
+    assert timeline.extent_bubble == 1 - 7 / 16
+    assert timeline.inner_bubble == pytest.approx(1 - 7 / 11)
+
+
+def test_a_reduction_belongs_to_the_extent_of_its_rank() -> None:
+    timeline = Timeline("mine", 2, SPANS, (1, 1), reductions=(Reduction(1, 1, 15.0, 21.0),))
+    assert timeline.rank_extent == (8.0, 9.0)
+    assert timeline.extent == 9.0
+
+
+def test_a_step_that_all_ranks_end_together_takes_its_makespan() -> None:
+    assert measure_of() == "makespan"
+    assert measure_of(reports=False) == "extent"
+    assert measure_of(reports=False, max_norm=1.0) == "makespan"
+    assert measure_of(reports=False, max_norm=inf, checks_gradients=True) == "makespan"
+
+
+def test_there_are_two_objectives() -> None:
+    check_objective("makespan")
+    check_objective("extent")
+    with pytest.raises(ConfigError, match="objective='bubble'"):
+        check_objective("bubble")
 
 
 def test_what_runs_side_by_side_counts_once_whichever_began_first() -> None:
@@ -41,6 +80,7 @@ def test_busy_time_is_divided_between_the_device_and_its_waits_for_the_host() ->
 def test_an_empty_timeline_has_no_bubble() -> None:
     empty = Timeline("mine", 2, (), (0, 0))
     assert (empty.makespan, empty.bubble, empty.rank_bubble) == (0.0, 0.0, (0.0, 0.0))
+    assert (empty.extent, empty.extent_bubble) == (0.0, 0.0)
 
 
 WAITS = (

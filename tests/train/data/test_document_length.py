@@ -120,9 +120,9 @@ def test_padding_has_documents_of_its_own_where_one_would_get_too_long() -> None
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"packing": "stream"}, "data.packing=stream makes others; take sequential or best_fit"),
-        ({"packing": "none"}, "data.packing=none makes others"),
-        ({"document_length": ROW + 1}, f"above data.sequence_length={ROW}, a whole row"),
+        ({"packing": "stream"}, "data.packing=stream makes no such rows; take sequential or best_fit"),
+        ({"packing": "none"}, "data.packing=none makes no such rows"),
+        ({"document_length": ROW + 1}, f"above data.sequence_length={ROW}, the length of a row"),
     ],
 )
 def test_combinations_that_cannot_be_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

@@ -258,7 +258,7 @@ def test_packed_files_are_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "b.jsonl.gz", "jsonl"),
         (tmp_path / "b.jsonl.gz", "auto"),
     ):
-        assert "b.jsonl.gz: it is packed, and files are read as they are. Unpack it" in refused(
+        assert "b.jsonl.gz: it is compressed, and files are read as they are. Decompress it" in refused(
             path, kind=kind
         )
 

@@ -194,7 +194,7 @@ def test_wrong_records_are_refused_when_the_run_starts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "rule"),
     [
-        ("{streaming: {}}", "data.streaming knows no end to hold out"),
+        ("{streaming: {}}", "data.streaming has no end to hold out"),
         ("{streaming: {}, validation: {path: b}, packing: best_fit}", "sorts all documents"),
         (
             "{path: null, mixture: [{path: a, epochs: 2}], streaming: {}, validation: {path: b}}",

@@ -84,8 +84,8 @@ def test_missing_fields_are_named() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "jsonl"}, "kind=jsonl another way to read a record; set kind=chat"),
-        ({"chat_form": "messages"}, "chat_form=messages another way to read a record; leave chat_form out"),
+        ({"kind": "jsonl"}, "kind=jsonl another form of a record; set kind=chat"),
+        ({"chat_form": "messages"}, "chat_form=messages another form of a record; leave chat_form out"),
         ({"columns": {"prompt": "ctx"}}, "completion"),
     ],
 )

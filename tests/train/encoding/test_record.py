@@ -248,16 +248,16 @@ def test_other_weights_are_refused(said: dict[str, Any], rule: str) -> None:
 def test_a_turn_that_is_to_be_trained_and_does_not_count_is_refused() -> None:
     """axolotl's `train: true` on a user's turn trains it."""
     row = {"messages": [ASK | {"train": True}, SAY]}
-    assert "asks to train message 1 of messages, of the role user, which the loss does not" in refused(row)
+    assert "says to train message 1 of messages, of the role user, which the loss does not" in refused(row)
     assert "2 + 3?" in text_of(labels(encoder(loss_on="all"), row)[1])
     prompt = {"prompt": [ASK, SAY | {"weight": 1}, MORE[0]], "completion": [MORE[1]]}
-    assert "asks to train message 2 of prompt" in refused(prompt)
+    assert "says to train message 2 of prompt" in refused(prompt)
 
 
 def test_marks_that_are_not_one_a_turn_do_not_say_whose_they_are() -> None:
     own = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
     said = refused({"messages": [ASK, SAY | {"weight": 0}, *MORE]}, own)
-    assert "some of its 2 turns of the assistant are not to count, and the template marks 4 parts" in said
+    assert "some of its 2 turns of the assistant must not count, and the template marks 4 parts" in said
 
 
 # ---- What the template leaves out

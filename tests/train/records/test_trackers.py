@@ -289,7 +289,7 @@ def test_a_missing_library_is_one_error_that_names_the_command(monkeypatch: pyte
     [
         ("[tensorbord]", "'tensorbord' is no tracker. Write tensorboard, wandb, mlflow, or a mapping"),
         ("[{project: x}]", "is no tracker"),
-        ("[wandb, {name: wandb, project: x}]", "wandb stands there twice"),
+        ("[wandb, {name: wandb, project: x}]", "wandb is listed twice"),
         ("[{name: wandb, proyect: x}]", "has no such key. Did you mean output.trackers.0.project"),
         ("tensorboard", "Write a list"),
     ],

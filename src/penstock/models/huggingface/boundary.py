@@ -1,17 +1,17 @@
-"""Where a stage begins and ends inside of the model's own forward.
+"""Where a stage begins and ends inside the model's own forward.
 
-A stage is the whole model object in which placeholders without parameters stand for the layers of other
+A stage is the whole model object, in which placeholders without parameters replace the layers of other
 stages. For a stage with layers 2 and 3 of 6:
 
     embed*   0*    1*     2     3      4*   5*   norm*  head*        * placeholder
                    |            |
                  entry         exit
 
-The entry, the placeholder just before the stage's first layer, returns the hidden states that were received.
-The exit, the stage's last layer, ends the forward: what it returns is the stage's output. So what the model
-does before its layers runs on a dummy and is dropped, and what it does between two layers runs once, after
-the entry. Where the stages before hold the embedding alone, the model's first layer takes what was received
-itself. A first stage with the embedding alone ends at the placeholder of the first layer.
+The entry, the placeholder just before the stage's first layer, returns the received hidden states. The exit,
+the stage's last layer, ends the forward: its result is the stage's output. So the model's code before its
+layers runs on a dummy, whose result is dropped, and its code between two layers runs once, after the entry.
+If the previous stages have only the embedding, the model's first layer itself takes the received hidden
+states. A first stage with only the embedding ends at the placeholder of the first layer.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ _REMEMBERED = 4096  # shapes of a placeholder's result
 
 
 class StageDone(BaseException):
-    """Ends a stage's forward once its output is there. No error: nothing may catch it on the way."""
+    """Ends a stage's forward once its output exists. It is no error, and a model's code must not catch it."""
 
 
 class Boundary:
-    """What enters and leaves one stage during one forward.
+    """The inputs and outputs of one stage during one forward.
 
-    The hidden states cross an edge; or, where the chain has more, a dict of
+    The hidden states cross an edge; or, if the chain has more, a dict of
 
         "hidden"      the hidden states
-        "early"       values from before the layers that later layers take, by their number
-        "passed_on"   what a layer returns for the next one in addition to the hidden states
-        "shared"      values that layers leave in a mapping which all of them get
-        "recorded"    what the head collects from the layers
-        "features"    what images add to the hidden states between later layers
+        "early"       values computed before the layers that later layers take, by index
+        "passed_on"   a layer's further results for the next layer
+        "shared"      values that layers store in a mapping that all of them get
+        "recorded"    values that the head collects from the layers
+        "features"    image features that are added to the hidden states between later layers
     """
 
     def __init__(self, chain: Chain, layers: range, info: StageInfo) -> None:
         self._chain, self._info = chain, info
         self._entry = None if info.is_first else layers.start - 1  # -1: the first layer itself
-        self._exit = None if info.is_last else max(layers.stop - 1, 0)  # 0, without layers: the first place
+        self._exit = None if info.is_last else max(layers.stop - 1, 0)  # 0 for a stage without layers
         self._needed = () if info.is_last else chain.early_values_from(layers.stop)
         self._next = layers.stop
         self._features: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Boundary:
         self._features = {}
 
     def end(self) -> Any:
-        """The output, if the forward ended at the exit. Raises ModelError where it skipped entry or exit."""
+        """The output, if the forward ended at the exit. Raises ModelError if it skipped entry or exit."""
         output, self._received, self._output = self._output, None, None
         self._features = {}
         if self._entered is self._info.is_first or (self._exit is not None and output is None):
@@ -88,7 +88,7 @@ class Boundary:
         return output
 
     def around_layers(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of the module around the layers, with the features that were received."""
+        """The arguments of the module around the layers, with the received features."""
         if not self._info.is_first:
             self._features = self._received["features"]
             return kwargs | with_zeros(self._features, self._received["hidden"])
@@ -97,7 +97,7 @@ class Boundary:
         return kwargs
 
     def before_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """The arguments of one of the stage's layers, in place of those that the model calls it with."""
+        """The arguments of one of the stage's layers, from those with which the model calls it."""
         if self._entry == -1 and index == 0:
             args, kwargs = with_hidden(args, kwargs, self._enter(args, kwargs))
         taken = self._chain.early_inputs[index]
@@ -107,7 +107,7 @@ class Boundary:
         return args, kwargs
 
     def after_layer(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Take the result of one of the stage's layers. That of the last one is the output."""
+        """Take the result of one of the stage's layers. The last layer's result is the output."""
         if index == self._exit:
             hidden, *more = (result,) if isinstance(result, Tensor) else result
             self._leave(hidden, tuple(more), args, kwargs)
@@ -116,7 +116,7 @@ class Boundary:
     def at_placeholder(
         self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """What the placeholder of a layer returns: hidden states, and what follows them in a tuple."""
+        """The result of a layer's placeholder: hidden states, and the further entries of a tuple."""
         hidden = hidden_of(args, kwargs)
         if index == self._entry:
             states = self._enter(args, kwargs)
@@ -124,7 +124,7 @@ class Boundary:
         if index == self._exit:
             self._leave(hidden, None, args, kwargs)
         taken = self._chain.early_inputs[index]
-        if self._output is not None and taken:  # a first stage: later ones cannot make these values
+        if self._output is not None and taken:  # on a first stage, as later ones cannot compute these
             values = dict(leaves(args, kwargs))
             self._output["early"] |= {str(value): values[name] for name, value in taken.items()}
             self._stop_when_complete()
@@ -173,13 +173,13 @@ class Boundary:
 def _skipped(where: str) -> ModelError:
     return ModelError(
         where,
-        "the forward passed by the placeholder of a layer, and each layer runs once in a forward",
+        "the forward skipped the placeholder of a layer, and each layer runs once in a forward",
         "Set the config's layer dropping to 0",
     )
 
 
 class BoundaryPlaceholder(Placeholder):
-    """A placeholder of a layer that asks the boundary for its result."""
+    """A placeholder of a layer that gets its result from the boundary."""
 
     def __init__(self, layer: nn.Module, form: str, index: int, boundary: Boundary) -> None:
         super().__init__(layer, form)
@@ -190,10 +190,9 @@ class BoundaryPlaceholder(Placeholder):
 
 
 def at_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's call asks the boundary for its arguments, and shows it the result.
+    """A layer's call, with arguments from the boundary, which also gets the result.
 
-    Activation checkpointing works inside of it: it keeps the received arguments, and runs only the layer
-    again.
+    Activation checkpointing works inside it: it keeps the received arguments, and runs only the layer again.
     """
 
     def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,7 +211,7 @@ def _with_features(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pass_features(module: nn.Module, boundary: Boundary) -> None:
-    """Have the boundary give the features of images to the module around the layers."""
+    """Make the boundary pass image features to the module around the layers."""
     around(module, __call__=_with_features)
     vars(module)["boundary"] = boundary
 
@@ -233,9 +232,9 @@ def _whole_slices(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def keep_whole_slices(layers: nn.Module) -> None:
-    """Let a slice of all layers be the list itself, and no new one, if it is no class of the model's own.
+    """Make a slice of all layers return the list itself, unless its class is the model's own.
 
-    Models of transformers run through `layers[:config.num_hidden_layers]`.
+    Models of transformers iterate over `layers[:config.num_hidden_layers]`.
     """
     if type(layers) is nn.ModuleList:
         around(layers, __getitem__=_whole_slices)
@@ -250,9 +249,9 @@ def _device_of_stage(plain: Any) -> property:
 
 
 def mark_without_weights(stage: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Tell models within `stage` that hold no weight of it, as that of a head alone, their dtype and device.
+    """Set dtype and device of models inside `stage` without weights, as on a stage with only a head.
 
-    transformers reads them from a model's first weight. Some forwards make masks of them.
+    transformers reads both from a model's first weight. Some forwards make masks with them.
 
     dtype: of the whole model
     """
@@ -266,10 +265,10 @@ def mark_without_weights(stage: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 class ModulePlaceholder(nn.Module):
-    """Takes the place of a module of another stage that is no layer.
+    """Replaces a module of another stage that is no layer.
 
-    It has the attributes of the real module, such as an embedding's width or its weight's dtype. Weights read
-    as zeros that take no memory.
+    It has the attributes of the real module, such as an embedding's width or its weight's dtype. Its weights
+    are zeros that take no memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -279,10 +278,10 @@ class ModulePlaceholder(nn.Module):
         self.__dict__["_here"] = torch.zeros((), dtype=torch.bool, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return copy.copy(self)  # nothing in it changes except the known shapes
+        return copy.copy(self)  # only the cache of shapes changes
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.__dict__["_here"] = fn(self._here)  # of `to`: it goes where the model goes
+        self.__dict__["_here"] = fn(self._here)  # `to` moves it with the model
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -302,10 +301,10 @@ class ModulePlaceholder(nn.Module):
 
 
 class PlaceholderBefore(ModulePlaceholder):
-    """Takes the place of a module that runs before the layers. Returns zeros of the shape of its result.
+    """Replaces a module that runs before the layers. Returns zeros of the shape of its result.
 
-    The stage drops that result. One run of the real module without values finds the shape, for each shape of
-    the arguments.
+    The stage drops that result. The shape comes from one run of the real module without values for each shape
+    of the arguments.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -333,7 +332,7 @@ class PlaceholderBefore(ModulePlaceholder):
 
     @torch.no_grad()
     def _run_without_values(self, args: Any, kwargs: Any) -> Any:
-        with unseen(), disable_current_modes():  # such as count bytes, or make fake tensors
+        with unseen(), disable_current_modes():  # such as modes that count bytes or make fake tensors
             args, kwargs = tree_map_only(
                 Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), (args, kwargs)
             )
@@ -341,7 +340,7 @@ class PlaceholderBefore(ModulePlaceholder):
 
 
 class PlaceholderAfter(ModulePlaceholder):
-    """Takes the place of a module that runs after the layers, or never: the forward ends before it."""
+    """Replaces a module that runs after the layers, or never: the forward ends before it."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         super().__init__(module)
@@ -349,14 +348,14 @@ class PlaceholderAfter(ModulePlaceholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         raise ModelError(
-            f"{self._name}, called on a stage that does not hold it",
-            "the last stage alone holds what runs after the layers, and what no text goes through",
+            f"{self._name}, called on a stage that does not have it",
+            "only the last stage has modules that run after the layers or that no text passes through",
             "Set the config's layer dropping to 0",
         )
 
 
 def compute_in(stage: nn.Module, dtype: torch.dtype) -> None:
-    """Let placeholders show weights in the dtype in which mixed precision computes with them."""
+    """Make the weights of placeholders have the dtype in which mixed precision computes."""
     for module in stage.modules():
         if isinstance(module, ModulePlaceholder):
             module.__dict__["_compute_dtype"] = dtype

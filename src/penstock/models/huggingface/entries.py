@@ -1,7 +1,7 @@
-"""What a batch may hold for a Hugging Face model, and what its microbatches get in addition.
+"""The entries that a batch may have for a Hugging Face model, and those that are added to its microbatches.
 
-transformers lets most forwards take any keyword, and drops in silence what nothing reads. A pipeline
-refuses what its model would not read, what it sets itself, and numbers of tokens that the model lacks.
+In transformers most forwards accept any keyword, and silently drop unknown ones. A pipeline refuses entries
+that its model would not read or that the pipeline sets itself, and token ids outside of the vocabulary.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _REPLACED = {
 
 
 class BatchCheck:
-    """Refuses a batch that a model would not read as its caller means it. Raises BatchError.
+    """Refuses a batch that a model would misread. Raises BatchError.
 
     Args:
-        model: the whole one, with or without values
-        loss: what reads the labels where the pipeline computes the loss itself; None for a loss_fn
+        model: the whole model, with or without values
+        loss: the pipeline's own loss, which reads the labels; None for a loss_fn
     """
 
     def __init__(self, model: PreTrainedModel, loss: OwnLoss | None) -> None:
@@ -89,21 +89,21 @@ class BatchCheck:
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.dtype not in (torch.int64, torch.int32):
-            raise BatchError(f"input_ids of {ids.dtype}", "they are the numbers of tokens", "Give int64")
+            raise BatchError(f"input_ids of {ids.dtype}", "they are token ids", "Give int64")
         if self._tokens is None or ids.dim() != PER_TOKEN or not ids.numel():
             return
         if bool((ids < 0).any()):
             raise BatchError(
                 f"input_ids with {int(ids[ids < 0][0])}, at {(ids < 0).nonzero()[0].tolist()}",
-                "a token's number is 0 or more",
-                "Put the padding token there, and -100 in labels alone",
+                "a token id is 0 or more",
+                "Put the padding token there, and -100 only in labels",
             )
         check_tokens("input_ids", ids, self._tokens, "the model's embedding has")
 
 
 def taken(model: nn.Module) -> frozenset[str]:
-    """The entries that a model gets: what the forwards of its modules take by name, and what transformers
-    hands through them."""
+    """The entries that a model gets: named parameters of its modules' forwards, and the keywords that
+    transformers passes through them."""
     kinds = {type(module) for module in model.modules()}
     named = {name for kind in kinds for name in inspect.signature(kind.forward).parameters}
     named |= set(TransformersKwargs.__annotations__)
@@ -111,7 +111,7 @@ def taken(model: nn.Module) -> frozenset[str]:
 
 
 def _rows(get: Callable[[], nn.Module | None]) -> int | None:
-    """How many tokens an embedding or a head knows; None for one of another form."""
+    """The vocabulary size of an embedding or a head; None for a module of another form."""
     try:
         module = get()
     except (NotImplementedError, AttributeError):
@@ -121,24 +121,24 @@ def _rows(get: Callable[[], nn.Module | None]) -> int | None:
 
 
 class MicrobatchCompleter:
-    """Adds positions to a microbatch, by which the model keeps packed documents apart.
+    """Adds positions to a microbatch, by which the model separates packed documents.
 
-    Raises ModelError where they would mix in this model, BatchError where the microbatch lets them, and for
-    choices of experts that the pipeline does not replay.
+    Raises ModelError if documents would mix in this model, BatchError if they would in this microbatch, and
+    for choices of experts that the pipeline does not replay.
     """
 
     def __init__(
         self, model: PreTrainedModel, chain: Chain, routed: Callable[[Microbatch], None] | None = None
     ) -> None:
-        """routed: checks the choices of experts in a microbatch; None where the pipeline takes none"""
-        # not the model itself: it may be the caller's, with all its weights
+        """routed: checks the choices of experts in a microbatch; None without routing replay"""
+        # not the model itself, which may be the caller's, with all weights
         self._model = model if is_empty(model) else without_values(model)
         self._chain, self._routed, self._images = chain, routed, ImageCheck(model)
         self._keeps_apart = False  # until `refuse_packed` has accepted the model
 
     @functools.cached_property
     def shape_questions(self) -> int:
-        """What masks.shape_questions counts, when it is first needed."""
+        """`masks.shape_questions`, counted on first use."""
         return shape_questions(self._model, self._chain)
 
     def __call__(self, microbatch: Microbatch) -> Microbatch:
@@ -156,10 +156,10 @@ class MicrobatchCompleter:
 
 
 class ImageCheck:
-    """Refuses a microbatch whose images are not those that its tokens stand for. Raises BatchError.
+    """Refuses a microbatch whose images do not fit its image tokens. Raises BatchError.
 
-    Without images a model would take the tokens for words. How many tokens an image has, only models with
-    grids of patches say beforehand; others find it in their forward, see `HFCall`.
+    Without images a model would treat the tokens as words. Only for models with grids of patches is the
+    number of tokens of an image known before the forward; for others see `HFCall`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -181,10 +181,10 @@ class ImageCheck:
         words = f"a microbatch with {counts.get(kind) or 'no'} tokens of {kind}s"
         words += f" ({kind}_token_id={self._tokens.get(kind)})"
         if any(counts.values()) and not given:
-            rule = f"each stands for a part of its {kind}, and it has no {' or '.join(PIXELS[kind])}"
+            rule = f"each is for a part of its {kind}, and it has no {' or '.join(PIXELS[kind])}"
             raise BatchError(words, rule, _REMEDY)
         if given and not any(counts.values()):
-            rule = f"its {given[0]} takes the place of these tokens, and nothing else reads it"
+            rule = f"its {given[0]} replaces the embeddings of these tokens, and nothing else reads it"
             raise BatchError(words, rule, _REMEDY)
         grid = microbatch.get("image_grid_thw")
         if isinstance(grid, Tensor) and given == ["pixel_values"]:  # some count videos by the same tokens
@@ -192,13 +192,13 @@ class ImageCheck:
 
     def _check_grid(self, grid: Tensor, has_types: bool, token_count: int, words: str) -> None:
         if self._takes_types and not has_types:
-            rule = "the model finds the positions of text and images by it"
+            rule = "the model computes the positions of text and images from it"
             raise BatchError("image_grid_thw without mm_token_type_ids", rule, _REMEDY)
         if isinstance(self._merged, int) and grid.dim() == PER_TOKEN and grid.shape[1] == 3:
             wanted = int(grid.prod(dim=1).sum()) // self._merged**2
             if wanted != token_count:
-                rule = f"those of {len(grid)} in image_grid_thw are {wanted}"
+                rule = f"the {len(grid)} images in image_grid_thw have {wanted} tokens"
                 raise BatchError(words, rule, _REMEDY)
 
 
-_REMEDY = "Give the images of its rows in their order, with all that the model's processor makes of them"
+_REMEDY = "Give the images of its rows in order, with all entries that the model's processor makes"

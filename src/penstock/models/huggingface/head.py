@@ -1,8 +1,8 @@
-"""The head of a Hugging Face model, which leaves its product to the loss where the logits are large.
+"""The head of a Hugging Face model, which defers its product to the loss where the logits are large.
 
-`defer_head` wraps the forward of the one head, so that its hooks and names stay. The model's own forward then
-goes on with `HeadLogits`; arithmetic that it does on them (a scale, a soft cap) is recorded there. Liger's
-kernel takes none, and `check_for_liger` refuses it.
+`defer_head` wraps the head's forward, so that its hooks and names stay. The model's own forward then
+continues with `HeadLogits`, which records arithmetic on them (a scale, a soft cap). Liger's kernel supports
+no such arithmetic, and `check_for_liger` refuses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.runtime.split_backward.recording import lowered
 
 
 def deferred(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The head returns HeadLogits where those in float32 would take more than HELD_BYTES, or for Liger."""
+    """The head returns HeadLogits if float32 logits would take more than HELD_BYTES, or for Liger."""
 
     def forward(head: Any, input: Tensor) -> Tensor:
         by_liger, bias = head._by_liger, head.bias
@@ -41,7 +41,7 @@ def deferred(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def defer_head(model: PreTrainedModel, chunked: Chunked) -> None:
-    """Let the model's head be `deferred` if it is a plain linear layer. Any other stays as it is."""
+    """Wrap the model's head by `deferred` if it is a plain linear layer. Any other head is not changed."""
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and "forward" not in vars(head):
         around(head, forward=deferred)
@@ -51,12 +51,12 @@ def defer_head(model: PreTrainedModel, chunked: Chunked) -> None:
 def check_for_liger(model: PreTrainedModel, chain: Chain) -> None:
     """Raise ModelError where Liger's kernel cannot compute the loss of the model's logits.
 
-    They have to be the product of a plain linear layer, float32 at most, as the layer returned it.
+    The logits must be the unchanged product of a plain linear layer, in float32 or narrower.
     """
     key, remedy = f"chunked_loss='liger' for {type(model).__name__}", "Take chunked_loss=True"
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or "forward" in vars(head):
-        rule = f"Liger takes a plain linear head, and this one is {type(head).__name__}"
+        rule = f"Liger needs a plain linear head, and this one is {type(head).__name__}"
         raise ModelError(key, rule, remedy)
     if head.weight.dtype == torch.float64:
         raise ModelError(f"{key} in float64", "Liger computes in float32", remedy)
@@ -66,5 +66,5 @@ def check_for_liger(model: PreTrainedModel, chain: Chain) -> None:
         defer_head(whole, "liger")
         logits = whole(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False).logits
     if not isinstance(logits, HeadLogits) or logits.steps:
-        rule = "its forward changes what the head returns (a scale, a soft cap, a cast), and Liger does not"
+        rule = "its forward changes the head's result (a scale, a soft cap, a cast), and Liger does not"
         raise ModelError(key, rule, remedy)

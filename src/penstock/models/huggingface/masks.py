@@ -1,19 +1,19 @@
-"""What transformers asks about values before a model's layers, answered without waiting for a GPU.
+"""Answers questions of transformers about values before a model's layers, without waiting for a GPU.
 
     find_packed_sequence_indices(position_ids)   which document has each token? None: each row is one document
     fast_all(mask)                               does the mask hide nothing?
-    _is_packed_sequence(position_ids, rows)      is the one row packed? Flash attention asks, in each layer
+    _is_packed_sequence(position_ids, rows)      is the single row packed? Flash attention asks, in each layer
 
 The host knows the values of a microbatch's own entries, as it has split the batch. Positions and masks that
-a model makes by itself mostly depend on shapes alone: the first answer for a shape holds for all that follow,
-unless somebody has put a hook or a forward into the model (`Edits`).
+a model makes itself mostly depend only on shapes: the first answer for a shape holds for all later forwards,
+unless a user has put a hook or a forward into the model (`Edits`).
 
-Without it the host of a GPU waits in each forward of a stage: once for rows of ids alone, of ones or with
-positions; twice for padded rows, and in a model with two kinds of masks (gemma3). With it, in none. So it
-was counted on an emulated GPU (tests/pipeline/test_reads.py). Flash attention asks in each layer.
+Otherwise the host of a GPU waits in each forward of a stage: once for rows with only ids, with a mask of ones
+or with positions; twice for padded rows, and in a model with two kinds of masks (gemma3). With the answers it
+never waits. This was counted on an emulated GPU (tests/pipeline/test_reads.py).
 
-transformers finds other functions in the place of these three. They ask the `Answers` of the forward that
-their thread is in. Without any, and for any other tensor, they ask the function that was there.
+These three functions of transformers are replaced. The replacements use the `Answers` of their thread's
+current forward. Without `Answers`, and for any other tensor, they call the original function.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Answers:
     """The answers for one forward.
 
     Args:
-        known: answers that hold for all forwards, by question and shape; they become more
-        constant: how many of the first questions are about what the model makes from shapes alone
+        known: a cache of answers for all forwards, by question and shape
+        constant: the number of first questions that are about values that depend only on shapes
     """
 
     def __init__(self, microbatch: Microbatch, known: dict[object, Any], constant: int) -> None:
@@ -64,7 +64,7 @@ class Answers:
                 self._add(there, microbatch.host[name])
 
     def answer(self, question: str, tensor: Tensor, ask: Ask) -> Any:
-        """What `ask` returns for `tensor`: a tensor, a boolean or None."""
+        """The result of `ask` for `tensor`: a tensor, a boolean or None."""
         self._asked += 1
         if (values := self._values(tensor)) is not None:
             answer = _settled(ask(values))
@@ -77,12 +77,12 @@ class Answers:
                 self._known.clear()
             self._known[key] = _settled(ask(tensor))
         answer = self._known[key]
-        if answer is not _USUAL[question]:  # what is asked from here on is not what the probe was asked
+        if answer is not _USUAL[question]:  # later questions may differ from those of the probe
             self._constant = 0
         return answer
 
     def made(self, mask: Any, of_booleans: Any) -> None:
-        """transformers has made a mask of booleans from the model's argument `mask`."""
+        """Called when transformers has made a boolean mask from the model's argument `mask`."""
         values = self._values(mask) if isinstance(mask, Tensor) else None
         if values is not None and of_booleans is not mask and isinstance(of_booleans, Tensor):
             self._add(of_booleans, values.to(of_booleans.dtype))
@@ -93,7 +93,7 @@ class Answers:
             self._copies.append((there, there._version, here))
 
     def _values(self, tensor: Tensor) -> Tensor | None:
-        """The host's values of a view of an entry that nothing has written to; None for any other tensor."""
+        """The values on the host of an unmodified entry, or of a view of it; None for any other tensor."""
         storage = tensor.untyped_storage()._cdata
         for there, version, here in self._copies:
             if there.untyped_storage()._cdata == storage and there._version == version:
@@ -104,18 +104,18 @@ class Answers:
 
 
 def _settled(answer: Any) -> Any:
-    """A boolean in the place of a tensor that holds one."""
+    """A boolean instead of a boolean tensor."""
     return bool(answer) if isinstance(answer, Tensor) and answer.dtype == torch.bool else answer
 
 
-# ---- What a model makes by itself
+# ---- Values that a model makes itself
 
 
 @remembered
 def shape_questions(model: PreTrainedModel, chain: Chain) -> int:
-    """Count the questions of a forward that gets `input_ids` alone, if shapes alone decide them; else 0.
+    """Count the questions of a forward with only `input_ids`, if only shapes decide the answers; else 0.
 
-    Of layers that are alike one runs, and stands for them.
+    Of layers that are alike, only one runs.
 
     model: without values; it runs as far as it can
     """
@@ -150,7 +150,7 @@ def shape_questions(model: PreTrainedModel, chain: Chain) -> int:
 
 
 class _Looking:
-    """Gives the usual answers, and looks at what the questions are about."""
+    """Gives the usual answers, and finds out whether the questions depend on values."""
 
     def __init__(self) -> None:
         self.provenance, self.count, self.depends = Provenance(), 0, False
@@ -161,13 +161,13 @@ class _Looking:
         return _USUAL[question]
 
     def made(self, mask: Any, of_booleans: Any) -> None:
-        """The marks say what it was made of."""
+        """Nothing to do: marks follow the mask."""
 
 
 class Edits:
-    """Hooks, forwards, classes and modules that somebody has put into a model of transformers.
+    """A user's hooks, forwards, classes and modules in a model of transformers.
 
-    They may change from one forward to the next what it makes from shapes, so that no answer can be kept.
+    They may change between forwards the values that the model makes from shapes, so no answer can be cached.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -191,7 +191,7 @@ class Edits:
     # each forward asks: loops, as generators are resumed for each module
 
     def _is_same(self) -> bool:
-        """Whether all modules and their classes are those that were looked at."""
+        """Whether all modules and their classes are unchanged since `_look`."""
         for inner, children in self._children:
             if tuple(inner.values()) != children:
                 return False
@@ -201,7 +201,7 @@ class Edits:
         return list(map(type, self._modules)) == self._kinds
 
     def _put_in(self) -> list[Callable[..., Any]]:
-        """Hooks and forwards of modules, which come and go."""
+        """The present hooks and own forwards of modules."""
         functions: list[Callable[..., Any]] = []
         for module in self._modules:
             attributes = module.__dict__
@@ -214,7 +214,7 @@ class Edits:
 
 
 def _is_known(function: Any) -> bool:
-    """Whether only these libraries wrote it: a wrapper takes over the name of what it wraps."""
+    """Whether it is from these libraries alone, with the functions that it wraps."""
     while function is not None:
         function = getattr(function, "__func__", function)
         written = getattr(function, "__globals__", {}).get("__name__", "").partition(".")[0]
@@ -224,11 +224,11 @@ def _is_known(function: Any) -> bool:
     return True
 
 
-# ---- In the place of transformers' functions
+# ---- Replacements of transformers' functions
 
 
 class answering:  # noqa: N801 - used as a function; in each forward, so no generator
-    """Inside, this thread's questions go to `answers`."""
+    """Inside, `answers` answers this thread's questions."""
 
     def __init__(self, answers: Answers | _Looking) -> None:
         _install()
@@ -243,7 +243,7 @@ class answering:  # noqa: N801 - used as a function; in each forward, so no gene
 
 @functools.cache
 def _install() -> None:
-    """Once in a process."""
+    """Install the replacements, once in a process."""
     for module in (masking_utils, modeling_flash_attention_utils):
         for question in _USUAL:
             if (plain := vars(module).get(question)) is not None:

@@ -1,11 +1,11 @@
-"""The loss that a model's own forward computes of labels, found by running it.
+"""The loss that a model's own forward computes from labels, identified by running the forward.
 
     input_ids, labels (values)  ->  embed (meta) -> placeholders of layers -> head (meta)  ->  logits, loss
 
 Names of classes say little: some causal models compare each token with its own label, and a user's subclass
 may compute anything. So the model's real forward runs once, with labels, where weights have no values and the
-layers are placeholders. Whatever a weight without values meets becomes random numbers, so the logits are
-random, and the loss is what the model's code makes of them. It is compared with the losses that penstock
+layers are placeholders. Every result of a weight without values becomes random numbers, so the logits are
+random, and the model's own code computes the loss of them. It is compared with the losses that penstock
 computes over microbatches: in training and in evaluation, and with special tokens among ids and labels.
 """
 
@@ -35,13 +35,13 @@ from penstock.runtime.unseen import unseen
 
 _SHAPE = (2, 5)  # rows and sequence
 _CLOSE = 1e-4  # relative
-_MOST_CLASSES = 64  # that each get a label
+_MOST_CLASSES = 64  # classes up to which all get a label
 
 
 def own_loss(model: PreTrainedModel, chain: Chain) -> OwnLoss:
-    """The loss of `model` itself, marked as such. Raises ModelError where it is none that penstock computes.
+    """The model's own loss, with `of_model` set. Raises ModelError for a loss that penstock does not compute.
 
-    A language model whose forward takes no labels has none: it gets that of next tokens, which is not marked.
+    A language model whose forward takes no labels has none: it gets the next-token loss, without `of_model`.
     Cached for models of transformers' own classes that are built the same way.
     """
     if isinstance(model, PredictionModel):  # penstock's own forward, which adds the prediction layers' losses
@@ -59,7 +59,7 @@ def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
         trial = _Trial(model, chain)
         try:
             loss = trial.loss()
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # any error of the model's own code
             if ran_out_of_memory(error):
                 raise
             said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
@@ -70,7 +70,7 @@ def _find(model: PreTrainedModel, chain: Chain) -> OwnLoss:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Float32 in place of half precision, whose rounding would hide a difference, or look like one."""
+    """Float32 in place of half precision, whose rounding error would hide or imitate a difference."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -106,7 +106,7 @@ class _Trial:
         return [token for token in tokens if isinstance(token, int) and token >= 0]
 
     def loss(self) -> OwnLoss | None:
-        """The loss that the model computes; None for any other. Raises what the model raises."""
+        """The loss that the model computes; None if penstock has no such loss. Raises the model's errors."""
         one_row = ""
         try:
             logits = self._run().logits
@@ -133,7 +133,7 @@ class _Trial:
         return None
 
     def _trials_of_tokens(self, classes: int) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Labels and inputs that show whether hidden and special tokens, and each of few classes, count."""
+        """Labels and inputs that show whether masked and special tokens, and each of few classes, count."""
         labels = self._classes(classes, _SHAPE)
         labels[0, 2] = labels[1, 1] = labels[1, 2] = IGNORED
         yield labels, {}
@@ -167,12 +167,12 @@ class _Trial:
             try:
                 if all(self._computes(loss, given) for given in labels[problem]):
                     proven.append(problem)
-            except Exception:  # of a model that knows other labels alone
+            except Exception:  # a model with other kinds of labels only
                 continue
         return RowLabels(classes, asked, proven, one_row) if proven else None
 
     def _may_compute(self, loss: OwnLoss, labels: Tensor, **inputs: Tensor) -> bool:
-        """As `_computes`, in training alone; true where the model does not take this at all."""
+        """As `_computes`, in training mode only; true if the model does not accept these arguments."""
         try:
             return self._computes(loss, labels, (True,), **inputs)
         except Exception:
@@ -181,7 +181,7 @@ class _Trial:
     def _computes(
         self, loss: OwnLoss, labels: Tensor, modes: Collection[bool] = (True, False), **inputs: Tensor
     ) -> bool:
-        """Whether the model's loss of these labels is `loss`. modes: whether in training, in turn"""
+        """Whether the model's loss of these labels is `loss`. modes: values of `training` to try"""
         microbatch = {"input_ids": self._ids, "labels": labels}
         problem = getattr(self._config, "problem_type", None)
         for training in modes:
@@ -202,7 +202,7 @@ class _Trial:
 
 
 class _Layer(Identity):
-    """The placeholder of a layer, whose results have values."""
+    """A placeholder of a layer, whose results have values."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = hidden_of(args, kwargs)
@@ -210,7 +210,7 @@ class _Layer(Identity):
 
 
 class _ValuesWhereNeeded(TorchDispatchMode):
-    """Gives random values to results of tensors on the meta device and others, and to what leaves meta."""
+    """Gives random values to results of both meta and other tensors, and to tensors moved from meta."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -246,8 +246,8 @@ class _ValuesWhereNeeded(TorchDispatchMode):
 def own_mean(model: PreTrainedModel, microbatch: Mapping[str, Any]) -> Tensor:
     """The loss of the model's own forward, a mean over the valid items of `microbatch`.
 
-    transformers narrows logits to float32 for it. Those of float64 stay as they are: what is compared with it
-    is compared in that precision.
+    transformers narrows logits to float32 for it. Here float64 logits are not narrowed, so that the
+    comparison has that precision.
     """
     with _kept(model), _in_double(model):
         loss: Tensor | None = model(**microbatch, use_cache=False).loss
@@ -259,7 +259,7 @@ def own_mean(model: PreTrainedModel, microbatch: Mapping[str, Any]) -> Tensor:
 
 @contextmanager
 def _kept(model: PreTrainedModel) -> Iterator[None]:
-    """Put back what a forward writes into the config: what its labels ask for."""
+    """Restore the config after a forward, which writes the problem type of its labels there."""
     before = getattr(model.config, "problem_type", None)
     try:
         yield

@@ -1,4 +1,4 @@
-"""What padding does to the tokens of a row, seen in numbers: there is no list of models.
+"""Measure what padding does to the tokens of a row; there is no list of models.
 
 A small model of the same class, with random weights, gets the same rows three times:
 
@@ -6,8 +6,8 @@ A small model of the same class, with random weights, gets the same rows three t
     a b c d _ _       padded at their end, as `shapes='padded'` does: a to d must give the same
     _ _ c d _ _       hidden at their start by the caller's mask, and then padded: they must give the same too
 
-Eager attention fails the last one in some models: a hidden token that sees nothing but hidden ones attends to
-all equally, and to as many as the row is long. Its output counts where the next token has a label.
+Eager attention fails the last test in some models: a masked token that sees only masked tokens attends to all
+tokens of the row equally, so its output depends on the row's length. It counts if the next token has a label.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _MOST = 60_000_000  # parameters of the small model
 _DIFFERS = 1e-4  # relative to the largest output; rounding stays below a fifth of it
 _VOCABULARY = 64
 
-_FIRST_PLAIN = 3  # special tokens below it keep their numbers
+_FIRST_PLAIN = 3  # special tokens with smaller ids keep them
 _LAYERS = 4
 _DEPTH = r"num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|num_blocks|depth"
 
 Limits = tuple[tuple[str, int], ...]  # the name of a field of a config, and the most that it may be
-# what a short row has to show
+# sizes that must be small for a short row to show their effect
 _SHORT: Limits = (
     (r"(.*_)?(sliding_window(_size)?|attention_window_size|window_size|window_len|chunk_size)", 4),
     (r"index_topk|keep_window_size|indexer_budget", 3),
     (r"index(er)?_n_heads", 1),
 )
-# what need not be large; the numbers of special tokens follow the vocabulary
+# sizes that need not be large; ids of special tokens follow the vocabulary
 _SMALL: Limits = (
     (_DEPTH, _LAYERS),
     (r"(.*_)?vocab_size(_.*)?", _VOCABULARY),
@@ -53,7 +53,7 @@ _SMALL: Limits = (
     (r"(.*_)?(num_|n_)?(\w+_)?experts", 16),
     (r"num_kv_shared_layers", 2),
 )
-# what is divided by one number, so that the width of a head stays as it is
+# sizes that are all divided by one number, so that the width of a head does not change
 _WIDTH = (
     r"(.*_)?(heads|n_head|hidden_size|embed_dim|embedding_size|n_embd|d_model|d_inner|lru_width|mamba_d_ssm)"
 )
@@ -70,11 +70,11 @@ _seen: dict[object, PaddingEffect | ModelError] = {}
 
 
 def effect_of_padding(model: PreTrainedModel, padding: Padding) -> PaddingEffect:
-    """What padding at the end of rows does to `model`, whose values do not matter.
+    """Measure what padding at the end of rows does to `model`, whose values do not matter.
 
-    Remembered by class and config.
+    Cached by class and config.
 
-    Raises ModelError where it reaches other tokens, whatever the mask says, and where no small model runs.
+    Raises ModelError if padding changes other tokens with any mask, and if no small model runs.
     """
     config = model.config
     key = type(model), config.to_json_string(use_diff=False), config._attn_implementation, repr(padding)
@@ -105,14 +105,14 @@ def _look(model: PreTrainedModel, padding: Padding) -> PaddingEffect:
             raise ModelError(f"shapes='padded' for {name}", rule, remedy)
         words = f"outputs of {name} change by {hidden:.1g} of the largest" if hidden > _DIFFERS else ""
         return PaddingEffect(right > _DIFFERS, words)
-    rule = f"a small model of its class, which would show what padding does, ends in {str(error)[:200]!r}"
+    rule = f"a small model of its class, which would show the effect, ends in {str(error)[:200]!r}"
     raise ModelError(f"shapes='padded' for {name}", rule, remedy)
 
 
 def _differences(model: PreTrainedModel, padding: Padding) -> tuple[float, float, float]:
-    """Of outputs of rows padded at their end: without a mask, with one, and behind hidden tokens.
+    """Differences of outputs of rows padded at their end: without a mask, with one, and after masked tokens.
 
-    Those with a mask are infinite and 0 for a model that takes none.
+    The latter two are infinite and 0 for a model that takes no mask.
     """
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(_FIRST_PLAIN, _VOCABULARY - 3, (_ROWS, _LENGTH), generator=generator)
@@ -125,7 +125,7 @@ def _differences(model: PreTrainedModel, padding: Padding) -> tuple[float, float
         if plain > _DIFFERS:
             masked = _difference(model, padding, {"input_ids": ids, "attention_mask": mask})
         return plain, masked, _difference(model, padding, {"input_ids": ids, "attention_mask": hidden})
-    except Exception:  # the model's own, of a mask
+    except Exception:  # the model's own, about a mask
         return plain, math.inf, 0.0
 
 
@@ -157,9 +157,9 @@ def _small_model(model: PreTrainedModel, config: PretrainedConfig) -> PreTrained
 
 
 def _configs(model: PreTrainedModel) -> Iterator[PretrainedConfig]:
-    """Configs of ever larger models."""
+    """Configs of increasingly large models."""
     large = sum(parameter.numel() for parameter in model.parameters()) > _MOST // 50
-    cuts: tuple[Limits, ...] = (_SMALL, _SMALL[1:]) if large else ((),)  # the second leaves the layers
+    cuts: tuple[Limits, ...] = (_SMALL, _SMALL[1:]) if large else ((),)  # the second keeps the layers
     for short in (_SHORT, ()):
         for cut in cuts:
             for divisor in (16, 8, 4, 2, 1) if large else (1,):
@@ -175,7 +175,7 @@ def _configs(model: PreTrainedModel) -> Iterator[PretrainedConfig]:
 
 
 def _shrink(config: PretrainedConfig, limits: Limits, divisor: int) -> None:
-    """In place, with its parts."""
+    """Shrink a config and its parts, in place."""
     fields, smaller, fewer = vars(config), _SMALL[1] in limits, _SMALL[0] in limits
     depths = [value for name, value in fields.items() if fewer and re.fullmatch(_DEPTH, name)]
     for name, value in list(fields.items()):
@@ -199,9 +199,9 @@ def _limited(name: str, value: int, limits: Limits, divisor: int) -> int:
 
 
 def _of_all_kinds(layers: Sequence[Any]) -> list[Any]:
-    """Entries for the layers of the small model, of each kind if there is room."""
+    """Entries of each kind of layer, as far as the small model has layers for them."""
     try:
         kinds = list(dict.fromkeys(layers))
-    except TypeError:  # of lists
+    except TypeError:  # lists cannot be hashed
         return list(layers[:_LAYERS])
     return (kinds * _LAYERS)[:_LAYERS]

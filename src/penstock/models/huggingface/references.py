@@ -1,14 +1,14 @@
-"""Find what a stage would still use of the model that it was copied from.
+"""Find references from a stage to the model that it was copied from.
 
-`copy.deepcopy` copies modules, parameters, bound methods and partials, but takes functions as they are. A
-function that a user has put into a model, as a forward or as a hook, may reach a module in four ways:
+`copy.deepcopy` copies modules, parameters, bound methods and partials, but not functions. A function that a
+user has put into a model, as a forward or as a hook, may reach a module in four ways:
 
     layer.mlp.forward = lambda x: old(x) * 1.5          by its closure: `old` is a method of the caller's mlp
     def hook(module, args, output, adapter=adapter)     by a default
     def hook(module, args, output): model.adapter(...)  by a global name, as in a notebook
     AddsAdapter(adapter)                                by an attribute of an object
 
-In a copy it would compute with the caller's weights and train them in place of the stage's, without an error.
+In a copy it would silently compute with the caller's weights and train them, not the stage's.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ def copy_gradient_hooks(given: nn.Module, copies: dict[int, Any]) -> None:
         copied = copies.get(id(parameter))
         if not parameter._backward_hooks or copied is None:
             continue
-        copied.requires_grad_()  # a frozen one takes no hook, and keeps those that it has
+        copied.requires_grad_()  # a frozen one accepts no new hook, but keeps its hooks
         for hook in parameter._backward_hooks.values():
             copied.register_hook(copy.deepcopy(hook, copies))
         copied.requires_grad_(parameter.requires_grad)
 
 
 def refuse_references(stage: nn.Module, given: nn.Module) -> None:
-    """Raise ModelError where functions that hang on modules of `stage` reach what the stage does not hold.
+    """Raise ModelError if functions on modules of `stage` reach modules or tensors outside of the stage.
 
     Args:
-        stage: the copy that is to be trained
+        stage: the copy to be trained
         given: the caller's whole model
     """
     reaching = [(where, holder, part) for where, holder, value in _hung_on(stage) for part in reached(value)]
@@ -80,14 +80,14 @@ def refuse_references(stage: nn.Module, given: nn.Module) -> None:
         if words := _why_not(part, holder, in_stage, outside):
             raise ModelError(
                 f"{where}, which uses {words}",
-                "a stage computes with a copy of its layers, and a function keeps what it was made with",
-                "Let it take what it needs from its module argument, as a method or a submodule of that "
-                "module; or put it on the modules of the built pipeline (pipe.modules, parallelize_fn)",
+                "a stage computes with a copy of its layers, but a function keeps its references",
+                "Make it use its module argument, for a method or a submodule of that module; or put it on "
+                "the modules of the built pipeline (pipe.modules, parallelize_fn)",
             )
 
 
 def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Functions that hang on a module and use another one, or its weights: (the function, what it uses)."""
+    """Functions on a module that use another module, or its weights: (the function, what it uses)."""
     names = {id(module): name or "the model" for name, module in model.named_modules()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
     for where, holder, value in _hung_on(model):
@@ -98,7 +98,7 @@ def reaching_out(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _why_not(part: Any, holder: nn.Module, in_stage: set[int], outside: Mapping[int, str]) -> str:
-    """What is wrong with reaching `part` from a function of `holder`; empty where nothing is."""
+    """Why a function of `holder` may not use `part`; empty if it may."""
     if id(part) in outside:
         return f"{outside[id(part)]} of the model that was given"
     if isinstance(part, nn.Module):
@@ -127,9 +127,9 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
                 continue
             hooks = isinstance(value, dict) and attribute.endswith("_hooks")
             for function in value.values() if hooks else (value,):
-                what = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
+                label = f"a hook of {shown}" if hooks else f"{shown}.{attribute}"
                 own = isinstance(function, types.MethodType) and function.__self__ is module
-                yield what, module, function.__func__ if own else function
+                yield label, module, function.__func__ if own else function
         if type(module) not in classes:
             classes.add(type(module))
             yield f"the forward of {type(module).__name__}", module, type(module).forward
@@ -141,7 +141,7 @@ def _hung_on(stage: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
 def reached(start: Any) -> Iterator[Any]:
     """The modules and tensors that `start`, a function or an object, reaches without its arguments.
 
-    It does not look into modules, nor at what a library's functions name.
+    Not searched are modules, and the names that a library's functions use.
     """
     met: set[int] = set()
     waiting = [start]
@@ -157,7 +157,7 @@ def reached(start: Any) -> Iterator[Any]:
 
 
 def _next(value: Any) -> Iterator[Any]:
-    """What a value that is neither a module nor a tensor holds."""
+    """The values inside a value that is neither a module nor a tensor."""
     written_in = (value if isinstance(value, types.FunctionType) else type(value)).__module__ or ""
     library = written_in.partition(".")[0] in _LIBRARIES
     if isinstance(value, types.FunctionType):

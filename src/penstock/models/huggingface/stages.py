@@ -2,7 +2,7 @@
 
 `cut` copies the model object with the parameters of one stage only; boundary.py has the placeholders of
 the rest. Every stage gets the microbatch, so masks, positions, rotary tables and per-layer arguments come
-from the model itself. A stage with nothing of the model passes on what it received.
+from the model itself. A stage without any module of the model passes on its input.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from penstock.runtime.sharded_weights import meta_like
 def cut(
     model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo, *, values: bool = True
 ) -> PreTrainedModel:
-    """Copy `model` with the parameters of one stage only; `model` stays as it is.
+    """Copy `model` with the parameters of one stage only; `model` is not changed.
 
-    Parameters on the meta device stay there. What belongs to other stages is never copied.
+    Parameters on the meta device stay there. Modules of other stages are never copied.
     values: False puts the stage's parameters on the meta device
     """
     boundary = Boundary(chain, layers, info)
@@ -76,7 +76,7 @@ def cut(
         if not (info.is_first if is_before else info.is_last)
     ]
     memo |= {id(model.get_parameter(name)): None for name in dropped}
-    for module in model.modules():  # tensors that one keeps of an earlier forward, such as a recurrent state
+    for module in model.modules():  # tensors kept from an earlier forward, such as a recurrent state
         for value in vars(module).values():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 memo[id(value)] = value.detach().clone()
@@ -85,7 +85,7 @@ def cut(
     mark_without_weights(stage, model.dtype)
     copy_gradient_hooks(model, memo)
     refuse_references(stage, model)
-    for name in dropped:  # what is computed from it runs on a dummy, and needs something of its shape
+    for name in dropped:  # code that uses it runs on a dummy, and needs a value of its shape
         path, _, attribute = name.rpartition(".")
         weight, owner = model.get_parameter(name), stage.get_submodule(path)
         delattr(owner, attribute)
@@ -103,7 +103,7 @@ def cut(
 
 
 def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
-    """Placeholders of modules that run before the layers, and of those within them that never run."""
+    """Placeholders of modules that run before the layers, and of modules inside them that never run."""
     memo: dict[int, Any] = {}
     for name in names:
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
@@ -129,12 +129,12 @@ class HFCall:
     ) -> None:
         """
         Args:
-            entries: those of a microbatch that the model gets, from `taken` of it before axes change its
-                forward; others are the loss's.
-            callee: what is called in place of `model`, a wrapper around it; None: nothing is.
-            defers_head: whether the last stage may return HeadLogits, and for what; see Options.
-            shape_questions: returns how many questions about values a forward of the whole model asks that
-                shapes alone decide (penstock.models.huggingface.masks).
+            entries: the microbatch's entries for the model, from `taken` before axes change its forward;
+                other entries are for the loss.
+            callee: a wrapper of `model` to call in its place; None: `model` is called.
+            defers_head: the option chunked_loss, if the last stage may return HeadLogits.
+            shape_questions: returns the number of questions about values in a forward of the whole model that
+                only shapes decide (penstock.models.huggingface.masks).
         """
         if defers_head and info.is_last:
             defer_head(model, defers_head)
@@ -208,7 +208,7 @@ def _coefficient(model: PreTrainedModel) -> float:
                 return float(value)
     raise ModelError(
         f"the auxiliary loss of {type(model).__name__}",
-        "neither it nor its config has a router_aux_loss_coef to weigh it with",
+        "neither the model nor its config has a router_aux_loss_coef as its weight",
         "Set output_router_logits=False in the model's config, or add router_aux_loss_coef to it",
     )
 
@@ -228,14 +228,14 @@ class HFEdges:
         Args:
             computed: the dtype of mixed precision; None if the model computes in the dtype of its weights.
             first_trained: the first stage that trains anything; no gradient goes back to those before it.
-            ends: for each stage, how many layers there are up to its end. Prediction layers among them make
-                the hidden states longer.
+            ends: for each stage, the number of layers up to its end. Prediction layers among them make the
+                hidden states longer.
         """
         self._parts = [chain.parts_after(end) for end in ends]
         self._hidden, self._dtype, self._first_trained = chain.width, chain.dtype, first_trained
         if computed is not None and chain.dtype == model.dtype:  # else the model fixes its stream's dtype
             self._dtype = computed
-        self.known = chain.only_hidden_states  # else only a run of the stages shows what crosses
+        self.known = chain.only_hidden_states  # else only a run of the stages shows the shapes
 
     def __call__(self, stage: int, microbatch: Microbatch) -> EdgeSpecs:
         rows, sequence = model_input(microbatch).shape[:2]
@@ -244,24 +244,24 @@ class HFEdges:
 
 
 def refuse_unsupported_options(model: PreTrainedModel, *, own_loss: bool) -> None:
-    """Refuse options that would change loss or gradients in silence. Raises ModelError.
+    """Refuse options that would silently change loss or gradients. Raises ModelError.
 
-    own_loss: whether the pipeline computes the loss, as no loss_fn was given
+    own_loss: whether the pipeline computes the loss, without a loss_fn
     """
     if own_loss and "_loss_function" in vars(model):
         raise ModelError(
             f"a loss_function of {type(model).__name__} that was replaced",
-            "the pipeline computes the loss itself, as it knows all valid tokens of a step",
+            "the pipeline computes the loss itself, over all valid tokens of a step",
             "Pass loss_fn=, a function of (output, microbatch) or an object (penstock.batch.loss.Loss)",
         )
     if any("dynamic" in _rope_types(module) for module in model.modules()):
         raise ModelError(
             "rope_type='dynamic'",
-            "its frequencies follow the longest row seen so far, so that a step depends on those before it",
-            "Take rope_type='default', the same for rows within max_position_embeddings, or yarn for longer",
+            "its frequencies depend on the longest row so far, and so a step depends on earlier ones",
+            "Take rope_type='default', equal for rows within max_position_embeddings, or yarn for longer",
         )
     if model.config.return_dict is False:
-        raise ModelError("return_dict=False", "logits are found by their name", "Set return_dict=True")
+        raise ModelError("return_dict=False", "logits are read by name", "Set return_dict=True")
     for name in ("layerdrop", "decoder_layerdrop"):
         if value := getattr(model.config.get_text_config(), name, 0):
             raise ModelError(

@@ -1,6 +1,6 @@
 """The balanced split: the slowest rank becomes as fast as possible, under a memory limit.
 
-Exact where each rank holds one stage; where ranks hold several, a local search from two exact splits.
+It is exact if each rank has one stage; if ranks have several, it is a local search from two exact splits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.errors import ConfigError, PartitionError
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
-    """The layers of each stage, from how many it has."""
+    """The layers of each stage, from their numbers."""
     return [range(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
 
 
@@ -42,9 +42,9 @@ def as_layer_costs(costs: LayerCosts | Sequence[float], layers: int) -> LayerCos
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that layers take, and the limit of a stage, in one unit, e.g. bytes.
+    """The memory of layers, and the limit of a stage, in one unit, e.g. bytes.
 
-    limit: the most for one stage. Stages that share a rank divide the rank's memory.
+    limit: for one stage. Stages that share a rank divide the rank's memory.
     weights: of each layer, with gradients and optimizer state
     activations: of each layer, for one live microbatch; empty counts none
     live: for each stage, the microbatches that are live at its peak; empty counts one for all
@@ -60,7 +60,7 @@ class Memory:
 
 
 # (stage, first layer, layer after the last): the cost of that stage, or the memory that it holds
-Holders = Sequence[Sequence[int]]  # of each stage the ranks that hold it, or a copy of it
+Holders = Sequence[Sequence[int]]  # for each stage, the ranks that have it or a copy of it
 _StageSum = Callable[[int, int, int], int]
 _StageTest = Callable[[int, int, int], bool]
 
@@ -78,20 +78,20 @@ def balanced_split(
     later stages have more layers: most schedules hold fewer microbatches there. A stage stays empty where
     embedding or head alone cost more than the other stages do. The sums are exact, not rounded.
 
-    Where ranks hold several stages, layers then move from stage to stage as long as this lowers the cost of
-    the slowest rank: a step takes about as long as this rank computes. The best of all splits it need not be.
+    If ranks have several stages, layers then move from stage to stage as long as this lowers the cost of the
+    slowest rank, whose compute time is about that of a step. The result may not be the best of all splits.
 
     Args:
         costs: of each layer, of the embedding on the first stage and of the head on the last
-        memory: a limit that every stage keeps; None sets none.
-        holders: the ranks that hold each stage; None gives each stage a rank of its own.
+        memory: a limit for every stage; None: no limit.
+        holders: the ranks that have each stage; None gives each stage a rank of its own.
 
     Raises:
         ConfigError: a cost is not a finite number of 0 or more.
         PartitionError: no split keeps the memory limit.
     """
     if stages < 1:
-        raise ConfigError(f"stages={stages}", "a model has one at least", "Give 1 or more")
+        raise ConfigError(f"stages={stages}", "a model has at least one", "Give 1 or more")
     _check_numbers(costs, memory, stages)
     layers = len(costs.layers)
     cost = _stage_sums(_as_integers((*costs.layers, costs.embedding, costs.head))[0], stages)
@@ -115,12 +115,12 @@ def balanced_split(
 
 
 def _even_ranks(split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders) -> list[range]:
-    """The better of two local optima: of moves from `split`, and of those from layers that cost the same."""
+    """The better of two local optima: one from `split`, one from a split of layers that cost the same."""
     stages, layers = len(split), split[-1].stop
-    mean = cost(0, 0, layers) - cost(0, 0, 0)  # of `layers` layers, each of which is counted that often
+    mean = cost(0, 0, layers) - cost(0, 0, 0)  # the cost of a layer, times `layers`
     costs = [layers * cost(stage, 0, 0) for stage in range(stages)]
     counts = [0] * stages
-    for _ in range(layers):  # to the rank that costs least, and there to the stage that does
+    for _ in range(layers):  # to the cheapest stage of the cheapest rank
         of_rank = _by_rank(costs, holders)
         stage = min(range(stages), key=lambda s: (max(of_rank[rank] for rank in holders[s]), costs[s]))
         counts[stage] += 1
@@ -130,28 +130,28 @@ def _even_ranks(split: list[range], cost: _StageSum, has_room: _StageTest, holde
     return min((_moved(start, cost, has_room, holders) for start in fitting), key=itemgetter(0))[1]
 
 
-# of a cut, in layers; steps of one alone stop at a worse split than the best by more than 2 %
+# moves of a cut, in layers; with steps of only one layer, the result is over 2 % worse than the best split
 _STEPS = (-8, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 8)
 
 
 def _moved(
     split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders
 ) -> tuple[tuple[int, ...], list[range]]:
-    """Move layers off the slowest rank until no move helps; with how good the result is.
+    """Move layers off the slowest rank until no move helps. Returns the split, and its quality.
 
-    A move shifts one or two ends of the slowest rank's stages, or gives one of its layers to any stage; those
-    between them pass one on.
+    A move shifts one or two ends of the slowest rank's stages, or gives one of its layers to any stage, where
+    the stages in between pass one layer on.
     """
 
     def judged(split: Sequence[range]) -> tuple[int, ...]:
-        costs = [cost(stage, each.start, each.stop) for stage, each in enumerate(split)]
+        costs = [cost(stage, layers.start, layers.stop) for stage, layers in enumerate(split)]
         of_rank = _by_rank(costs, holders).values()
         return max(of_rank), sum(c * c for c in of_rank), max(costs), sum(c * c for c in costs)
 
     def moves(split: Sequence[range]) -> Iterator[list[range]]:
-        of_rank = _by_rank([cost(s, each.start, each.stop) for s, each in enumerate(split)], holders)
+        of_rank = _by_rank([cost(s, layers.start, layers.stop) for s, layers in enumerate(split)], holders)
         slowest = max(of_rank, key=of_rank.__getitem__)
-        cuts = [0, *(each.stop for each in split)]
+        cuts = [0, *(layers.stop for layers in split)]
         ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
         for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
             shifted = cuts.copy()
@@ -161,7 +161,7 @@ def _moved(
                 new = [range(start, end) for start, end in pairwise(shifted)]
                 if _fits(new, has_room):
                     yield new
-        counts = [len(each) for each in split]
+        counts = list(map(len, split))
         for source, target in product(range(len(split)), repeat=2):
             if slowest in holders[source] and source != target and counts[source]:
                 new = ranges([n - (s == source) + (s == target) for s, n in enumerate(counts)])
@@ -211,7 +211,7 @@ def _check_numbers(costs: LayerCosts, memory: Memory | None, stages: int) -> Non
 
 
 def _as_integers(numbers: Sequence[float]) -> tuple[list[int], int]:
-    """The numbers as multiples of one small unit, and how many units make 1.
+    """The numbers as multiples of one small unit, and the number of units in 1.
 
     A float is a fraction. Sums of integers are exact, so equal splits compare equal.
     """
@@ -233,25 +233,25 @@ def _stage_sums(numbers: Sequence[int], stages: int) -> _StageSum:
 
 
 def _held(memory: Memory, stages: int) -> tuple[_StageSum, int]:
-    """The memory of a stage in small units, and how many units make 1."""
+    """The memory of a stage in small units, and the number of units in 1."""
     live, parts = _as_integers(memory.live or [1] * stages)
     activations = memory.activations or [0] * len(memory.weights)
     weights = (*memory.weights, memory.embedding[0], memory.head[0])
-    numbers, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
-    fixed = _stage_sums([parts * number for number in numbers[: len(weights)]], stages)
-    each = _stage_sums(numbers[len(weights) :], stages)
+    sizes, unit = _as_integers((*weights, *activations, memory.embedding[1], memory.head[1]))
+    fixed = _stage_sums([parts * size for size in sizes[: len(weights)]], stages)
+    per_microbatch = _stage_sums(sizes[len(weights) :], stages)
 
     def held(stage: int, start: int, end: int) -> int:
-        return fixed(stage, start, end) + live[stage] * each(stage, start, end)
+        return fixed(stage, start, end) + live[stage] * per_microbatch(stage, start, end)
 
     return held, parts * unit
 
 
 def _least_limit(total: _StageSum, allowed: Callable[[int, int, int], bool], stages: int, layers: int) -> int:
-    """The least limit such that some split keeps every stage's `total` within it. Some split is allowed.
+    """The least limit for which some split keeps every stage's `total` within it. Some split is allowed.
 
-    A limit can be kept where the layers run out when every stage takes as many as it may: a stage that
-    starts later, or ends earlier, never costs or holds more.
+    A limit can be kept if the layers suffice for no further stage when every stage takes as many as it may: a
+    stage that starts later, or ends earlier, never costs more and never takes more memory.
     """
 
     def can_be_kept(limit: int) -> bool:

@@ -1,30 +1,36 @@
-"""What the parts of a model cost: multiply-adds for one row of tokens, counted without running it.
+"""What the parts of a model cost: multiply-adds of F, I and W for one row of tokens, counted without a run.
 
-Matrix products and attention are counted, in forwards without values. A backward takes twice as many in each
-part, so their shares of a step are the same; through frozen towers there is none. Of layers that are alike
-one runs, on rows of two short lengths: what grows with the length of a row, and what with its square, follows
-for any length. Towers look at values, and count their parameters once for each patch of an image.
+Matrix products and attention are counted, in forwards without values. A product costs as much again in I for
+each factor that is an activation, and in W for each that is a trained weight: I = F and W = F for a linear
+layer, no W for a frozen one, and I = 2 F without W for two activations. Fused attention computes five
+products in I, where its forward has two. Through frozen towers there is no backward.
+
+Of layers that are alike one runs, on rows of two short lengths: what grows with the length of a row, and what
+with its square, follows for any length. Towers look at values, and count their parameters once for each patch
+of an image.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.errors import ConfigError
+from penstock.models.activation_checkpointing import SavePolicy
 from penstock.models.split.balanced_split import LayerCosts
+from penstock.models.split.counting import Counting, ProductCounts
+from penstock.models.split.kernels import kernels_of_runs
 from penstock.models.tracing.chain import Chain, prefixes
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import after_first, layer_kind
 from penstock.models.tracing.towers import encodes
-from penstock.private import EFFICIENT_ATTENTION, FLASH_ATTENTION, FLASH_ATTENTION_FOR_CPU
+from penstock.private import LOOKS_AT_VALUES
 
-SEQUENCE = 4096  # tokens of a row, where nobody says how many there will be
+SEQUENCE = 4096  # tokens of a row, by default
 _SHORT = 16  # tokens
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -32,9 +38,9 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 class MultiplyAdds(NamedTuple):
     """Multiply-adds of a forward, which grow with its tokens, and with the squared lengths of its documents.
 
-    counted: False for parameters once a token, and nothing for attention, where counting failed
-    image: of the towers, for a token of an image: their parameters, once for each of its patches
-    trained: how much of `image` a backward passes through: nothing of frozen towers
+    counted: False if counting failed: then parameters count once a token, and attention does not count
+    image: of the towers, for one image token: their parameters, once for each of its patches
+    trained: the part of `image` with a backward, which frozen towers do not have
     """
 
     token: float
@@ -44,12 +50,12 @@ class MultiplyAdds(NamedTuple):
     trained: float = 0.0
 
     def of(self, tokens: int, squares: int, images: int = 0) -> float:
-        """A third of a step's: its backward takes twice as many, wherever there is one.
+        """A third of a step's multiply-adds: a backward takes twice as many as its forward.
 
         Args:
             tokens: of all documents
-            squares: sum of each document's tokens, squared
-            images: how many of the tokens stand for images
+            squares: sum of the squared lengths of documents
+            images: number of image tokens among `tokens`
         """
         towers = (self.image + 2 * self.trained) / 3
         return self.token * tokens + self.square * squares + towers * images
@@ -61,29 +67,37 @@ def multiply_adds(
     """Multiply-adds of each layer, of the embedding and of the head, in the forward of one row.
 
     Args:
-        sequence: tokens of the row; None takes SEQUENCE, or the most that the model's positions allow if that
+        sequence: tokens of the row; None takes SEQUENCE, or the model's maximum number of positions if that
             is less
-        image_tokens: how many of them stand for images, whose towers' work counts to the embedding's; None
-            takes a quarter
+        image_tokens: number of image tokens in the row, for which the towers' multiply-adds count to the
+            embedding; None takes a quarter
 
-    Raises ConfigError for a row without tokens, or with more tokens of images than that.
+    Raises ConfigError for a row without tokens, or with more image tokens than tokens.
     """
+    tokens, seen = row_of(model, sequence, image_tokens)
+    *layers, embedding, head = (int(work.of(tokens, tokens**2, seen)) for work in works(model, chain))
+    return LayerCosts(layers, embedding, head)
+
+
+def row_of(
+    model: PreTrainedModel, sequence: int | None = None, image_tokens: int | None = None
+) -> tuple[int, int]:
+    """The tokens of a row, and how many of them stand for images, as `multiply_adds` takes both."""
     if sequence is not None and sequence < 1:
-        rule = "layers are divided by their multiply-adds for a row of so many tokens"
+        rule = "layers are divided by their multiply-adds for a row of this length"
         raise ConfigError(f"sequence_length={sequence}", rule, "Give 1 or more, or leave it out")
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None) or SEQUENCE
     tokens = sequence or (min(SEQUENCE, most) if most > 0 else SEQUENCE)  # -1 in families without a limit
     seen = tokens // 4 if image_tokens is None else image_tokens
     if type(seen) is not int or not 0 <= seen <= tokens:
-        rule = f"it is a number of tokens of a row, which has {tokens}"
+        rule = f"it is the number of image tokens in a row, which has {tokens} tokens"
         raise ConfigError(f"image_tokens={image_tokens!r}", rule, f"Give 0 to {tokens}")
-    *layers, embedding, head = (int(work.of(tokens, tokens**2, seen)) for work in works(model, chain))
-    return LayerCosts(layers, embedding, head)
+    return tokens, seen
 
 
 def _towers(model: PreTrainedModel, chain: Chain) -> list[str]:
-    """The modules before the layers that a forward of text alone does not call: towers and projectors."""
+    """The modules before the layers that a forward of text does not call: towers and projectors."""
     if not encodes(model):
         return []
     run = {outer for name in chain.called_before for outer in prefixes(name)}
@@ -91,17 +105,17 @@ def _towers(model: PreTrainedModel, chain: Chain) -> list[str]:
 
 
 def _with_towers(embedding: MultiplyAdds, model: PreTrainedModel, chain: Chain) -> MultiplyAdds:
-    """`embedding` with the towers' work. A backward ends at the first of their parameters that trains."""
+    """`embedding` with the towers' multiply-adds. A backward ends at their first trained parameter."""
     parts = (part for name in _towers(model, chain) for part in model.get_submodule(name).modules())
-    held = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
-    counts = [0 if isinstance(part, nn.Embedding) else parameter.numel() for part, parameter in held]
-    first = next((place for place, (_, each) in enumerate(held) if each.requires_grad), len(held))
-    image, trained = (float(sum(each)) * _patches(model.config) for each in (counts, counts[first:]))
+    owned = [(part, parameter) for part in parts for parameter in part.parameters(recurse=False)]
+    counts = [0 if isinstance(part, nn.Embedding) else parameter.numel() for part, parameter in owned]
+    first = next((at for at, (_, parameter) in enumerate(owned) if parameter.requires_grad), len(owned))
+    image, trained = (float(sum(sizes)) * _patches(model.config) for sizes in (counts, counts[first:]))
     return embedding._replace(image=image, trained=trained)
 
 
 def _patches(config: PretrainedConfig) -> float:
-    """How many patches of an image its towers put together in one token, by the names that configs use."""
+    """The number of image patches that the towers merge into one token, by the names in configs."""
     vision = getattr(config, "vision_config", None)
     for owner in (vision, config):
         for name in ("spatial_merge_size", "scale_factor", "downsample_ratio", "downsample_factor"):
@@ -115,45 +129,82 @@ def _patches(config: PretrainedConfig) -> float:
 
 
 def works(model: PreTrainedModel, chain: Chain) -> list[MultiplyAdds]:
-    """The work of each layer, of the embedding (with the towers) and of the head.
+    """The work of the forward of each layer, of the embedding (with the towers) and of the head.
 
-    A mixture counts the experts that work on a token. A part that cannot run without values, or that always
-    works on more tokens than so short a row has, counts its parameters once a token.
+    A mixture counts the experts that process a token. A part that cannot run without values, or that always
+    processes more tokens than so short a row has, counts its parameters once a token.
+    """
+    return [ops.forward for ops in works_of_ops(model, chain)]
+
+
+class OpWorks(NamedTuple):
+    """The work of F, I and W of one part, and of what runs again first where its layer is checkpointed."""
+
+    forward: MultiplyAdds
+    input_grad: MultiplyAdds
+    weight_grad: MultiplyAdds
+    again: MultiplyAdds
+
+
+def works_of_ops(model: PreTrainedModel, chain: Chain, save: tuple[str, ...] = ()) -> list[OpWorks]:
+    """The work of F, I and W of each layer, of the embedding (with the towers) and of the head.
+
+    save: the ops whose results checkpointing keeps, as `Checkpointing.save` names them
     """
     kinds = [layer_kind(layer) for layer in model.get_submodule(chain.layers).children()]
-    costs = [MultiplyAdds(count, counted=False) for count in _parameters(model, chain, kinds)]
-    for part, (once, twice) in enumerate(_short_rows(model, chain, kinds)):
-        if twice >= 2 * once:
-            square = (twice - 2 * once) / (2 * _SHORT**2)
-            costs[part] = MultiplyAdds(once / _SHORT - _SHORT * square, square)
-    costs[-2] = _with_towers(costs[-2], model, chain)
-    return costs
+    parameters = zip(*(_parameters(model, chain, kinds, trained) for trained in (False, True)), strict=True)
+    works = [
+        OpWorks(*(MultiplyAdds(count, counted=False) for count in (whole, whole, trained, whole)))
+        for whole, trained in parameters
+    ]
+    for part, (once, twice) in enumerate(_short_rows(model, chain, kinds, save)):
+        if twice.forward >= 2 * once.forward:
+            works[part] = OpWorks(*(_grown(*pair) for pair in zip(once, twice, strict=True)))
+    *layers, embedding, head = works
+    if not any(p.requires_grad for name in chain.before for p in model.get_submodule(name).parameters()):
+        embedding = embedding._replace(input_grad=MultiplyAdds(0, counted=embedding.forward.counted))
+    forward = _with_towers(embedding.forward, model, chain)
+    return [*layers, embedding._replace(forward=forward), head]
+
+
+def _grown(once: int, twice: int) -> MultiplyAdds:
+    """once, twice: in rows of _SHORT tokens, and of twice as many"""
+    if twice < 2 * once:  # a short row is padded
+        return MultiplyAdds(twice / (2 * _SHORT))
+    square = (twice - 2 * once) / (2 * _SHORT**2)
+    return MultiplyAdds(once / _SHORT - _SHORT * square, square)
 
 
 _REMEMBERED = 64  # models
-_known: dict[object, list[tuple[int, int]]] = {}
+_known: dict[object, list[tuple[ProductCounts, ProductCounts]]] = {}
 
 
-def _short_rows(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """What `_counted` finds for rows of _SHORT and of twice as many tokens; nothing where it fails.
+def _short_rows(
+    model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], save: tuple[str, ...]
+) -> list[tuple[ProductCounts, ProductCounts]]:
+    """Counts of `_counted` for rows of _SHORT and of twice as many tokens; none if a forward reads values.
 
-    Cached for models that are built the same way. Hooks may change what a forward costs, and are left out.
+    Cached for models that are built the same way. Hooks do not run, as they may change the cost of a forward.
     """
-    shapes = tuple((name, parameter.shape) for name, parameter in model.named_parameters())
+    shapes = tuple((name, p.shape, p.requires_grad) for name, p in model.named_parameters())
     config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
-    kind = (chain.layers, config, attention, shapes, *kinds)
+    kind = (chain.layers, config, attention, shapes, save, *kinds)
     if kind not in _known:
         if len(_known) >= _REMEMBERED:
             _known.pop(next(iter(_known)))
         try:
-            _known[kind] = [*zip(*_counted(model, chain, kinds, (_SHORT, 2 * _SHORT)), strict=True)]
-        except Exception:  # whatever a forward that looks at values raises
+            counted = _counted(model, chain, kinds, (_SHORT, 2 * _SHORT), save)
+            _known[kind] = [*zip(*counted, strict=True)]
+        except LOOKS_AT_VALUES:
             _known[kind] = []
     return _known[kind]
 
 
-def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable]) -> list[int]:
-    """Parameters that work on a token, of each layer, before the layers and after them."""
+def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], trained: bool) -> list[int]:
+    """Parameters that work on a token, of each layer, before the layers and after them.
+
+    trained: whether those alone count that train
+    """
     config = model.config.get_text_config(decoder=True)
     experts = next((expert_count for name in _EXPERTS if (expert_count := getattr(config, name, None))), 1)
     chosen = getattr(config, "num_experts_per_tok", None) or experts
@@ -162,59 +213,58 @@ def _parameters(model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable])
         total = 0
         for module in modules:
             for name, part in module.named_modules():
-                held = sum(parameter.numel() for parameter in part.parameters(recurse=False))
+                size = sum(
+                    parameter.numel()
+                    for parameter in part.parameters(recurse=False)
+                    if parameter.requires_grad or not trained
+                )
                 if not isinstance(part, nn.Embedding):  # whose rows are looked up
-                    total += held * chosen // experts if ".experts" in f".{name}" else held
+                    total += size * chosen // experts if ".experts" in f".{name}" else size
         return total
 
     layers = model.get_submodule(chain.layers).children()
     of_kind = {kind: count([layer]) for kind, layer in dict(zip(kinds, layers, strict=True)).items()}
-    towers = _towers(model, chain)  # which see no token
+    towers = _towers(model, chain)  # which process no token
     before = [name for name in chain.before if name not in towers]
     ends = ([model.get_submodule(name) for name in names] for names in (before, chain.after))
     return [*(of_kind[kind] for kind in kinds), *map(count, ends)]
 
 
 def _counted(
-    model: PreTrainedModel, chain: Chain, kinds: Sequence[Hashable], rows: Sequence[int]
-) -> list[list[int]]:
+    model: PreTrainedModel,
+    chain: Chain,
+    kinds: Sequence[Hashable],
+    rows: Sequence[int],
+    save: tuple[str, ...],
+) -> list[list[ProductCounts]]:
     """Multiply-adds of each layer, before the layers and after them, for each of `rows`, in tokens.
 
     kinds: of the layers
     """
     first = {kind: kinds.index(kind) for kind in kinds}
     alike = after_first(model.get_submodule(chain.layers), kinds, chain.output_form)
-    marks: dict[int, list[int]] = {}  # of each layer that runs: what was counted until its start and its end
-    counter = FlopCounterMode(display=False, custom_mapping=_MORE)  # entered again, it begins at 0
+    marks: dict[
+        int, list[ProductCounts]
+    ] = {}  # of each layer that runs: the counts at its start and at its end
 
-    def note(index: int) -> Any:
-        return lambda *_: marks.setdefault(index, []).append(counter.get_total_flops())
-
-    def count(whole: PreTrainedModel, tokens: int) -> list[int]:
+    def count(whole: PreTrainedModel, tokens: int) -> list[ProductCounts]:
         marks.clear()
-        with counter:
+        counting.total = ProductCounts()
+        with counting:
             whole(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
-        flops = [marks[first[kind]][1] - marks[first[kind]][0] for kind in kinds]
+        of_kind = {kind: marks[layer][1].less(marks[layer][0]) for kind, layer in first.items()}
         last = max(end for _, end in marks.values())
-        return [each // 2 for each in (*flops, marks[0][0], counter.get_total_flops() - last)]
+        return [*(of_kind[kind] for kind in kinds), marks[0][0], counting.total.less(last)]
 
-    with shadow(model, alike) as whole, torch.no_grad():
+    with shadow(model, alike) as whole, torch.no_grad(), kernels_of_runs():
+        counting = Counting(whole, SavePolicy(save) if save else None)
         if "flash" in str(whole.config._attn_implementation):  # of the same work, and needs a GPU
             whole.set_attn_implementation("sdpa")
         if whole._can_set_experts_implementation():
             whole.set_experts_implementation("batched_mm")  # its work depends on no value
         for index in first.values():
             layer = whole.get_submodule(f"{chain.layers}.{index}")
-            layer.register_forward_pre_hook(note(index))
-            layer.register_forward_hook(note(index))
+            for register in (layer.register_forward_pre_hook, layer.register_forward_hook):
+                register(lambda *_, at=index: marks.setdefault(at, []).append(counting.total))
         whole.eval()
         return [count(whole, tokens) for tokens in rows]
-
-
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """Of fused attention half: no kernel computes what the causal mask hides."""
-    flops: int = sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call]
-    return flops // 2
-
-
-_MORE = dict.fromkeys((FLASH_ATTENTION_FOR_CPU, EFFICIENT_ATTENTION, FLASH_ATTENTION), _attention)

@@ -4,12 +4,12 @@ A split is a list with one `range` of layers for each stage; stages may be empty
 one of several descriptions (penstock.options.SplitOptions):
 
     layout                  as penstock.schedule.layout reads it      "Ett|ttt|ttL"
-    layers_per_stage        a number for each stage, or the most for any
-    balance                 what each layer costs: the slowest rank becomes as fast as possible
-    first/last_stage_layers these two, and the rest evenly
+    layers_per_stage        a number for each stage, or the maximum for all
+    balance                 the cost of each layer: the slowest rank becomes as fast as possible
+    first/last_stage_layers for these two stages; the others share the rest evenly
     evenly (default)        embedding and head count as layers        E t t | t t t | t t L
 
-Names of modules in place of numbers of layers: see module_names.py.
+For names of modules in place of numbers of layers, see module_names.py.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def partition(
     holders: Holders | None = None,
     prediction_layers: int = 0,
 ) -> list[range]:
-    """Split `layers` layers over `stages` stages by one description at most; evenly without any.
+    """Split `layers` layers over `stages` stages by at most one description; evenly without any.
 
-    A single number of `layers_per_stage` makes ceil(layers / number) stages of even size, in which embedding
-    and head do not count; `stages_of_size` says how many on a rank.
+    A single number n for `layers_per_stage` makes ceil(layers / n) stages of even size, in which embedding
+    and head do not count; `stages_of_size` gives their number per rank.
 
     Args:
         balance: cost of each layer
-        holders: the ranks that hold each stage, for `balance`
-        prediction_layers: number of the last layers that predict tokens after the next (models/mtp.py): a
-            layout has an `m` for each
+        holders: the ranks that have each stage, for `balance`
+        prediction_layers: number of prediction layers (models/mtp.py) among the last layers: a layout has an
+            `m` for each
 
     Raises:
         PartitionError: the description does not fit the model or the schedule.
@@ -67,31 +67,29 @@ def partition(
 
 
 def descriptions(options: SplitOptions, **others: object) -> list[str]:
-    """The names of the options that are given, those of `others` among them."""
+    """The names of the options that are set, with those of `others`."""
     values = {option.name: getattr(options, option.name) for option in fields(SplitOptions)} | others
     return [name for name, value in values.items() if value is not None]
 
 
 def check_one_description(options: SplitOptions, **others: object) -> None:
-    """Raise PartitionError where more than one description is given, those of `others` among them.
+    """Raise PartitionError if more than one description is set, counting those of `others`.
 
-    first_stage_layers and last_stage_layers together are one. The weights say how an even division counts;
-    beside `balance` there is none.
+    first_stage_layers and last_stage_layers together are one. embedding_weight and head_weight apply to an
+    even division, which `balance` excludes.
     """
     names = descriptions(options, **others)
     if others.get("balance") is None:
         names = [name for name in names if name not in ("embedding_weight", "head_weight")]
     if len(names) > 1 and names != ["first_stage_layers", "last_stage_layers"]:
-        raise PartitionError(
-            " and ".join(names), "each says by itself which layers go to which stage", "Give one of them"
-        )
+        raise PartitionError(" and ".join(names), "each of them assigns layers to stages", "Give one of them")
 
 
 def even_split(layers: int, stages: int, embedding_weight: int = 1, head_weight: int = 1) -> list[range]:
-    """Deal the layers out evenly.
+    """Divide the layers evenly.
 
     The embedding counts as `embedding_weight` layers on the first stage and the head as `head_weight` on the
-    last; the first stages take one more where the sum does not divide. A stage whose share would be all
+    last; the first stages take one more if the sum does not divide. A stage whose share would be only
     embedding or head takes one layer from the fullest stage.
 
     Raises PartitionError where there are more stages than layers.
@@ -115,7 +113,7 @@ def check_enough(layers: int, stages: int) -> None:
     if stages > layers:
         raise PartitionError(
             f"{stages} stages for {layers} layers",
-            "a stage without layers is made where a layout asks for it",
+            "only a layout can have a stage without layers",
             f"Use at most {layers} stages (ranks times stages per rank), a deeper model, or a layout",
         )
 
@@ -135,7 +133,7 @@ def _from_layout(
         layer_count = _count(layout.prediction_layers, "multi-token-prediction layer")
         built = f"the model is built with {prediction_layers or 'none'}"
         remedy = f"Write {prediction_layers} m behind the last t"
-        without = "Set mtp_loss_scaling_factor to train those that it has, or take m away"
+        without = "Set mtp_loss_scaling_factor to train the model's prediction layers, or remove m"
         raise PartitionError(
             value, f"it has {layer_count} (m), and {built}", remedy if prediction_layers else without
         )
@@ -146,7 +144,7 @@ def _from_layout(
 def _checked(
     value: str, counts: Sequence[int], layers: int, stages: int, remedies: tuple[str, str], predict: int = 0
 ) -> list[range]:
-    """remedies: for another number of stages, and of layers; predict: how many of the layers are m"""
+    """remedies: for another number of stages, and of layers; predict: number of layers that are m"""
     if any(count < 0 for count in counts):
         raise ConfigError(value, "a stage holds 0 layers or more", "Give 0 or more")
     if len(counts) != stages:
@@ -173,9 +171,9 @@ def _from_size(size: int, layers: int, stages: int) -> list[range]:
 
 
 def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
-    """The stages that each of `ranks` ranks has, if a stage holds `size` of `layers` layers at most.
+    """The number of stages of each of `ranks` ranks, if a stage has at most `size` of `layers` layers.
 
-    group: the stages of a rank come in multiples of it
+    group: a rank's number of stages is a multiple of it
 
     Raises PartitionError where no such number of stages divides by the ranks; it names the sizes that fit.
     """
@@ -194,7 +192,7 @@ def stages_of_size(size: int, layers: int, ranks: int, group: int = 1) -> int:
 
 def _stages_made(size: int, layers: int) -> int:
     if size < 1:
-        rule = "a stage of that many layers never ends"
+        rule = "a stage has at least one layer"
         raise ConfigError(f"layers_per_stage={size}", rule, "Give 1 or more")
     return -(-layers // size)
 
@@ -207,7 +205,7 @@ def _some(options: Sequence[object]) -> str:
 def _with_ends(
     layers: int, stages: int, ends: tuple[int | None, int | None], weights: tuple[int, int]
 ) -> list[range]:
-    """First and last stage as described (None: like the others), the rest evenly on the other stages."""
+    """The given layers on first and last stage (None: like the others), the rest evenly on other stages."""
     fixed = [count for count in ends if count is not None]
     names = ("first_stage_layers", "last_stage_layers")
     shown = ", ".join(f"{n}={count}" for n, count in zip(names, ends, strict=True) if count is not None)
@@ -226,7 +224,7 @@ def _with_ends(
         )
     first, last = ([] if count is None else [count] for count in ends)
     embedding, head = (weight if count is None else 0 for weight, count in zip(weights, ends, strict=True))
-    middle = [len(each) for each in even_split(left, between, embedding, head)] if between else []
+    middle = list(map(len, even_split(left, between, embedding, head))) if between else []
     return ranges([*first, *middle, *last])
 
 

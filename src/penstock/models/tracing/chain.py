@@ -1,12 +1,12 @@
-"""A Hugging Face model as a chain: what runs before its layers, the layers, and what runs after them.
+"""A Hugging Face model as a chain: the modules before its layers, the layers, and the modules after them.
 
     embed_tokens -> layers.0 -> layers.1 -> ... -> norm -> lm_head
     (before)        each takes the hidden states   (after)
-                    that the one before returned
+                    of the previous one
 
-The model itself shows the chain: in a forward without values whose layers are placeholders (probe.py) one
-sees which other modules run before and after them, what the layers return, and what else they take. No list
-of model names is consulted. Where a model cannot show its list of layers, `register_chain` names it.
+The model itself shows the chain: a forward without values whose layers are placeholders (probe.py) shows
+which other modules run before and after them, what the layers return, and which further arguments they take.
+There is no list of model names. For a model whose list of layers is not recognised, use `register_chain`.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from penstock.private import CAN_RECORD_REGISTRY
 
 @dataclass(frozen=True)
 class Chain:
-    """A model as a chain of layers: everything that a stage needs to begin and end between two layers.
+    """A model as a chain of layers: all facts that a stage needs to begin and end between two layers.
 
-    layers: the name of the module list, and `count` how many it holds
+    layers, count: the name of the module list, and its length
     output_form: what a layer returns, one of probe.FORMS
     before, after: the modules with parameters that run before and after the layers
-    called_before: of the modules before the layers those that are called, or the called ones within them
-    direct_parameters: parameters of the modules around the layers themselves: whether they are used before
+    called_before: modules before the layers that are called themselves, or modules inside them that are
+    direct_parameters: parameters of the modules around the layers -> whether they are used before the layers
     buffers_after: modules after the layers with buffers to save and no parameters
 
     Values that cross an edge in addition to the hidden states:
-    early_inputs: for each layer, which of its other arguments were made of weights before the layers: their
-        place among the arguments, and the number of the value (several layers may take one)
-    layer_outputs_passed_on: whether a layer takes more of the one before than its hidden states
-    mappings_shared: whether layers leave values for others in a mapping that all of them get
-    recorded: what the model's own head collects from the layers, such as router_logits
-    features: arguments of the module around the layers that images reach later layers by, see towers.py
+    early_inputs: for each layer, its arguments that were computed from weights before the layers: path of the
+        argument -> index of the value (several layers may take one value)
+    layer_outputs_passed_on: whether a layer takes further results of the previous one than hidden states
+    mappings_shared: whether layers store values for others in a mapping that all of them get
+    recorded: names of values that the model's own head collects from the layers, such as router_logits
+    features: arguments of the module around the layers with image features for later layers, see towers.py
 
-    only_hidden_states: whether nothing but (rows, sequence, `width`) of `dtype` crosses
-    prediction_layers: how many layers, the last ones, predict tokens after the next (mtp.py); each adds
-        as many rows to the hidden states as the input has
+    only_hidden_states: whether only (rows, sequence, `width`) of `dtype` crosses an edge
+    prediction_layers: number of prediction layers among the last layers (mtp.py); each adds as many rows to
+        the hidden states as the input has
     """
 
     layers: str
@@ -83,7 +83,7 @@ class Chain:
     prediction_layers: int = 0
 
     def parts_after(self, layers: int) -> int:
-        """How many parts of the input's rows the hidden states have after the first `layers` layers."""
+        """How many times the input's rows the hidden states have after the first `layers` layers."""
         return 1 + max(layers - self.count + self.prediction_layers, 0)
 
     @property
@@ -97,11 +97,11 @@ class Chain:
         return more or self.has_early_inputs or bool(self.features)
 
     def early_values_from(self, layer: int) -> tuple[int, ...]:
-        """The numbers of the early values that this layer and later ones take."""
+        """The indices of the early values that this layer and later ones take."""
         return tuple(sorted({value for taken in self.early_inputs[layer:] for value in taken.values()}))
 
 
-_REMEMBERED = 64  # of a kind
+_REMEMBERED = 64  # results of a cached function
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "penstock"})
 _PLAIN, _TENSORS = (bool, int, float, str), ("_parameters", "_buffers")
 P = ParamSpec("P")
@@ -109,7 +109,7 @@ T = TypeVar("T")
 
 
 class remembered(Generic[P, T]):  # noqa: N801 - a decorator
-    """`find` runs once for all models that are built the same way."""
+    """A cache for `find`: one result for all models that are built the same way."""
 
     def __init__(self, find: Callable[Concatenate[PreTrainedModel, P], T]) -> None:
         functools.update_wrapper(self, find)
@@ -136,7 +136,7 @@ def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> 
 def _built(model: PreTrainedModel) -> object | None:
     """A key, equal for models whose forwards run the same ops; None where hooks may change the forward.
 
-    None also for modules of a user's class, whose forward may read what no key shows.
+    None also for modules of a user's class, whose forward may read values that no key contains.
     """
     facts: list[object] = [layer_list(model)[0], model.config.to_json_string(use_diff=False)]
     attentions: dict[str | None, None] = {}
@@ -170,11 +170,11 @@ def find_chain(model: PreTrainedModel) -> Chain:
                 for mode in (False, True)
             )
             if chain != training:
-                raise NoChainError("the forward takes another way in training than in evaluation")
+                raise NoChainError("the forward differs between training and evaluation")
             return replace(chain, dtype=run_layers(model, name, form) or chain.dtype)
         except NoChainError as error:
             reason = str(error)
-        except Exception as error:  # whatever the model's own code raises on a wrong form
+        except Exception as error:  # any error of the model's own code for a wrong form
             reason = reason or f"its forward could not be followed: {error}"
     raise no_chain(model, f"a pipeline cuts a chain of layers, and in this model {reason}")
 
@@ -218,7 +218,7 @@ def _sides(model: PreTrainedModel, layers: str, seen: Findings) -> tuple[tuple[s
     for name, module in siblings(model, layers):
         inside = {inner for inner, _ in module.named_modules(prefix=name)}
         parameters = {inner for inner, _ in module.named_parameters(prefix=name)}
-        if not parameters:  # nothing to place: every stage keeps it
+        if not parameters:  # no need to assign it: every stage keeps it
             if inside & seen.after and not inside & seen.before and module.state_dict():
                 buffers_after.append(name)
             continue
@@ -239,7 +239,7 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def _numbered(taken: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, int], ...]:
-    """A number for each value; the same one where layers take the same tensor."""
+    """An index for each value; one index if several layers take the same tensor."""
     numbers: dict[int, int] = {}
     return tuple(
         {name: numbers.setdefault(id(value), len(numbers)) for name, value in of_layer.items()}
@@ -248,7 +248,7 @@ def _numbered(taken: Sequence[Mapping[str, Tensor]]) -> tuple[dict[str, int], ..
 
 
 def _recorded(model: PreTrainedModel) -> tuple[str, ...]:
-    """What transformers' hooks collect from the layers for the loss, if the config asks for it."""
+    """The names that transformers' hooks collect from the layers for the loss, if the config enables it."""
     if not getattr(model.config.get_text_config(), "output_router_logits", False):
         return ()
     kinds: list[Any] = []

@@ -1,9 +1,9 @@
 """Copies of a model, with and without its values.
 
 deep_copy(module)      copy.deepcopy, faster
-without_values(module) a deep copy on the meta device: it outlives the weights, and can be run
+without_values(module) a deep copy on the meta device, which does not keep the weights, and can be run
 shadow(model)          the same with fake tensors, within a context: a forward takes neither memory nor time
-write_through(stage)   no copy but a twin on the meta device: what it is assigned reaches `stage`
+write_through(stage)   a twin on the meta device: values assigned to it are copied into `stage`
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ M = TypeVar("M", bound=nn.Module)
 class WriteThrough(Table):
     """A twin's table of tensors. An assigned value is copied into the live tensor of the same name.
 
-    live: the table of the module that holds the real tensors; it may change between assignments
-    seen: the ids of all tensors read so far from this table, and from the twin's other tables
+    live: the table of the module with the real tensors; it may change between assignments
+    seen: the ids of all tensors read so far from this table and the twin's other tables
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class WriteThrough(Table):
 
 
 def write_through(module: PreTrainedModel) -> PreTrainedModel:
-    """A twin with parameters on the meta device. A value assigned to one is copied into that of `module`.
+    """A twin with parameters on the meta device. A value assigned to one is copied into `module`'s parameter.
 
     The parameters of `module` may become DTensors after this call; each process then copies its own shard.
-    Buffers are shared, and all else but hooks: FSDP2's modules cannot be copied.
+    Buffers and all other attributes but hooks are shared, as FSDP2's modules cannot be copied.
     """
     made: dict[int, Any] = {}
     seen = set[int]()
@@ -96,7 +96,7 @@ def write_through(module: PreTrainedModel) -> PreTrainedModel:
 
 
 def destinations(twin: nn.Module) -> dict[str, Tensor]:
-    """By name, the parameters to which a `write_through` twin copies what it is assigned."""
+    """By name, the parameters into which a `write_through` twin copies assigned values."""
     return {
         f"{prefix}.{name}" if prefix else name: live
         for prefix, module in twin.named_modules()
@@ -112,8 +112,8 @@ def without_values(
     """A deep copy without values, to be run under `unseen`.
 
     Args:
-        replaced: copies to take in place of those made here, by the id of the original
-        like: makes a parameter or a buffer of the copy from the original's, on the meta device by default
+        replaced: id of an original -> the copy to use for it
+        like: makes a parameter or a buffer of the copy from the original, by default on the meta device
     """
     replaced = replaced or {}
     memo: dict[int, Any] = {}
@@ -130,7 +130,7 @@ def without_values(
 
 
 class Uninitialised(TorchFunctionMode):
-    """Inside, torch.nn.init leaves meta tensors alone: for each it would run Python, and change nothing."""
+    """Inside, torch.nn.init skips meta tensors, for which it would run Python without effect."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -148,7 +148,7 @@ _PICKLED = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__ge
 
 
 def deep_copy(module: M, memo: dict[int, Any]) -> M:
-    """`copy.deepcopy` in a third of its time: most of what a module holds is plain, or an empty table."""
+    """`copy.deepcopy` in a third of its time: most of a module's attributes are plain, or empty tables."""
     if id(module) in memo:
         return cast(M, memo[id(module)])
     kind, attributes = type(module), vars(module)
@@ -188,8 +188,8 @@ def _empty(parameter: nn.Parameter, like: Callable[[Tensor], Tensor]) -> nn.Para
 def shadow(model: M, replaced: Mapping[int, Any] | None = None) -> Iterator[M]:
     """A copy of `model` with fake tensors on the CPU; tensors that are made inside the context are fake too.
 
-    Unlike meta tensors, transformers knows fake ones, so its mask code asks for no values.
-    replaced: copies to take in place of those made here, by the id of the original
+    transformers recognises fake tensors, unlike meta tensors, so its mask code reads no values.
+    replaced: id of an original -> the copy to use for it
     """
     # eager: torch.compile would give up for good on code that it first meets under a mode
     with unseen(), FakeTensorMode(), _without_log(), torch.compiler.set_stance("force_eager"):
@@ -209,9 +209,9 @@ def _cpu_like(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """Silence torch, which logs each op that fails without values: the exception says the same to the caller.
+    """Silence torch's log of ops that fail without values, as the exception has the same information.
 
-    A grouped product in float32, for example, says that it takes bfloat16 only.
+    A grouped product in float32, for example, logs that it takes only bfloat16.
     """
     log = logging.getLogger(FakeTensorMode.__module__)
     before, log.disabled = log.disabled, True

@@ -37,24 +37,24 @@ def leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str,
 
 
 def replaced(args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Tensor]) -> tuple[Any, Any]:
-    """The arguments with the `values` where leaves of these names were."""
+    """The arguments with the leaves of these names replaced by `values`."""
     named, tree = tree_flatten_with_path((args, kwargs))
     args, kwargs = tree_unflatten([values.get(keystr(path), leaf) for path, leaf in named], tree)
     return args, kwargs
 
 
 def mappings(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[MutableMapping[str, Any]]:
-    """The mappings among the arguments in which layers leave values for each other."""
+    """The mappings among the arguments in which layers store values for each other."""
     return (value for value in (*args, *kwargs.values()) if is_shared(value))
 
 
 def is_shared(value: object) -> bool:
-    """Whether `value` is a mapping of the model's own class, which all layers share. Pytrees see a leaf."""
+    """Whether `value` is a mapping of the model's own class, shared by all layers; a leaf for pytrees."""
     return isinstance(value, MutableMapping) and not isinstance(value, dict)
 
 
 class Placeholder(nn.Module):
-    """Takes the place of a layer of another stage: the same plain attributes, no parameters."""
+    """Replaces a layer of another stage: the same plain attributes, but no parameters."""
 
     def __init__(self, layer: nn.Module, form: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Placeholder(nn.Module):
         return attr.fget(self) if isinstance(attr, property) and attr.fget else super().__getattr__(name)
 
     def give(self, hidden: Tensor, more: tuple[Any, ...] = (None,)) -> Any:
-        """A result in the form of the layer's. more: the entries after the hidden states, in a tuple"""
+        """A result in the form of the layer's result. more: the entries after the hidden states"""
         if self._form == "tensor":
             return hidden
         return (hidden,) if self._form == "tuple" else (hidden, *more)

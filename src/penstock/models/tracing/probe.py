@@ -5,9 +5,9 @@ and results of modules before the layers. Marks follow values through every op (
 hidden states of a layer depend only on the layer before it. Its other arguments come from modules before the
 layers, or depend on no weight.
 
-The second runs the real layers. It finds values that layers pass to each other outside of their arguments,
-and the dtype of the hidden states. Layers that read values, as some experts do, cannot run without any; then
-the dtype stays unknown.
+The second runs the real layers. It detects values that layers pass to each other outside of their arguments,
+and the dtype of the hidden states. Layers that read values, as some experts do, cannot run without values;
+then the dtype stays unknown.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RUN_OF_A_KIND = 4  # layers
 
 
 class NoChainError(Exception):
-    """Why the layers are no chain, as the end of a sentence."""
+    """The reason why the layers are no chain, as the end of a sentence."""
 
 
 # ---- The list of the layers
@@ -48,9 +48,9 @@ _RULES: dict[type[PreTrainedModel], Rule] = {}
 
 
 def register_chain(model: type[PreTrainedModel], rule: Rule) -> None:
-    """Let `rule` return the name of the nn.ModuleList of layers, such as "model.blocks", in this class.
+    """Register `rule`, which returns the name of the nn.ModuleList of layers in this class: "model.blocks".
 
-    Needed only if that is not the outermost module list of `config.num_hidden_layers` entries. The rest of
+    Needed only if that is not the outermost module list with `config.num_hidden_layers` entries. The rest of
     the chain still comes from the model's forward, and a model without a chain raises ModelError.
     """
     _RULES[model] = rule
@@ -64,8 +64,8 @@ def no_chain(model: PreTrainedModel, rule: str) -> ModelError:
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The name and the module list of the layers.
 
-    By the registered rule; else the outermost list with as many entries as the config names layers; else the
-    outermost with any entries. Of several the one with the most parameters. Raises ModelError.
+    By the registered rule; else the outermost list with as many entries as the config has layers; else the
+    outermost list with any entries. Of several, the one with the most parameters. Raises ModelError.
     """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     for kind in type(model).__mro__:
@@ -102,7 +102,7 @@ def path_to(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of the modules around the layer list that are not around it, nor the list itself."""
+    """The children of the modules around the layer list, without these modules and the list."""
     for prefix, around in path_to(model, layers):
         for child, module in around.named_children():
             name = f"{prefix}.{child}" if prefix else child
@@ -117,14 +117,14 @@ def siblings(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 class Findings:
     """The findings of placeholders and hooks.
 
-    provenance: the origins of tensors: a number is the layer that returned it, -1 the modules before the
-        layers, a name that parameter
+    provenance: the origins of tensors: an index is the layer that returned it, -1 the modules before the
+        layers, a name the parameter of that name
     calls: the layers in the order in which they ran
-    before, after: the modules that ran before the first layer, and from then on
-    used_before, used_after: the parameters that layers' arguments, and that the logits, were made of
-    early_inputs: for each layer by place, its other arguments that were made of weights before the layers;
-        the tensors are kept, so that their ids stay theirs
-    passed_on: what placeholders returned in addition to the hidden states
+    before, after: the modules that ran before the first layer, and after it began
+    used_before, used_after: the parameters from which layers' arguments, and the logits, were computed
+    early_inputs: for each layer, its arguments that were computed from weights before the layers, by path;
+        the tensors are kept, so that no other tensor gets their ids
+    passed_on: further results of placeholders, in addition to the hidden states
     """
 
     provenance: Provenance = field(default_factory=Provenance)
@@ -144,7 +144,7 @@ class Findings:
 def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Findings:
     """Run a forward in which `count` placeholders return `form`.
 
-    Raises NoChainError, or whatever the model raises.
+    Raises NoChainError, or any error of the model.
     """
     seen = Findings()
     children = enumerate(model.get_submodule(layers).children())
@@ -165,7 +165,7 @@ def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, trainin
 
 
 class _Probe(Placeholder):
-    """A placeholder that looks at its arguments."""
+    """A placeholder that records the origins of its arguments."""
 
     def __init__(self, layer: nn.Module, form: str, index: int, seen: Findings) -> None:
         super().__init__(layer, form)
@@ -175,7 +175,7 @@ class _Probe(Placeholder):
         seen, index = self._seen, self._index
         hidden = hidden_of(args, kwargs)
         made_by, names = seen.provenance.origins(hidden)
-        in_order = seen.calls == list(range(index))  # else the order itself is the error to report
+        in_order = seen.calls == list(range(index))  # else the wrong order is reported
         if index and in_order and made_by != {index - 1}:
             raise NoChainError(f"layer {index} does not take what layer {index - 1} returned")
         if index and in_order and names:
@@ -207,10 +207,10 @@ class _Probe(Placeholder):
 
 
 def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
-    """The parameters that logits are made of, beyond the last layer. Raises NoChainError."""
+    """The parameters from which the head computes logits. Raises NoChainError."""
     made_by, names = seen.provenance.origins(logits)
     if -1 in made_by:
-        raise NoChainError("what comes before the layers reaches the head past them")
+        raise NoChainError("a result from before the layers reaches the head past them")
     if earlier := made_by - {count - 1}:
         raise NoChainError(f"what layer {min(earlier)} returned reaches the head past the layers after it")
     if both := names & seen.used_before:
@@ -219,7 +219,7 @@ def _used_by_head(logits: Tensor, seen: Findings, count: int) -> set[str]:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give each place a parameter of its own, so that the provenance shows which one is used."""
+    """Give each module its own parameter, so that the provenance shows which one is used."""
     met: set[int] = set()
     for module in list(model.modules()):
         for name, child in module._modules.items():  # such as trained rows of a tied embedding
@@ -234,7 +234,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def _watch_siblings(model: nn.Module, layers: str, seen: Findings) -> None:
-    """Note when the other modules run, and mark what those before the layers return."""
+    """Record when the other modules run, and mark the results of those before the layers."""
 
     def note(name: str) -> Callable[..., None]:
         return lambda *_: (seen.after if seen.calls else seen.before).add(name)
@@ -267,8 +267,8 @@ def model_without_values(
         for module in whole.modules():
             if isinstance(module, PreTrainedModel):
                 text = module.config.get_text_config()
-                text.output_router_logits = False  # placeholders have no routers, whose logits heads miss
-                if getattr(text, "pad_token_id", 0) is None:  # heads of rows then refuse more than one
+                text.output_router_logits = False  # placeholders have no routers, whose logits heads need
+                if getattr(text, "pad_token_id", 0) is None:  # heads of rows refuse several rows without it
                     text.pad_token_id = 0
         yield whole.train(training)
 
@@ -277,11 +277,11 @@ def model_without_values(
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-_NUMBER = re.compile("idx|index|layer_(id|number)")  # a layer's own, under its families' names
+_NUMBER = re.compile("idx|index|layer_(id|number)")  # attributes with a layer's own index
 
 
 def layer_kind(layer: nn.Module) -> Hashable:
-    """Equal for layers that are built alike, and train the same parts: that differ in their number only."""
+    """Equal for layers that are built alike and train the same parts, so that only their indices differ."""
     return tuple(
         (name, type(part), *_settings(part),
          *((p.shape, p.dtype, p.requires_grad) for p in part._parameters.values() if p is not None))
@@ -308,7 +308,7 @@ class Identity(Placeholder):
 
 
 def after_first(layers: nn.Module, kinds: Sequence[Hashable], form: str, most: int = 1) -> dict[int, Any]:
-    """Identities in the place of all layers of a kind but its first ones, by the id of the layer."""
+    """Identities for all layers of a kind but its first `most` ones, by the id of the layer they replace."""
     met = Counter[Hashable]()
     identities: dict[int, Any] = {}
     for layer, kind in zip(layers.children(), kinds, strict=True):
@@ -322,10 +322,10 @@ def after_first(layers: nn.Module, kinds: Sequence[Hashable], form: str, most: i
 
 
 def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | None:
-    """The dtype of the hidden states that the real layers return; None where it varies or is unknown.
+    """The dtype of the hidden states that the real layers return; None if it varies or is unknown.
 
-    Of layers with the same modules only the first few run: all of a deep model would take seconds.
-    Raises NoChainError where a layer takes something of another one that is not among its arguments.
+    Of layers with the same modules only the first few run, as all layers of a deep model would take seconds.
+    Raises NoChainError if a layer uses a value of another one that is not among its arguments.
     """
     provenance, dtypes, real = Provenance(), set[torch.dtype](), model.get_submodule(layers)
     kinds = [tuple((name, type(part)) for name, part in layer.named_modules()) for layer in real.children()]
@@ -334,20 +334,20 @@ def run_layers(model: PreTrainedModel, layers: str, form: str) -> torch.dtype | 
         run = [*whole.get_submodule(layers).children()]
         for index, (layer, following) in enumerate(zip_longest(run, run[1:])):
             if not (isinstance(layer, Identity) and isinstance(following, Identity)):
-                _watch_layer(layer, index, provenance, dtypes)  # of a run of identities the last marks
+                _watch_layer(layer, index, provenance, dtypes)  # the last of several identities marks last
         try:
             with provenance:
                 whole(input_ids=torch.zeros(_SHAPE, dtype=torch.long), use_cache=False)
         except NoChainError:
             raise
-        except Exception:  # whatever a layer that looks at values raises
+        except Exception:  # any error of a layer that reads values
             return None
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: set[torch.dtype]) -> None:
     """Check that the layer's result depends on its arguments only, then mark it as this layer's."""
-    arguments: set[int] = set()  # the layers that they were made of
+    arguments: set[int] = set()  # the layers from which they were computed
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if index == 0:
@@ -361,7 +361,7 @@ def _watch_layer(layer: nn.Module, index: int, provenance: Provenance, dtypes: s
     def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         if unseen := provenance.origins(result)[0] - arguments:
             whose = "the embeddings" if min(unseen) < 0 else f"layer {min(unseen)}"
-            raise NoChainError(f"layer {index} uses something of {whose} that is not among its arguments")
+            raise NoChainError(f"layer {index} uses a value of {whose} that is not among its arguments")
         if not isinstance(module, Identity):
             dtypes.add((result if isinstance(result, Tensor) else result[0]).dtype)
         return tree_map_only(Tensor, lambda tensor: provenance.marked(tensor, index), result)

@@ -1,4 +1,4 @@
-"""What tensors were made of: marks that follow values through every op.
+"""The origins of tensors: marks that follow values through every op.
 
 with provenance:
     provenance.mark(weight, {"embed.weight"})
@@ -19,7 +19,7 @@ from penstock.private import TorchDispatchMode, tree_leaves
 ProvenanceMark = int | str
 
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout})
-# these ops look at shape, dtype and device of their arguments, and at no value
+# these ops read shape, dtype and device of their arguments, but no value
 _SHAPE_ONLY = frozenset(
     {"new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "zeros_like", "ones_like",
      "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "empty_strided"}
@@ -29,13 +29,13 @@ _SHAPE_ONLY = frozenset(
 class Provenance(TorchDispatchMode):
     """Follows marks by storage, so that they also pass through detach, comparisons, no_grad and in-place ops.
 
-    Numbers that a model reads out of a tensor lose them.
+    Python numbers that a model reads from a tensor have no marks.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._marks: dict[int, frozenset[ProvenanceMark]] = {}
-        self._kept: list[Any] = []  # so that a storage's address stays its own
+        self._kept: list[Any] = []  # so that no other storage gets an address
 
     def mark(self, tensor: Tensor, marks: Iterable[ProvenanceMark]) -> None:
         """Replace the marks of `tensor`."""
@@ -44,7 +44,7 @@ class Provenance(TorchDispatchMode):
         self._kept.append(storage)
 
     def marked(self, tensor: Tensor, mark: ProvenanceMark) -> Tensor:
-        """A copy of `tensor` that a model may write into, with this mark alone."""
+        """A copy of `tensor` that a model may modify, with only this mark."""
         new = tensor.clone()
         self.mark(new, {mark})
         return new
@@ -57,7 +57,7 @@ class Provenance(TorchDispatchMode):
         )
 
     def origins(self, *values: Any) -> tuple[set[int], set[str]]:
-        """The numbers and the names among the marks of all tensors in `values`."""
+        """The layer indices and the names among the marks of all tensors in `values`."""
         marks = self.marks(*values)
         return {m for m in marks if isinstance(m, int)}, {m for m in marks if isinstance(m, str)}
 
@@ -75,7 +75,7 @@ class Provenance(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the leaves of `values`. Plain containers without pytree: each op asks three times."""
+    """The tensors among the leaves of `values`. Each op calls this three times: pytree would be slow."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

@@ -1,15 +1,15 @@
-"""Vision-language models: what encodes images, videos and sounds in addition to the text.
+"""Vision-language models: the towers, which encode images, videos and sounds in addition to the text.
 
-A model of transformers that has towers has a method for each kind of input that they encode:
+A model of transformers with towers has a method for each kind of input that they encode:
 
     get_image_features(pixel_values, image_grid_thw)      get_video_features(...)      get_audio_features(...)
 
-Its results take the place of the embeddings of certain tokens, before the layers. So the towers belong to the
-first stage. Later stages run the forward of the same text without images: masks and positions follow from
-whole numbers alone (token ids, types of tokens, sizes of images), which every stage gets.
+The method's results replace the embeddings of certain tokens, before the layers. So the towers belong to the
+first stage. Later stages run the forward of the same text without images: masks and positions depend only on
+integers (token ids, types of tokens, sizes of images), which every stage gets.
 
-Some models add more of the towers' results to the hidden states between their first layers (DeepStack). These
-are arguments of the module around the layers, and cross the edges.
+Some models add further results of the towers to the hidden states between their first layers (DeepStack).
+These are arguments of the module around the layers, and cross the edges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FEATURES = ("visual_pos_masks", "deepstack_visual_embeds", "vision_mask", "deep
 
 
 def encodes(model: PreTrainedModel) -> tuple[str, ...]:
-    """What the model's towers encode, of image, video and audio; nothing for a model of text alone."""
+    """The kinds that the model's towers encode, of image, video and audio; empty for a model of text."""
     return tuple(kind for kind in _ENCODED if hasattr(model.base_model, f"get_{kind}_features"))
 
 
@@ -39,7 +39,7 @@ def tower_inputs(model: PreTrainedModel) -> frozenset[str]:
 
 
 def without_pixels(inputs: frozenset[str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """`arguments` without the floating-point ones of `inputs`: what a stage without the towers takes."""
+    """`arguments` without the floating-point ones of `inputs`, for a stage without the towers."""
     return {
         name: value
         for name, value in arguments.items()
@@ -48,7 +48,7 @@ def without_pixels(inputs: frozenset[str], arguments: Mapping[str, Any]) -> dict
 
 
 def feature_names(around: nn.Module) -> tuple[str, ...]:
-    """The arguments by which the towers' results reach the layers past the embeddings.
+    """The arguments that pass the towers' results to the layers, past the embeddings.
 
     around: the module around the layers
     """
@@ -57,9 +57,9 @@ def feature_names(around: nn.Module) -> tuple[str, ...]:
 
 
 def features_from(features: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """The features that the forward from the entry of `layer` on adds; nothing where all have been added.
+    """The features that a forward from `layer` on adds; empty if all have been added.
 
-    Of a list, entry i is added after layer i; of a dict, entry i before it.
+    Entry i of a list is added after layer i, entry i of a dict before layer i.
     """
     kept: dict[str, Any] = {}
     left = False
@@ -75,7 +75,7 @@ def features_from(features: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def with_zeros(features: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """`features` with a zero for each that was added before: the forward adds it to a dummy."""
+    """`features` with a zero for each one that was added before: the forward adds it to a dummy."""
     zero = like.new_zeros(())
     return {
         name: [zero if added is None else added for added in value] if isinstance(value, list) else value

@@ -51,7 +51,7 @@ SINGLE = "model.safetensors"
 _NAMED = 5  # tensors of each kind that an error names
 _LAYER = re.compile(r"(.*?\.)??(?:layers|h|blocks|block|layer)\.(\d+)\.")
 
-# what stands in the names of a wrapped model's tensors, and what put it there
+# parts of names that wrappers add to a model's tensors, and their wrappers
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
     "base_model.model.": "PEFT, by merge_and_unload()",
@@ -61,16 +61,16 @@ _WRAPPERS = {
     "module.": "DistributedDataParallel",
 }
 _SCALE = re.compile(r"(_scale(_inv)?|\.(scales|qweight|qzeros|g_idx|absmax|quant_map|SCB))$|\.quant_state\.")
-_ROWS = 4096  # of a tied weight, compared at a time
+_ROWS = 4096  # rows of a tied weight that are compared at a time
 _HOST = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
-# the names under which each tied weight appears, the one that it is saved by first
+# for each tied weight its names, first the one under which it is saved
 Ties = tuple[tuple[str, ...], ...]
 
 
 def tied_names(model: nn.Module) -> Ties:
-    """The groups of names that stand for one weight."""
+    """The groups of names of one weight."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -82,18 +82,18 @@ def tied_names(model: nn.Module) -> Ties:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers reads in a folder; none where it holds no weights.
+    """The safetensors files that transformers reads in a folder; empty if it has no weights.
 
-    Raises CheckpointError where one is missing. None is opened.
+    Raises CheckpointError if a file is missing. No file is opened.
     """
     single, index = folder / SINGLE, folder / INDEX
     if not single.is_file() and not index.is_file():
         others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
-        if others:  # random weights in their stead would be a silent loss
+        if others:  # do not silently use random weights instead
             raise CheckpointError(
                 str(others[0]),
                 f"weights are read from {SINGLE}, or from shards that {INDEX} lists, and neither is here",
-                "Complete the folder or save it as safetensors; give its config alone for random weights",
+                "Complete the folder or save it as safetensors; give only its config for random weights",
             )
         return []
     if single.is_file() and index.is_file():
@@ -107,14 +107,14 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 @cache
-def say_once(folder: Path, what: str) -> None:
-    """Log what the user should know of a folder's weights, on one rank."""
+def say_once(folder: Path, message: str) -> None:
+    """Log a message for the user about a folder's weights, on one rank."""
     if os.environ.get("RANK", "0") == "0":
-        _log.warning("%s: %s", folder, what)
+        _log.warning("%s: %s", folder, message)
 
 
 def named_files(folder: Path) -> list[str]:
-    """The names of a folder's weight files, which need not be there: the single one, else those in its index.
+    """The names of a folder's weight files, which may be missing: the single one, else those in its index.
 
     Raises CheckpointError for an index that cannot be read, or that names a file outside of the folder.
     """
@@ -133,7 +133,7 @@ def named_files(folder: Path) -> list[str]:
 
 
 def _inside(name: str) -> str:
-    """The name of a file of the folder; an index from elsewhere may name any file of this machine."""
+    """Check that a name in an index is a file of the folder: an index may name any file of this machine."""
     parts = PurePosixPath(name).parts
     if path_fault(name) or ".." in parts or parts[0] == "/" or not name.endswith(".safetensors"):
         raise ValueError(f"{name[:80]!r} is no safetensors file of this folder")
@@ -143,7 +143,7 @@ def _inside(name: str) -> str:
 def first_dtype(files: Sequence[Path]) -> torch.dtype | None:
     """The dtype that transformers takes for a model whose config has none: of the first file's first weight.
 
-    None where it holds no floating point.
+    None if that file has no floating-point weight.
     """
     with TensorFile(files[0]) as file:
         dtypes = (file.like(name).dtype for name in sorted(file.names()))
@@ -151,14 +151,14 @@ def first_dtype(files: Sequence[Path]) -> torch.dtype | None:
 
 
 class Reads(Protocol):
-    """How the processes that need the same tensors get them: one reads each, and passes it on."""
+    """Shared reads: of the processes that need a tensor, one reads it and sends it to the others."""
 
     @property
     def processes(self) -> Ranks:
-        """Those that call `load` with the same stage."""
+        """The processes that call `load` with the same stage."""
 
     def read(self, name: str, read: Callable[[], Tensor], like: Tensor) -> Tensor:
-        """What `read` returns on one of them, on all. like: of its shape and dtype. Collective."""
+        """Call `read` on one process; return its result on all. like: of its shape and dtype. Collective."""
 
 
 def load(
@@ -172,17 +172,17 @@ def load(
     """Fill the stage's parameters, which are on the meta device, from `files`.
 
     Tensor by tensor: peak memory is the stage plus one tensor in the files' dtype, or plus the tensors that
-    transformers puts together to one. Where `stage` is a `write_through` twin of a sharded one, a process
-    reads the rows of its shards, as far as these are rows of a file; with `reads`, whole tensors.
+    transformers joins to one. If `stage` is a `write_through` twin of a sharded stage, a process reads only
+    the rows of its shards, if shards are rows of a file; with `reads`, whole tensors.
 
     Args:
-        device: where they come to be. On a GPU that memory is the GPU's, and little is in host memory.
-        reads: how this process gets tensors that others need too; None reads each. The call is then
-            collective over those processes.
-        new: names that stay without values where no file gives them
+        device: of the parameters. For a GPU, tensors are read into its memory, with little host memory.
+        reads: shared reads of tensors that other processes need too, over which the call is then collective;
+            None: this process reads all.
+        new: names that may be missing in the files, and then stay without values
 
-    Raises CheckpointError where a parameter is in no file or has another shape; HandshakeError where the
-    processes of `reads` have other files.
+    Raises CheckpointError if a parameter is in no file or has another shape; HandshakeError if the processes
+    of `reads` have different files.
     """
     reader, unread = reader_for(device), dict[str, Unread]()
     with ExitStack() as opened:
@@ -209,12 +209,12 @@ def check(
 ) -> list[str]:
     """Raise the errors of `load` from the files' headers: no tensor is read, `stage` stays without values.
 
-    Its parameters then have the dtypes that `load` gives them.
+    Afterwards its parameters have the dtypes that `load` sets.
 
     Args:
-        whole: the names of the whole model's tensors. One of the files that it has no place for is an error,
-            but for what transformers ignores; None ignores all of them
-        new: patterns of names that no file needs to give
+        whole: the names of the whole model's tensors. Other tensors in the files are an error, except those
+            that transformers ignores; None ignores all of them
+        new: patterns of names that may be missing in the files
 
     Returns the names without values that `new` allows.
     """
@@ -237,10 +237,10 @@ def copy_values(stage: PreTrainedModel, model: PreTrainedModel) -> None:
 
 
 class Unread:
-    """A tensor in its file. transformers reads it with `[...]` when it needs it.
+    """A tensor in its file. transformers reads it by `[...]` when it needs the tensor.
 
-    read: reads it; where `like` is given, it takes `rows` and `dtype` as TensorFile.read does
-    like: returns a tensor of its shape
+    read: reads the tensor; with `like`, it takes `rows` and `dtype` as TensorFile.read does
+    like: returns a tensor of its shape without values
     """
 
     def __init__(self, read: Callable[..., Tensor], like: Callable[[], Tensor] | None = None) -> None:
@@ -250,19 +250,19 @@ class Unread:
         return self._read()
 
     def for_shard(self, shard: DTensor) -> Unread:
-        """One that reads only the shard's rows, in its dtype, if the tensor has the shard's full shape."""
+        """Read only the shard's rows, in its dtype, if the tensor has the shard's full shape."""
         if self._like is None or self._like().shape != shard.shape or not (own := own_part(shard)):
             return self
         return Unread(partial(self._read, rows=own[0], dtype=shard.dtype))
 
 
 def _facts_of_files(file_of: Mapping[str, TensorFile]) -> dict[str, str]:
-    """What must be equal on all processes that read one tensor each for all."""
+    """Facts that must be equal on all processes of shared reads."""
     known: dict[str, list[Any]] = defaultdict(list)
     for name, file in file_of.items():
         like = file.like(name)
         known[f"tensors of {file.path.name}"].append([name, [*like.shape], str(like.dtype)])
-    return {what: digest(json.dumps(tensors)) for what, tensors in known.items()}
+    return {name: digest(json.dumps(facts)) for name, facts in known.items()}
 
 
 def _fill(
@@ -276,10 +276,10 @@ def _fill(
     whole: Collection[str] | None = None,
     new: Collection[str] = (),
 ) -> list[str]:
-    if next(stage.parameters(), None) is None:  # a stage that only passes on its input
+    if next(stage.parameters(), None) is None:  # a stage without parameters, which passes on its input
         return []
     mapping = get_model_conversion_mapping(stage)
-    for entry in mapping:  # where one asks for the CPU, it would move what has no values
+    for entry in mapping:  # a conversion to the CPU would move tensors without values
         if device == "meta" and isinstance(entry, WeightConverter):
             entry.force_cpu = False
     renamed = {} if whole is None else {key: name for key, name, _ in _renamed(unread, stage, mapping, whole)}
@@ -289,14 +289,14 @@ def _fill(
         weight_mapping=mapping,
         dtype=stage.dtype,
         device_map={"": device},
-        dtype_plan=stage._get_dtype_plan(stage.dtype),  # what some families keep in float32
+        dtype_plan=stage._get_dtype_plan(stage.dtype),  # weights that some families keep in float32
     )
     with _one_tensor_at_a_time():
         info, _ = convert_and_load_state_dict_in_model(stage, unread, config)
     tie_within(stage, ties)
     info.missing_keys -= {n for names in ties if not info.missing_keys.issuperset(names) for n in names}
     info.unexpected_keys = _without_prediction_layers(stage, set(renamed.values()).difference(whole or ()))
-    stage._adjust_missing_and_unexpected_keys(info)  # without what its family leaves out on purpose
+    stage._adjust_missing_and_unexpected_keys(info)  # ignore weights that its family omits on purpose
     fresh = {name for name in info.missing_keys if any(fnmatchcase(name, pattern) for pattern in new)}
     info.missing_keys -= fresh
     foreign = [key for key, name in renamed.items() if name in info.unexpected_keys]
@@ -310,7 +310,7 @@ def _fill(
 def _check_ties(
     file_of: Mapping[str, TensorFile], ties: Ties, stored: Mapping[str, str], dtype: torch.dtype
 ) -> None:
-    """Raise CheckpointError where files have several values of one weight. stored: their keys by our names"""
+    """Raise CheckpointError if files have several values of one weight. stored: our names -> their keys"""
     for keys in (pair for names in ties for pair in pairwise(stored[n] for n in names if n in stored)):
         first, reader = file_of[keys[0]], HostReader()
         count = first.like(keys[0]).shape[0]
@@ -327,7 +327,7 @@ def _check_ties(
 
 
 def _without_prediction_layers(stage: PreTrainedModel, names: set[str]) -> set[str]:
-    """`names` but for those of prediction layers (MTP): files number them after the model's own layers."""
+    """`names` without those of prediction layers (MTP), which follow the model's own layers in files."""
     text = stage.config.get_text_config()
     count = getattr(text, "num_mtp_layers", None) or 0
     layers = {str(text.num_hidden_layers + index) for index in range(count)}
@@ -335,7 +335,7 @@ def _without_prediction_layers(stage: PreTrainedModel, names: set[str]) -> set[s
 
 
 def _problems(info: Any, foreign: Collection[str]) -> list[str]:
-    """What is wrong with the files, in words. foreign: their names that the model has no place for"""
+    """The problems of the files, as text. foreign: names in the files that the model does not have"""
     wrong: dict[str, Collection[str]] = {
         "{} of another shape than the model's": [
             f"{name} is {list(stored)}, not {list(wanted)}" for name, stored, wanted in info.mismatched_keys
@@ -352,7 +352,7 @@ def _problems(info: Any, foreign: Collection[str]) -> list[str]:
 def _remedy(
     stage: PreTrainedModel, missing: Collection[str], stored: Collection[str], foreign: Collection[str]
 ) -> str:
-    """What to do where the files give `stored`, and the model lacks `missing`."""
+    """The remedy if the files have the names `stored`, and `missing` are not among them."""
     for wrapper, writer in _WRAPPERS.items():
         plain = {key.replace(wrapper, ""): key for key in stored if wrapper in key}
         if near := sorted(plain.keys() & set(missing)):
@@ -366,7 +366,7 @@ def _remedy(
     numbers = [int(layer[2]) for key in stored if (layer := _LAYER.match(key))]
     depth = 1 + max(numbers, default=-1)
     if numbers and depth != layers and any(map(_LAYER.match, (*missing, *foreign))):
-        return f"The config.json has {layers} layers and the files have {depth}: take those of one model"
+        return f"The config.json has {layers} layers and the files have {depth}: take both from one model"
     remedy = "Take the weights and the config.json of one model"
     if not missing:
         return f"{remedy}, or save the model anew with transformers" if foreign else remedy
@@ -381,7 +381,7 @@ def _first(names: Collection[str]) -> str:
 
 @contextmanager
 def _one_tensor_at_a_time() -> Iterator[None]:
-    """Without transformers' reading ahead in threads, whose tensors wait in memory, and its progress bar."""
+    """Turn off transformers' prefetching threads, whose tensors take memory, and its progress bar."""
     switch = "HF_DEACTIVATE_ASYNC_LOAD"
     before, shows_bar = os.environ.get(switch), transformers_logging.is_progress_bar_enabled()
     os.environ[switch] = "1"
@@ -400,7 +400,7 @@ def _one_tensor_at_a_time() -> Iterator[None]:
 def _add_names_of_ties(
     unread: dict[str, Unread], stage: PreTrainedModel, ties: Ties, mapping: Sequence[WeightTransform]
 ) -> None:
-    """A tied weight is stored under one of its names; offer it under the name that this stage holds, too."""
+    """Add a tied weight, which is stored under one of its names, under this stage's name for it too."""
     own = set(dict(stage.named_parameters(remove_duplicate=False)))
     tied = {name for names in ties for name in names}
     if own.isdisjoint(tied):
@@ -418,7 +418,7 @@ def _add_names_of_ties(
 def _read_own_rows(
     unread: dict[str, Unread], stage: PreTrainedModel, mapping: Sequence[WeightTransform]
 ) -> None:
-    """Of a tensor that becomes a sharded parameter as it is, a process reads no row of another's shard."""
+    """If a tensor becomes a sharded parameter without conversion, read only the rows of this rank's shard."""
     shards = {name: live for name, live in destinations(stage).items() if isinstance(live, DTensor)}
     if not shards:
         return
@@ -433,13 +433,13 @@ def _renamed(
     mapping: Sequence[WeightTransform],
     others: Collection[str] = (),
 ) -> list[tuple[str, str, bool]]:
-    """For each key the name that transformers gives it, and whether it converts the tensor.
+    """For each key, transformers' name for it, and whether transformers converts the tensor.
 
-    In the order in which it goes through them: some renamings depend on the keys before.
+    The order is that of transformers, as some renamings depend on earlier keys.
 
     others: names that the stage may lack
     """
-    mapping = copy.deepcopy(mapping)  # as they remember what they have seen
+    mapping = copy.deepcopy(mapping)  # renamings keep state about earlier keys
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     known = dict.fromkeys((*stage.state_dict(), *others), True)

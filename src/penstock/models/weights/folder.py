@@ -4,12 +4,12 @@
     .name.replaced-3c4d     2. rename an older folder out of the way
     name                    3. rename the hidden folder onto its name; remove the older one
 
-A folder is whole where its manifest is what penstock writes, byte for byte, and lists every file of the
-folder at its length. The manifest ends with a digest of itself, so that one changed byte of it is noticed
-before any file is read. It has the digest of each file, which is hashed while it is read.
+A folder is whole if its manifest is exactly as penstock writes it, and lists every file of the folder with
+its length. The manifest ends with a digest of itself, so that one changed byte is noticed before any file is
+read. It has the digest of each file, which is hashed while it is read.
 
-A crash at any moment leaves the old folder or none, and at worst a hidden one that nothing ever reads. A
-crash between the two renames leaves the old one under its hidden name (`displaced`).
+A crash at any moment leaves the old folder or none, and at worst a hidden folder that nothing reads. A crash
+between the two renames leaves the old folder under its hidden name (`displaced`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 _REMOVED, _REPLACED, _WRITING = "removed", "replaced", "writing"
 _AT_ONCE = 2**20  # bytes: each read takes Python's lock, for which other threads wait
 
-# what a failing disk and damaged contents raise: JSON that is nested too deeply, of other types or values
+# errors of a failing disk and of damaged contents: JSON that nests too deeply, or has wrong types or values
 FAILING_DISK = (OSError, SafetensorError)
 UNREADABLE = (
     *FAILING_DISK,
@@ -55,10 +55,10 @@ UNREADABLE = (
 
 
 class ManifestEntry(TypedDict):
-    """A file in the manifest: its bytes and their hash; a tensor of it that holds NaN or infinity, if any.
+    """A file in the manifest: its length and hash; the name of a tensor with NaN or infinity, if any.
 
     piece: bytes of a piece. `sha256` is then the hash of the pieces' hashes, in order, which several threads
-        compute. Without it, as up to 0.5.0 and for files of one piece, it is the hash of the file.
+        compute. Without it, as up to 0.5.0 and for files of one piece, `sha256` is the hash of the file.
     """
 
     size: int
@@ -75,13 +75,13 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
 
     Args:
         target: the same on all processes, on a file system that they share. An older checkpoint is replaced.
-        write: called with a temporary folder. Each process writes files of its own names; may be collective.
-            It returns the entries of those that it hashed on the way. Others are read once more.
+        write: called with a temporary folder. Each process writes files with its own names; may be
+            collective. It returns the entries of files hashed while writing. Other files are read again.
 
     Raises:
-        CheckpointError: anything but a checkpoint stands at `target`, or nothing can be written.
+        CheckpointError: `target` is not a checkpoint, or nothing can be written.
         RunError: another process failed otherwise, and raises its own error.
-        After any of them the temporary folder is gone.
+        After any of them the temporary folder is removed.
     """
     target = Path(os.path.abspath(target))
     temporary = target.parent / processes.gather(f".{target.name}.{_WRITING}-{secrets.token_hex(4)}")[0]
@@ -105,7 +105,7 @@ def write_folder(target: Path, write: Callable[[Path], Hashed | None], processes
         publish = partial(_publish, temporary, target, files)
         processes.attempt("publish the folder", publish if processes.index == 0 else lambda: None)
     except BaseException:
-        if processes.index == 0:  # it alone knows that it does not publish the folder at this moment
+        if processes.index == 0:  # only process 0 knows that it is not publishing the folder
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -116,7 +116,7 @@ def check_lengths(path: Path, *, added: bool = False) -> None:
     Other files may have hidden names, which nothing reads. For contents see `hashed_meanwhile`.
 
     Args:
-        added: any others may lie there, as in a model's folder, but for weights
+        added: whether the folder may have other files too, as a model's folder, except weights
     """
     files = read_manifest(path)
     for name, entry in files.items():
@@ -137,7 +137,7 @@ def check_lengths(path: Path, *, added: bool = False) -> None:
 
 
 def not_finite(path: Path) -> str:
-    """What of the folder `path` held NaN or infinity as it was written, in words; empty where nothing did."""
+    """The tensor of folder `path` that was written with NaN or infinity, as text; empty without one."""
     bad_tensors = (
         (name, entry["not_finite"]) for name, entry in read_manifest(path).items() if "not_finite" in entry
     )
@@ -145,7 +145,7 @@ def not_finite(path: Path) -> str:
 
 
 def check_contents(path: Path, name: str) -> None:
-    """Raise AlteredError unless the file `name` of the folder `path` is what was written."""
+    """Raise AlteredError if the file `name` of the folder `path` has changed since it was written."""
     files = read_manifest(path)
     if name not in files:
         raise broken(path, name, "the manifest does not list this file")
@@ -155,7 +155,7 @@ def check_contents(path: Path, name: str) -> None:
 def check_digest(
     path: Path, name: str, entry: ManifestEntry, stopped: Callable[[], bool] = lambda: False
 ) -> None:
-    """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` says so."""
+    """Raise AlteredError unless the file `name` has the digest of its entry, or `stopped` returns True."""
     with readable(path, name):
         digest = sha256_of(path / name, entry.get("piece"), stopped)
     if not stopped() and digest != entry["sha256"]:
@@ -163,9 +163,9 @@ def check_digest(
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a checkpoint, whose name goes first: a crash leaves none that looks complete.
+    """Remove a checkpoint. It is renamed first, so that a crash leaves none that looks complete.
 
-    Raises CheckpointError where it holds anything that is no part of a checkpoint.
+    Raises CheckpointError if it has any file that is no part of a checkpoint.
     """
     check_replaceable(path)
     removed = path.parent / f".{path.name}.{_REMOVED}-{secrets.token_hex(4)}"
@@ -175,7 +175,7 @@ def remove_folder(path: Path) -> None:
 
 
 def looks_whole(path: Path) -> bool:
-    """Whether `check_lengths` finds nothing."""
+    """Whether `check_lengths` passes."""
     try:
         check_lengths(path)
     except CheckpointError:
@@ -183,7 +183,7 @@ def looks_whole(path: Path) -> bool:
     return True
 
 
-# of the hidden folders below, `name` is a pattern of the names that they had
+# for the hidden folders below, `name` is a pattern of their names before they were hidden
 
 
 def leftovers(folder: Path, name: str = "*") -> list[Path]:
@@ -198,7 +198,7 @@ def displaced(folder: Path, name: str = "*") -> list[Path]:
 
 
 def target_of(hidden: Path) -> Path:
-    """The name of a hidden folder before it was hidden, or that it is written for."""
+    """The former or future path of a hidden folder."""
     return hidden.with_name(hidden.name.removeprefix(".").rpartition(".")[0])
 
 
@@ -219,14 +219,14 @@ def _prepare(temporary: Path, target: Path) -> None:
 
 
 def check_replaceable(target: Path) -> None:
-    """Raise CheckpointError unless it is a checkpoint: a mistyped path must not cost anybody their files."""
-    held = _files_in(target) if target.is_dir() else {target.name}
-    listed = {MANIFEST, *read_manifest(target)} if MANIFEST in held else set()
-    if foreign := sorted(held - listed):
+    """Raise CheckpointError unless `target` is a checkpoint: a mistyped path must not delete files."""
+    present = _files_in(target) if target.is_dir() else {target.name}
+    listed = {MANIFEST, *read_manifest(target)} if MANIFEST in present else set()
+    if foreign := sorted(present - listed):
         raise CheckpointError(
             f"folder {target}",
-            f"it holds {foreign[0]}, which is no part of a checkpoint, and replacing it would lose that",
-            "Name another folder, or move that one away first",
+            f"it has {foreign[0]}, which is no part of a checkpoint and would be lost",
+            "Name another folder, or move that folder away first",
         )
 
 
@@ -252,7 +252,7 @@ def _names_on_all(folder: Path, processes: Ranks) -> list[str]:
 
 
 def _describe(file: Path) -> ManifestEntry:
-    """Flush a file, and read it for its entry."""
+    """Flush a file, and read it to make its entry."""
     _flush(file)
     size = file.stat().st_size
     piece = piece_of(size)
@@ -267,7 +267,7 @@ def _publish(temporary: Path, target: Path, files: Mapping[str, ManifestEntry]) 
         _flush(folder)
     aside = target.parent / f".{target.name}.{_REPLACED}-{secrets.token_hex(4)}"
     try:
-        if os.path.lexists(target):  # a rename cannot replace a folder that holds files
+        if os.path.lexists(target):  # a rename cannot replace a folder with files
             target.rename(aside)
         temporary.rename(target)
     except BaseException:  # Ctrl-C too
@@ -280,7 +280,7 @@ def _publish(temporary: Path, target: Path, files: Mapping[str, ManifestEntry]) 
 
 
 def remove_hidden(path: Path) -> None:
-    """Remove a hidden folder, or a link that stands in its place."""
+    """Remove a hidden folder, or a link in its place."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -295,9 +295,9 @@ def _manifest(files: Mapping[str, ManifestEntry]) -> str:
 
 
 def read_manifest(path: Path) -> Hashed:
-    """Raises CheckpointError where `path` has no manifest that can be read, or it is not what was written.
+    """The manifest of `path`. Raises CheckpointError if it is missing, unreadable or changed.
 
-    Versions up to 0.5.0 wrote none of its own digest.
+    Versions up to 0.5.0 wrote manifests without a digest of themselves.
     """
     file = path / MANIFEST
     with readable(path, MANIFEST):
@@ -311,11 +311,11 @@ def read_manifest(path: Path) -> Hashed:
             raise broken(path, MANIFEST, "a complete checkpoint has a manifest and this folder has none")
         text = read_text(file)
     try:
-        held = json.loads(text, object_pairs_hook=_each_once)
-        files = {name: _entry(name, **entry) for name, entry in held["files"].items()}
+        manifest = json.loads(text, object_pairs_hook=_each_once)
+        files = {name: _entry(name, **entry) for name, entry in manifest["files"].items()}
         if not files:
             raise ValueError("it lists no file")
-        if held.keys() != {"files"} and text != _manifest(files):
+        if manifest.keys() != {"files"} and text != _manifest(files):
             raise ValueError("its digest is another")
     except UNREADABLE as error:
         raise broken(path, MANIFEST, f"the manifest itself is damaged ({error})") from error
@@ -323,19 +323,19 @@ def read_manifest(path: Path) -> Hashed:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. Raises ValueError for a key that stands there twice, of which Python takes the last."""
+    """A JSON object. Raises ValueError for a key that occurs twice, of which Python would take the last."""
     if len(made := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return made
 
 
-_MOST_PIECES = 1 << 20  # of a file; 16 TiB in pieces as they are written now
+_MOST_PIECES = 1 << 20  # of a file; 16 TiB in pieces of the present size
 
 
 def _entry(
     name: str, *, size: int, sha256: str, piece: int | None = None, not_finite: str = ""
 ) -> ManifestEntry:
-    """Raises ValueError for a name that is none of a file in the folder, and for values out of range."""
+    """An entry as read. Raises ValueError for a name outside of the folder, and for values out of range."""
     inside = PurePosixPath(name)
     if name in ("", ".", MANIFEST) or inside.is_absolute() or ".." in inside.parts or str(inside) != name:
         raise ValueError(f"{name!r} is no file of the folder")
@@ -355,15 +355,15 @@ def made_entry(size: int, sha256: str, piece: int | None = None, not_finite: str
 
 
 def piece_of(size: int) -> int | None:
-    """The bytes of a piece of a file that is written now; None for a file of one piece."""
+    """The bytes of a piece of a new file; None for a file of one piece."""
     return PIECE if size > PIECE else None
 
 
 @contextmanager
 def readable(path: Path, name: str, kinds: tuple[type[Exception], ...] = UNREADABLE) -> Iterator[None]:
-    """Raise CheckpointError where the block raises one of `kinds` while it reads `name` of the folder `path`.
+    """Raise CheckpointError if the block raises one of `kinds` while it reads `name` of the folder `path`.
 
-    A resume then takes the checkpoint before.
+    A resume then takes the previous checkpoint.
     """
     try:
         yield
@@ -379,7 +379,7 @@ def broken(
 
 
 def sha256_of(file: Path, piece: int | None = None, stopped: Callable[[], bool] = lambda: False) -> str:
-    """The hash of a file, or that of the hashes of its pieces. What it is means nothing once `stopped`."""
+    """The hash of a file, or that of the hashes of its pieces. The result has no meaning once `stopped`."""
     check_regular(file)
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -397,7 +397,7 @@ def sha256_of(file: Path, piece: int | None = None, stopped: Callable[[], bool] 
 
 
 def _hash(file: int, start: int, count: int, stopped: Callable[[], bool]) -> Any:
-    """The hash of `count` bytes of an open file, or of those that it has."""
+    """The hash of up to `count` bytes of an open file."""
     digest, buffer, end = hashlib.sha256(), memoryview(bytearray(min(count, _AT_ONCE))), start + count
     while not stopped() and (read := os.preadv(file, [buffer[: end - start]], start)):
         digest.update(buffer[:read])

@@ -5,8 +5,8 @@
     process 1   reads its stages' tensors -----| |  or none does
       thread    hashes model-2, optimizer-2 -----|
 
-Files of one kind, such as weights, are in the order of the stages that wrote them. Each process takes the
-next range of their bytes: at the same number of stages that is what it reads itself, from the same disk.
+Files of one kind, such as weights, are in the order of the stages that wrote them. Each process hashes the
+next range of their bytes: with the same number of stages, these are the files that it reads itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from penstock.runtime.ranks import Ranks
 def hashed_meanwhile(path: Path, processes: Ranks) -> Iterator[None]:
     """Hash the files of `path` while the block reads them. Collective.
 
-    The block raises an error on all processes or on none. An altered file may be why: that error comes first.
+    The block raises an error on all processes or on none. An altered file may be the cause: that comes first.
 
-    Raises, at the end of the block and on all processes, AlteredError where the contents of a file are not
-    what its manifest says; CheckpointError where it cannot be read.
+    Raises, at the end of the block and on all processes, AlteredError if a file does not have the hash in the
+    manifest; CheckpointError if it cannot be read.
     """
     stopped = Event()
     with ThreadPoolExecutor(1, "penstock-hash") as threads:
@@ -39,7 +39,7 @@ def hashed_meanwhile(path: Path, processes: Ranks) -> Iterator[None]:
             yield
         except BaseException as error:
             if isinstance(error, PeerError) or not isinstance(error, Exception):
-                stopped.set()  # processes that are gone would be waited for; Ctrl-C waits for none
+                stopped.set()  # do not wait for lost processes; Ctrl-C waits for none
             raise
         finally:
             if not stopped.is_set():
@@ -54,7 +54,7 @@ def _hash_share(path: Path, index: int, count: int, stopped: Event) -> None:
 
 
 def share(files: Mapping[str, ManifestEntry], index: int, count: int) -> list[str]:
-    """The files that process `index` of `count` hashes: of each kind, those in its range of the bytes."""
+    """The files that process `index` of `count` hashes: of each kind, those in its range of bytes."""
     names = []
     for _, kind in groupby(sorted(files), key=lambda name: name.partition("-")[0]):
         sizes = {name: max(1, files[name]["size"]) for name in kind}

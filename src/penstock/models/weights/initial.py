@@ -1,14 +1,14 @@
-"""Initial values: what parameters and buffers without any get from the model's own initialisation, or PEFT's.
+"""Initial values of parameters and buffers without values, by the model's own initialisation, or PEFT's.
 
-The random numbers of a module follow from the seed and the module's name, so its values are the same whatever
-the split.
+The random numbers of a module follow from the seed and the module's name, so its values are equal for all
+splits.
 
-A stage that is sharded over a mesh (see `write_through`) is initialised in groups: a rank holds its shards
-plus one group at a time, usually one tensor. A run without values finds which tensors belong together:
+A stage that is sharded over a mesh (see `write_through`) is initialised in groups: a rank has in memory its
+shards plus one group at a time, usually one tensor. A run without values shows which tensors form a group:
 
     attention.c_proj      fills its weight        \\
-    attention             fills that weight anew   }  one group: the weight is there until both have run
-    mlp.c_fc              fills its weight            another: by then the first one's is passed on
+    attention             fills that weight anew   }  one group: the weight is kept until both have run
+    mlp.c_fc              fills its weight            another group, after the first one is sharded
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from penstock.runtime.sharded_weights import full_tensor, shard_like
 
 
 class TensorSlot(NamedTuple):
-    """Where a tensor stands: in a module's table, under a name there; full: its name in the model."""
+    """The place of a tensor: a module's table, and a name there; full: its name in the model."""
 
     table: Table
     name: str
@@ -43,7 +43,7 @@ class TensorSlot(NamedTuple):
 
 
 class InitCall(NamedTuple):
-    """The initialisation of one module by the model that it belongs to. name: the module's, in the stage"""
+    """The initialisation of a module by the model that owns it. name: of the module in the stage"""
 
     owner: PreTrainedModel
     name: str
@@ -52,24 +52,24 @@ class InitCall(NamedTuple):
 
 @dataclass(frozen=True)
 class InitGroup:
-    """Tensors by their identity, and the calls that read or fill them by their number among all calls."""
+    """The ids of tensors, and the indices of the calls that read or fill them."""
 
     tensors: set[int]
     calls: dict[int, InitCall]
 
 
-TensorSlots = dict[int, list[TensorSlot]]  # by the identity of a tensor on the meta device, where it stands
+TensorSlots = dict[int, list[TensorSlot]]  # id of a tensor on the meta device -> its places
 
 
 @torch.no_grad()
 def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int) -> None:
-    """Give values to what is still on the meta device, the same ones whatever else the stage holds.
+    """Give values to tensors that are still on the meta device, independently of the stage's other modules.
 
     Args:
         stage: on the meta device, or a `write_through` twin, which is filled one group of tensors at a time.
-        whole: the unsplit model. A tied weight gets the values of the module it is saved by.
+        whole: the unsplit model. A tied weight gets the values from the module under whose name it is saved.
 
-    Raises ModelError where the model's own initialisation leaves something out.
+    Raises ModelError if the model's own initialisation leaves a tensor without values.
     """
     empty = _all_empty(stage)
     if not empty:
@@ -89,14 +89,14 @@ def initialise(stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed:
 
 @torch.no_grad()
 def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
-    """Give values to what of the adapter is on the meta device, once the base model has its own.
+    """Give values to the adapter's tensors on the meta device, once the base model has values.
 
-    As PEFT does: B is zero, so that the model computes what the base model does. Random numbers follow from
-    the seed and the module's name. `stage` may be a `write_through` twin; then it is collective, as a
-    magnitude of DoRA and a module that is trained are made of whole weights.
+    As in PEFT, B is zero, so that the model computes the same as the base model. Random numbers follow from
+    the seed and the module's name. `stage` may be a `write_through` twin; then the call is collective, as
+    DoRA's magnitudes and fully trained modules are computed from whole weights.
     """
     kind = "gaussian" if adapter.config.init_lora_weights == "gaussian" else True
-    for name, module in reversed([*wrappers(stage)]):  # those within others first
+    for name, module in reversed([*wrappers(stage)]):  # inner wrappers first
         empty = {slots[0].full: slots for slots in _all_empty(module).values()}
         for full, value in _of_base(module, adapter.name) if empty else ():
             for slot, filled in _materialise([empty.pop(full)]) if full in empty else ():
@@ -110,7 +110,7 @@ def initialise_adapter(stage: nn.Module, adapter: Adapter, seed: int) -> None:
 
 
 def _of_base(wrapper: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    """What an adapter starts with that is made of the base model's values, by its names in a wrapper."""
+    """An adapter's initial values that are computed from the base model, by their names in a wrapper."""
     if hasattr(wrapper, "modules_to_save"):
         original = wrapper.original_module
         for name, value in (*original.named_parameters(), *original.named_buffers()):
@@ -136,7 +136,7 @@ def _seed(seed: int, name: str) -> None:
 
 
 def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterator[InitCall]:
-    """Every module after those in it, with the innermost model around it."""
+    """All modules, inner ones first, with the innermost model around them."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child, inner in module.named_children():
         yield from _inside_out(owner, inner, f"{name}.{child}" if name else child)
@@ -144,7 +144,7 @@ def _inside_out(owner: PreTrainedModel, module: nn.Module, name: str) -> Iterato
 
 
 def _all_empty(module: nn.Module) -> TensorSlots:
-    """All tensors on the meta device."""
+    """The places of all tensors on the meta device."""
     slots: TensorSlots = {}
     for prefix, owner in module.named_modules():
         for table in (owner._parameters, owner._buffers):
@@ -164,14 +164,14 @@ def _materialise(empty: Collection[list[TensorSlot]]) -> list[tuple[TensorSlot, 
         filled = filled.fill_(float("nan")) if meta.is_floating_point() else filled.zero_()
         filled = nn.Parameter(filled, meta.requires_grad) if isinstance(meta, nn.Parameter) else filled
         for slot in slots:
-            dict.__setitem__(slot.table, slot.name, filled)  # here, even where it is to be passed on
+            dict.__setitem__(slot.table, slot.name, filled)  # not copied into the stage yet
             made.append((slot, filled))
     return made
 
 
 def _pass_on(stage: nn.Module, made: Sequence[tuple[TensorSlot, Tensor]], ties: Ties) -> None:
-    """Put filled tensors in their slots for good. Raises ModelError for one that is not filled."""
-    tied = {name for names in ties for name in names}  # filled by the module they are saved by, later
+    """Put filled tensors into their slots. Raises ModelError for one that is not filled."""
+    tied = {name for names in ties for name in names}  # filled later, under the name they are saved by
     for slot, value in made:
         if slot.full not in tied:
             _check_filled(stage, slot.full, value)
@@ -193,15 +193,15 @@ def _initialise_groups(
     order = {tensor: index for index, tensor in enumerate(empty)}
     others = set(empty)  # the tensors that no call may read, unless they are of its group
 
-    def run(group: InitGroup) -> None:  # a function, so that nothing of the group outlives it
+    def run(group: InitGroup) -> None:  # a function, so that it frees the group's tensors
         made = _materialise([empty[tensor] for tensor in sorted(group.tensors, key=order.__getitem__)])
         seen.clear()
         for _, call in sorted(group.calls.items()):
             _run(call, seed)
         if not seen.isdisjoint(others):
             raise ModelError(
-                f"{type(stage).__name__}, whose _init_weights reads more where there are values",
-                "what it reads is found out on the meta device, so that it need not all be there at once",
+                f"{type(stage).__name__}, whose _init_weights reads more tensors when there are values",
+                "a run on the meta device shows which tensors it reads, so that few are in memory at once",
                 "Build the pipeline from a model object that has its values, or load a checkpoint",
             )
         _pass_on(stage, made, ties)
@@ -214,15 +214,15 @@ def _initialise_groups(
 def _groups(calls: Sequence[InitCall], seed: int, seen: set[int], tensors: set[int]) -> list[InitGroup]:
     """Calls that read or fill a common one of `tensors` form a group.
 
-    Each call runs without values; `seen` collects what is read of the model's tables. Reading counts for more
-    than ops on the meta device show: some of torch's initialisations run none there.
+    Each call runs without values; `seen` collects the tensors that it reads from the model's tables. These
+    are more than ops on the meta device show, as some of torch's initialisations run no op there.
     """
     group_of: dict[int, InitGroup] = {}
     for index, call in enumerate(calls):
         seen.clear()
         try:
             _run(call, seed)
-        except Exception:  # it needs values, and may read all it holds; other failures will occur again
+        except Exception:  # it needs values, and may read all its tensors; other failures will recur
             seen.update(map(id, (*call.module.parameters(), *call.module.buffers())))
         seen.update(map(id, (*call.module._parameters.values(), *call.module._buffers.values())))
         group = InitGroup(seen & tensors, {index: call})
@@ -236,7 +236,7 @@ def _groups(calls: Sequence[InitCall], seed: int, seen: set[int], tensors: set[i
 def _initialise_tied(
     stage: PreTrainedModel, whole: PreTrainedModel, ties: Ties, seed: int, fresh: set[str]
 ) -> None:
-    """A tied weight has the values that it gets under the name that it is saved by, wherever it stands."""
+    """Give a tied weight, on any stage, the values that it gets under the name by which it is saved."""
     for names in ties:
         for name in fresh.intersection(names):
             owner, _, last = names[0].rpartition(".")
@@ -251,7 +251,7 @@ def _initialise_tied(
 @contextmanager
 def _marked_as_done(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
     """Mark all tensors but those named `fresh` so that transformers' initialisers leave them alone."""
-    # `values` also keeps meta tensors alive, by whose identities initialise() tells tensors apart
+    # `values` also keeps meta tensors alive, as initialise() identifies tensors by their ids
     values = [*stage.named_parameters(), *stage.named_buffers()]
     marked = [value for name, value in values if name not in fresh]
     for value in marked:
@@ -265,9 +265,9 @@ def _marked_as_done(stage: nn.Module, fresh: set[str]) -> Iterator[None]:
 
 @contextmanager
 def _without_placeholders(stage: nn.Module) -> Iterator[None]:
-    """Hide placeholders from initialisers that look into all layers of their model, or into its head.
+    """Hide placeholders from initialisers that access all layers of their model, or its head.
 
-    Placeholders of layers leave their lists; other modules stand there themselves, without values.
+    Placeholders of layers are removed from their lists; others become their modules, without values.
     """
     changed = []
     for module in stage.modules():

@@ -1,9 +1,9 @@
-"""Read ranges of files into tensors: straight into host memory, and to a GPU by way of two pieces of it.
+"""Read ranges of files into tensors: directly into host memory, and to a GPU through two pieces of it.
 
     host   read into A | read into B | await copy 1, read into A | await copy 2, read into B
     GPU                | copy 1 of A | copy 2 of B               | copy 3 of A
 
-Of a GPU's tensor no more than the two pieces, which are pinned, is in host memory at any time.
+At any time, only two pieces of a GPU's tensor are in host memory, which is pinned.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ class Reader(Protocol):
     """Makes tensors in the memory of one device, and reads ranges of files into them."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, part: slice | None = None) -> Tensor:
-        """A contiguous tensor of any values. part: of its bytes, those that will be used; None: all"""
+        """A contiguous tensor with arbitrary values. part: the range of bytes that will be used; None: all"""
 
     def read(self, file: int, start: int, into: Tensor) -> None:
         """Fill `into`, which is contiguous, from byte `start` of `file` on. Raises OSError."""
 
 
 class Scratch(NamedTuple):
-    """A map for a part of one tensor after the other. before: its bytes in front of the part"""
+    """A memory map for a part of one tensor after another. before: its bytes before the part"""
 
     memory: Tensor
     before: int
 
 
 class HostReader:
-    """Reads into tensors in host memory: each byte is copied once, from the kernel's cache to its place.
+    """Reads into tensors in host memory: each byte is copied once, from the kernel's page cache.
 
-    A large tensor has a map of its own, which the kernel takes back with it. malloc would put those that are
-    dropped, once others were made of them, between those that stay, and keep the gaps: a process would hold
-    more than its tensors and the one that is read. The kernel makes the pages of a map at once: one by one,
-    as a read writes to them, they take half as long again as the read.
+    A large tensor has a memory map of its own, which the kernel frees with it. malloc would place temporary
+    tensors, from which others are made, between those that stay, and keep the gaps: a process would take more
+    memory than its tensors and the one being read. The kernel makes the pages of a map at once: one by one,
+    as a read writes to them, pages take half as long again as the read.
 
-    A tensor of which a part is used has pages for that part, in a scratch that serves others after it.
+    A tensor of which only a part is used has pages for that part, in a scratch that later tensors reuse.
     """
 
     def __init__(self) -> None:
@@ -80,13 +80,13 @@ class HostReader:
         return made.view(dtype).reshape(shape)
 
     def _in_scratch(self, count: int, part: slice) -> Tensor:
-        """`count` bytes, of which `part` lies where it did for other tensors: there the scratch has pages."""
+        """`count` bytes, with `part` where earlier tensors had theirs: the scratch has pages there."""
         scratch = self._free_scratch(part.start, count - part.start)
         _make_pages(scratch.memory[scratch.before :][: part.stop - part.start])
         return scratch.memory[scratch.before - part.start :][:count]
 
     def _free_scratch(self, before: int, after: int) -> Scratch:
-        """One that nobody holds, with room on both sides. Others that nobody holds are dropped."""
+        """A scratch without users, with room on both sides of the part. Other unused ones are dropped."""
         free = [scratch for scratch in self._scratches if not is_held_elsewhere(scratch.memory)]
         for scratch in free:
             if scratch.before >= before and len(scratch.memory) - scratch.before >= after:
@@ -132,21 +132,21 @@ class PieceReader:
 
 
 def reader_for(device: torch.device) -> Reader:
-    """What reads into the memory of `device`."""
+    """The reader into the memory of `device`."""
     return HostReader() if device.type == "cpu" else PieceReader(CudaCopies(device), device)
 
 
 def maps_for_results(device: torch.device) -> AbstractContextManager[object]:
-    """Within it, a large tensor made of others on `device` is kept as its reader keeps one that it reads."""
+    """Inside, a large tensor made from others on `device` gets memory as a tensor that its reader reads."""
     if device.type != "cpu":
         return nullcontext()
     return _MapsForResults()  # type: ignore[no-untyped-call]
 
 
 class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives maps of their own to tensors that are joined of others, cast or copied: what conversions make.
+    """Gives maps of their own to results of conversions: tensors that are joined, cast or copied.
 
-    All else that transformers makes of a tensor is a view of it.
+    All other results of transformers' conversions are views.
     """
 
     def __torch_dispatch__(
@@ -165,7 +165,7 @@ class _MapsForResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no room for a tensor. The host's allocator has no exception type."""
+    """Whether memory ran out. The host's allocator has no exception type of its own."""
     kinds = MemoryError, torch.OutOfMemoryError
     return isinstance(error, kinds) or "DefaultCPUAllocator: " in str(error)
 
@@ -179,11 +179,11 @@ def _mapped(count: int) -> Tensor:
 
 
 def _make_pages(tensor: Tensor) -> None:
-    """Ask the kernel for the pages of a contiguous tensor's memory at once; its values stay as they are.
+    """Make the kernel allocate the pages of a contiguous tensor's memory at once; values do not change.
 
-    One by one, as they are written to, they take longer. A kernel that does not know how makes them so.
-    Not MAP_POPULATE, for which Python's mmap holds its lock: the thread that hashes the files waited for it.
-    In pieces, as the process can map nothing else meanwhile.
+    Pages that are allocated one by one, at the first write, take longer; older kernels do only that.
+    MAP_POPULATE is not used, as Python's mmap holds its lock meanwhile: the thread that hashes files waited
+    for it. The request goes in pieces, as the process can map nothing else meanwhile.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""Weights to files: the stages write and read the whole model's files together."""
+"""Save and load the whole model's files, by all stages together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATION = "generation_config.json"
 
 
 class SavedShard(NamedTuple):
-    """One file of the folder: the names that it holds, all of one stage's."""
+    """One file of the folder: the names of its tensors, which are all from one stage."""
 
     stage: int
     names: tuple[str, ...]
@@ -38,12 +38,12 @@ class SavedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """Everything but the weights that stages need to write and read the whole model's files.
+    """All that stages need to write and read the whole model's files, except the weights.
 
     kind: the model's class
     whole: the names of the whole model's tensors
-    other_files: contents of further files of the folder that the model came from, such as its tokenizer's
-        (Source.other_files); written as they are, whatever has become of that folder
+    other_files: contents of further files of the model's original folder, such as its tokenizer's
+        (Source.other_files); written unchanged, even if that folder is gone
     """
 
     config: PretrainedConfig
@@ -54,13 +54,13 @@ class SavedModel:
     whole: Collection[str] | None = None
 
     def written(self, module: nn.Module) -> list[str]:
-        """The names in the state of a stage's `module` that files hold."""
+        """The names in the state of a stage's `module` that are saved."""
         return [name for name in module.state_dict() if name not in self.copies]
 
     def unread(self, stages: Mapping[int, Stage], *, pretrained: bool) -> str | None:
-        """A parameter of the stages that would not be read again; None where there is none.
+        """A parameter of the stages that a load would not read; None if all would be read.
 
-        pretrained: by from_pretrained, which makes the model of the config; else by `load`
+        pretrained: a load by from_pretrained, which makes the model from the config; else by `load`
         """
         if self.kind is None or not pretrained:
             return None
@@ -71,7 +71,7 @@ class SavedModel:
 
     @property
     def copies(self) -> frozenset[str]:
-        """Names under which a weight appears that is saved under another."""
+        """Names of weights that are saved under another name."""
         return frozenset(name for names in self.ties for name in names[1:])
 
     def lay_out(
@@ -79,7 +79,7 @@ class SavedModel:
     ) -> dict[int, FileLayout]:
         """The layouts of this process's stages, for `write`.
 
-        states: by stage, the values to write in place of those that its module has then
+        states: by stage, the values to write, in place of those of its module
         """
         return {
             index: FileLayout.of(stage.module, self.copies, (states or {}).get(index))
@@ -102,7 +102,7 @@ class SavedModel:
         """
         limit = parsed_size(max_shard_size)
         own = [(index, layout.sizes) for index, layout in layouts.items()]
-        gathered = processes.gather(own)  # before anything that can fail on one process alone
+        gathered = processes.gather(own)  # before any work that can fail on one process alone
         sizes = {int(index): names for stages in gathered for index, names in stages}
         shards = make_shards(sizes, limit)
         mine = {file: shard for file, shard in shards.items() if shard.stage in layouts}
@@ -129,7 +129,7 @@ class SavedModel:
             (folder / name).write_bytes(content)
 
     def load(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
-        """Read the stages' weights back, in place, one tensor after the other.
+        """Load the stages' weights, in place, one tensor after the other.
 
         Raises CheckpointError, before any weight of this process changes.
         """
@@ -143,7 +143,7 @@ class SavedModel:
         weights.load(write_through(module), _weight_files(folder), self.ties, device)
 
     def check(self, folder: str | Path, stages: Mapping[int, Stage]) -> None:
-        """Raise CheckpointError where `load` would for what the folder holds. No tensor is read."""
+        """Raise the CheckpointError of `load` for this folder. No tensor is read."""
         files = _weight_files(Path(folder))
         for stage in stages.values():
             weights.check(write_through(stage.module), files, self.ties, whole=self.whole)
@@ -160,7 +160,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def make_shards(sizes: Mapping[int, Mapping[str, int]], limit: int) -> dict[str, SavedShard]:
     """The files of a folder, by their names, from the bytes of each stage's weights.
 
-    Where several stages hold something under one name, such as a buffer, the first one writes it.
+    If several stages have a tensor of one name, such as a buffer, the first stage writes it.
     """
     shards: list[SavedShard] = []
     met: set[str] = set()
@@ -189,10 +189,10 @@ def parsed_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """The names and shapes under which a stage's weights are saved. Computed without values.
+    """The names and shapes with which a stage's weights are saved. Computed without values.
 
     state: the values under the stage's own names
-    groups: these names in groups that are converted together, most often a layer's
+    groups: these names in groups that are converted together, usually of a layer
     files: for each group its converted tensors, on the meta device, under the names in the files
     """
 
@@ -215,7 +215,7 @@ class FileLayout:
             by_layer.setdefault(_layer(name), []).append(name)
         groups = list(by_layer.values())
         files = [revert_weight_conversion(stage, {n: empty[n] for n in group}) for group in groups]
-        if _shapes(*files) != _shapes(whole):  # a conversion that puts several layers' weights together
+        if _shapes(*files) != _shapes(whole):  # a conversion joins weights of several layers
             return cls(stage, values, [list(empty)], [whole])
         return cls(stage, values, groups, files)
 
@@ -229,7 +229,7 @@ class FileLayout:
         return self._converted({name: value for file in self.files for name, value in file.items()})
 
     def write(self, file: Path, names: Collection[str]) -> ManifestEntry:
-        """Write a safetensors file of the weights `names`; each group is converted when its turn comes."""
+        """Write a safetensors file of the weights `names`, converting one group at a time."""
         chosen = {name: value for file in self.files for name, value in file.items() if name in names}
         layout = widest_first(chosen)
         buffers = {name for name, _ in self.stage.named_buffers()}
@@ -246,7 +246,7 @@ class FileLayout:
 
 
 def _layer(name: str) -> str:
-    """The name up to its first number, most often that of a layer."""
+    """The name up to its first number, usually the index of a layer."""
     steps = name.split(".")
     index = next((index for index, step in enumerate(steps) if step.isdigit()), None)
     return "" if index is None else ".".join(steps[: index + 1])

@@ -1,11 +1,11 @@
-"""An adapter to files and back: PEFT's folder, which `PeftModel.from_pretrained(base_model, folder)` opens.
+"""Save and load an adapter: PEFT's folder, which `PeftModel.from_pretrained(base_model, folder)` opens.
 
-    adapter_model.safetensors   what is trained, under PEFT's names
+    adapter_model.safetensors   the trained tensors, under PEFT's names
     adapter_config.json         peft's LoraConfig, with the folder of the base model
     base_model.json             the base model's config and fingerprint, for a resume
 
 The base model's weights stay in its own folder. PEFT reads one file, so each stage writes a part of it, and
-process 0 puts the parts together.
+process 0 joins the parts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ ADAPTER_CONFIG = "adapter_config.json"
 BASE = "base_model.json"
 _PART = "part-{:05d}.safetensors"
 
-# options of an adapter without which the same weights compute something else
+# options of an adapter that change the result of the same weights
 _MEANING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias", "lora_bias",
             "fan_in_fan_out", "trainable_token_indices")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedAdapter(SavedModel):
-    """As SavedModel, of a model with an adapter: only the adapter is in files.
+    """SavedModel for a model with an adapter: only the adapter is saved.
 
-    names: the name in the file of each parameter of the whole model that belongs there
+    names: for each parameter of the whole model that is saved, its name in the file
     base: returns the fingerprint of the base model
     """
 
@@ -58,7 +58,7 @@ class SavedAdapter(SavedModel):
         return [name for name in module.state_dict() if name in self.names]
 
     def unread(self, stages: Mapping[int, Stage], *, pretrained: bool) -> str | None:
-        """A parameter that is trained and that PEFT's file would not hold."""
+        """A trained parameter that PEFT's file would not contain."""
         trained = {n for s in stages.values() for n, p in s.module.named_parameters() if p.requires_grad}
         return min(trained - self.names.keys() - self.copies, default=None)
 
@@ -66,10 +66,10 @@ class SavedAdapter(SavedModel):
         self, stages: Mapping[int, Stage], states: Mapping[int, Mapping[str, Tensor]] | None = None
     ) -> dict[int, Any]:
         """By stage, the tensors by their names in the file."""
-        held = {i: (states or {}).get(i) or stage.module.state_dict() for i, stage in stages.items()}
+        full = {i: (states or {}).get(i) or stage.module.state_dict() for i, stage in stages.items()}
         return {
             index: {key: state[name] for name, key in self.names.items() if name in state}
-            for index, state in held.items()
+            for index, state in full.items()
         }
 
     def write(
@@ -79,10 +79,10 @@ class SavedAdapter(SavedModel):
         processes: Ranks,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> Hashed:
-        """Write this process's stages; process 0 makes one file of all. Collective. There are no shards."""
+        """Write this process's stages; process 0 joins them to one file. Collective. There are no shards."""
 
         def write_parts() -> list[str]:
-            files = {_PART.format(index): widest_first(held) for index, held in layouts.items()}
+            files = {_PART.format(index): widest_first(tensors) for index, tensors in layouts.items()}
             for file, tensors in files.items():
                 write_tensors(folder / file, tensors)
             return list(files)
@@ -183,7 +183,7 @@ def load_adapter(module: PreTrainedModel, folder: Path, names: Mapping[str, str]
 def check_base(folder: Path, base: Callable[[], str]) -> None:
     """Raise CheckpointError where the adapter in `folder` was trained on another base model.
 
-    base: returns the fingerprint of the one at hand. An adapter that PEFT wrote has none.
+    base: returns the fingerprint of the present one. An adapter written by PEFT has no fingerprint.
     """
     file = folder / BASE
     if not file.is_file():
@@ -198,7 +198,7 @@ def check_base(folder: Path, base: Callable[[], str]) -> None:
 
 
 def _keys(module: nn.Module, names: Mapping[str, str], ties: Ties, there: set[str]) -> dict[str, str]:
-    """The names in the file of what `module` holds; of tied ones the name that the file has."""
+    """The names in the file of `module`'s parameters; for tied ones, the name that the file has."""
     aliases = {name: group for group in ties for name in group}
     keys = {}
     for name in module.state_dict():

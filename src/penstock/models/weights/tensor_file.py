@@ -29,21 +29,21 @@ from penstock.private import SAFETENSORS_TYPES
 from penstock.reading import LARGEST_JSON, open_regular, size
 from penstock.runtime.device.copies import PIECE, Workers
 
-_LENGTH = 8  # bytes that say the header's length, in front of it
+_LENGTH = 8  # bytes with the header's length, before the header
 _END = 2048  # bytes of each end of a weight that a fingerprint reads
 
-# torch's dtypes by their names in safetensors, whose own table lacks one that it writes
+# torch's dtypes by their names in safetensors, whose own table lacks a dtype that it writes
 DTYPES: dict[str, Any] = {**SAFETENSORS_TYPES, "F8_E8M0": torch.float8_e8m0fnu}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorFile:
-    """The tensors of a safetensors file, to be read one at a time; a context that closes the file.
+    """The tensors of a safetensors file, which are read one at a time; a context that closes the file.
 
-    The file is not mapped into memory: training must not depend on what becomes of it, and pages of a map
+    The file is not mapped into memory: training must not depend on later changes of it, and pages of a map
     that were read would count as the process's memory.
 
-    Raises CheckpointError where it is no complete safetensors file.
+    Raises CheckpointError if it is no complete safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class TensorFile:
         try:
             with open_regular(path) as opened:
                 length = int.from_bytes(opened.read(_LENGTH), "little")
-                if LARGEST_JSON < length < path.stat().st_size:  # of another one the error says more
+                if LARGEST_JSON < length < path.stat().st_size:  # a wrong length gets safe_open's error
                     rule = f"its header has {length:,} bytes, and {size(LARGEST_JSON)} are read at most"
                     raise CheckpointError(str(path), rule, "Write its tensors into several files")
                 with safe_open(path, framework="pt", backend="pread"):  # fits its length
@@ -68,7 +68,7 @@ class TensorFile:
         self._begin, self._header = _LENGTH + length, header
 
     def names(self) -> list[str]:
-        """Of the tensors, in the order of the header."""
+        """The names of the tensors, in the order of the header."""
         return list(self._header)
 
     def like(self, name: str) -> Tensor:
@@ -82,10 +82,10 @@ class TensorFile:
         """One tensor, in the memory of the reader's device.
 
         Args:
-            rows: along the first dimension, those to be read; the values of others are any. None: all
-            dtype: what a tensor of floating point is cast to, if it is one, too; None: that of the file
+            rows: range of the first dimension to read; values of other rows are arbitrary. None: all
+            dtype: cast a floating-point tensor to this dtype, if that is a floating-point one; None: no cast
 
-        Raises CheckpointError where it cannot be read, or has a dtype that `DTYPES` lacks.
+        Raises CheckpointError if the tensor cannot be read, or has a dtype that `DTYPES` lacks.
         """
         shape, stored = self._kind(name)
         row = math.prod(shape[1:])
@@ -104,7 +104,7 @@ class TensorFile:
         return cast
 
     def described(self, name: str) -> tuple[str, list[int], list[bytes]]:
-        """Of one tensor its dtype's name, its shape, and its first and last `_END` bytes, or fewer."""
+        """The dtype's name, the shape, and the first and last `_END` bytes, or fewer, of one tensor."""
         entry = self._header[name]
         begin, end = (self._begin + offset for offset in entry["data_offsets"])
         count = min(_END, end - begin)
@@ -129,14 +129,14 @@ class TensorFile:
 
 @contextmanager
 def open_all(paths: Iterable[Path]) -> Iterator[dict[str, TensorFile]]:
-    """The file of each tensor of several files, which the block reads. Raises CheckpointError."""
+    """Open several files for the block; yields the file of each tensor. Raises CheckpointError."""
     with ExitStack() as opened:
         files = [opened.enter_context(TensorFile(path)) for path in paths]
         yield {name: file for file in files for name in file.names()}
 
 
 def widest_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same in the order of a file, which is otherwise kept."""
+    """The tensors in the order of a file: wider dtypes first, otherwise unchanged."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
 
 
@@ -150,8 +150,9 @@ def write_tensors(
 
     Args:
         layout: shapes and dtypes by name, in the order of the file (`widest_first`); may be on meta
-        values: the tensors in that order, each made when its turn comes; None takes those of `layout`
-        buffers: names that may hold infinity, as a mask does. The entry names the first other that does so
+        values: the tensors in that order, which may be made one by one; None takes those of `layout`
+        buffers: names that may have infinity, as a mask. The entry names the first other tensor with NaN or
+            infinity
 
     Raises CheckpointError for a dtype that safetensors lacks.
     """
@@ -191,7 +192,7 @@ class _Pieces:
                 self.end()
 
     def end(self) -> None:
-        """Have what was added written as one piece."""
+        """Write the memory added so far as one piece."""
         if self._parts:
             digest = hashlib.sha256()
             self._hashes.append(digest)
@@ -207,7 +208,7 @@ class _Pieces:
                 part, start = part[count:], start + count
 
     def digest(self) -> str:
-        """Once all is written."""
+        """The hash, once all is written."""
         first, *others = self._hashes
         if not others:
             return str(first.hexdigest())
@@ -215,9 +216,9 @@ class _Pieces:
 
 
 def is_finite(flat: Tensor) -> bool:
-    """A sum is finite only where all values are. It may also be too large: then each value is looked at.
+    """Whether all values are finite. A finite sum proves it; as a sum may overflow, else values are checked.
 
-    Of the time to hash and write a file the sum takes 3 %, and looking at each value takes as long as both.
+    The sum takes 3 % of the time to hash and write a file; checking each value takes as long as both.
     """
     if not flat.is_floating_point() or flat.itemsize == 1:  # torch adds no 8-bit floats
         return True
@@ -244,17 +245,17 @@ def _header(layout: Mapping[str, Tensor]) -> bytes:
 #
 # A digest of each weight's name, dtype, shape and ends. Reading all of a large model would take as long as
 # loading it. Fine-tuning changes most entries of a weight, so that a model of the same shape with other
-# weights has another fingerprint. How tensors lie in files does not count.
+# weights has another fingerprint. The distribution of tensors over files has no effect.
 
 
 def fingerprint_of_files(files: Sequence[Path]) -> str:
-    """Of the weights in safetensors files."""
+    """The fingerprint of the weights in safetensors files."""
     with open_all(files) as file_of:
         return _digest({name: file.described(name) for name, file in file_of.items()})
 
 
 def fingerprint_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The same of weights in memory, by the names and in the shapes that their files have."""
+    """The same for weights in memory, with the names and shapes of their files."""
     described = {}
     for name, tensor in tensors:
         flat, count = tensor.detach().reshape(-1), max(1, _END // tensor.element_size())

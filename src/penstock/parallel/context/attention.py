@@ -3,7 +3,7 @@
 `parallelize_attention` registers an attention function and a mask function under a name of the model's own,
 and sets that name in the model's configs. So no model is edited, and two models in one process share nothing.
 The model makes its masks as always, by the rules of its layers (causal, sliding window, chunks), but gets a
-`Mask` that knows the rule and the full sequence and builds only what is asked of it.
+`Mask`, which has the rule and the full sequence and builds only the pieces that attention needs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 
 class ContextAttention:
-    """One model's attention and mask functions under context parallelism; it knows the current microbatch.
+    """One model's attention and mask functions under context parallelism, for the current microbatch.
 
     Args:
         base: name of the attention function that the model uses otherwise
@@ -49,7 +49,7 @@ class ContextAttention:
         self._compared: set[type] = set()  # classes of attention modules that the ring can replace
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Forward pre-hook of the model: keep the entries that are not the model's."""
+        """Forward pre-hook of the model: take out and keep the entries that the model does not know."""
         self._full = kwargs.pop(FULL_SEQUENCE, None)
         for name in ("shift_labels", VALID_ITEMS):
             kwargs.pop(name, None)
@@ -78,7 +78,7 @@ class ContextAttention:
         if use_vmap or not allow_is_causal_skip or kv_length != full.padded or q_offset or kv_offset:
             raise ModelError(
                 "a mask by rules of the model's own",
-                "a part of a sequence knows causal masks, windows, chunks and documents",
+                "on a part of a sequence, masks are causal, with windows, chunks and documents",
                 REMEDY,
             )
         return Mask(mask_function, full, local_size, self._base, dtype)
@@ -96,10 +96,10 @@ class ContextAttention:
     ) -> tuple[Tensor, None]:
         """Replaces transformers' attention functions. Returns (rows, local tokens, heads, value_dim).
 
-        Raises ModelError, ConfigError for a call that a part of a sequence cannot answer.
+        Raises ModelError, ConfigError for a call that cannot be computed on a part of a sequence.
         """
         _refuse_call(module, query, key, attention_mask, dropout, options)
-        if self._group is None or query.is_meta:  # shapes, dtypes and the way of gradients, without values
+        if self._group is None or query.is_meta:  # shapes, dtypes and the autograd graph, without values
             grown = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
             return (grown + query[..., :1]).transpose(1, 2).contiguous(), None
         options = {"scaling": scaling, **options}
@@ -122,9 +122,9 @@ class ContextAttention:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Replaces the function of the model's file for its routers' loss: this rank's share of it.
+        """This rank's share of the routers' loss; replaces the function in the model's file.
 
-        attention_mask: of the full sequence, as the model gives it; None where it counts masked tokens too
+        attention_mask: of the full sequence, from the model; None where the loss counts masked tokens too
         """
         assert self._full is not None  # attention has refused a microbatch that is not split
         counted = self._full.counted_tokens(attention_mask is not None)
@@ -132,9 +132,9 @@ class ContextAttention:
 
 
 def parallelize_attention(model: PreTrainedModel, group: ProcessGroup, method: Method) -> None:
-    """Let `model`, a whole one or a stage's copy, attend together with the other ranks of `group`.
+    """Make the attention of `model`, whole or a stage's copy, run over the ranks of `group`.
 
-    From then on it takes what `split` makes, and its routers' loss, if its config asks for one, is this
+    From then on it takes microbatches from `split`, and its routers' loss, if its config enables one, is this
     rank's share. Changes its configs, adds a hook and, for the routers' loss, changes its class. Call `check`
     (check.py) with the whole model before. Raises ConfigError where its attention cannot be replaced.
     """
@@ -150,7 +150,7 @@ def register(model: PreTrainedModel, attention: ContextAttention) -> None:
     ALL_ATTENTION_FUNCTIONS.register(name, attention.attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, attention.mask)
     for config in _configs(model):
-        config._attn_implementation_internal = name  # each of them by itself: they may be shared
+        config._attn_implementation_internal = name  # on every config, as submodels may share one
     model.register_forward_pre_hook(attention.before_forward, with_kwargs=True)
     weakref.finalize(model, _unregister, name)
 
@@ -172,13 +172,13 @@ def base_of(model: PreTrainedModel) -> str:
         raise ConfigError(
             f"attn_implementation={'/'.join(sorted(map(str, implementations)))} with cp",
             "context parallelism runs a model whose attention is all 'sdpa' or all 'eager'",
-            "Build the model with attn_implementation='sdpa' (it uses flash kernels where there are some)",
+            "Build the model with attn_implementation='sdpa' (it uses flash kernels where they exist)",
         )
     return str(implementations.pop())
 
 
 def attentions(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules that ask transformers' registry for their attention function."""
+    """The modules that take their attention function from transformers' registry."""
     for module in model.modules():
         if not isinstance(module, PreTrainedModel) and _asking_function(type(module)) is not None:
             yield module
@@ -193,7 +193,7 @@ def functions_of(kind: type) -> Iterator[FunctionType]:
 
 
 def _asking_function(kind: type) -> FunctionType | None:
-    """The method of a class that asks the registry for its attention function."""
+    """The method of a class that takes an attention function from the registry."""
     return next((f for f in functions_of(kind) if "ALL_ATTENTION_FUNCTIONS" in f.__code__.co_names), None)
 
 
@@ -222,27 +222,27 @@ def _configs(model: nn.Module) -> list[PretrainedConfig]:
     return list(configs.values())
 
 
-# options of models' attention functions that change nothing there, or that both methods know
+# options of models' attention functions that have no effect here, or that both methods support
 _KNOWN = {"softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "cache_position"}
 
 
 def _refuse_call(
     module: nn.Module, query: Tensor, key: Tensor, mask: Any, dropout: float, options: dict[str, Any]
 ) -> None:
-    """Raise for a call of attention that parts of a sequence cannot answer."""
+    """Raise for a call of attention that cannot be computed on parts of a sequence."""
     if dropout:
         raise ConfigError(
             f"dropout={dropout} on attention weights with cp",
-            "no rank draws the same ones as one process would",
+            "no rank draws the same random numbers as one process would",
             "Set the config's attention dropout to 0",
         )
     odd = [n for n, v in options.items() if n not in _KNOWN and type(v) in (Tensor, nn.Parameter, float)]
     if odd:
         taken = f"{type(module).__name__}, whose attention takes {', '.join(odd)}"
-        raise ModelError(taken, "parts of a sequence know nothing of that", REMEDY)
+        raise ModelError(taken, "cp does not know how to apply that to a part of a sequence", REMEDY)
     if not isinstance(mask, Mask) or key.shape[2] != query.shape[2] or options.get("is_causal") is False:
         raise ModelError(
             f"{type(module).__name__}, whose attention has a mask or keys of its own",
-            "context parallelism knows causal self-attention of a sequence",
+            "context parallelism supports causal self-attention only",
             REMEDY,
         )

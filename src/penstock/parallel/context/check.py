@@ -1,7 +1,7 @@
 """Find the modules of a model that would be wrong on a split sequence, from the model object alone.
 
-There is no table of model names. The check looks at the modules that ask transformers' registry for
-their attention function, the other modules of a layer, the names in their code, and the layer types of the
+There is no table of model names. The check reads the modules that take their attention function from
+transformers' registry, the other modules of a layer, the names in their code, and the layer types of the
 config. The first forward refuses the rest, with the same error on every rank (attention.py).
 """
 
@@ -36,9 +36,9 @@ from penstock.parallel.expert.experts import is_marked
 from penstock.private import ConvNd
 from penstock.runtime.unseen import detach_hooks, unseen
 
-# kinds of layers, in configs' own words, that are causal attention of all tokens to tokens before them
+# layer types of configs that are causal attention
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-# functions of code that looks along the sequence by itself
+# functions with which code works along the sequence itself
 _ALONG = {"arange", "cumsum", "roll", "conv1d", "topk", "tril", "triu", "fft", "flip"}
 _log = logging.getLogger(__name__)
 
@@ -49,18 +49,18 @@ def check(model: PreTrainedModel, count: int, method: Method, tp: int = 1) -> No
     Packed documents are checked elsewhere (penstock.batch.packing.refuse_packed), as without a split.
 
     Args:
-        model: the whole one, with or without values
-        tp: ranks that its heads are sharded over before, which divides them
+        model: the whole model, with or without values
+        tp: the number of ranks over which its heads are sharded before; it divides the heads
     """
     reason = next(_reasons(model), None)
     if reason is not None:
-        rule = "context parallelism is exact where tokens meet in registered causal attention only"
+        rule = "context parallelism is exact where only registered causal attention mixes tokens"
         raise ModelError(f"cp={count} for {type(model).__name__}: {reason}", rule, REMEDY)
     base_of(model)
     if asks_for_balance(model):
         _refuse_balance_loss(model)
     rule = "with cp each rank has a part of the sequence, and this op works along all of it"
-    _refuse_mixed_positions(model, "cp", rule, "Set cp to 1, or take out what does it", PenstockError)
+    _refuse_mixed_positions(model, "cp", rule, "Set cp to 1, or take that op out", PenstockError)
     if method == "ulysses":
         config = model.config.get_text_config()
         heads = config.num_attention_heads
@@ -90,23 +90,23 @@ def _reasons_of_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if any("position_ids_from" in method for method in dir(type(module))):
-            yield f"{name} ({kind}) has a way of its own to count positions"
+            yield f"{name} ({kind}) counts positions in a way of its own"
         if isinstance(module, ConvNd):
             yield f"{name} is a convolution"
         rope = getattr(module, "rope_type", None)
         if {"dynamic", "longrope"} & set(rope.values() if isinstance(rope, dict) else (rope,)):
-            yield f"{name} ({kind}) turns by the longest position that it sees, and a part may not see it"
+            yield f"{name} ({kind}) rotates by the longest position, which another part may have"
     for attention in attentions(model):
         kind = type(attention).__name__
         if getattr(attention, "is_causal", True) is False:
             yield f"{kind} looks ahead"
         for part in attention.modules():
             if used := _ALONG & _names(type(part)):
-                yield f"{type(part).__name__} in {kind} looks along the sequence by itself ({min(used)})"
+                yield f"{type(part).__name__} in {kind} works along the sequence by itself ({min(used)})"
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that transformers makes a model's layers of."""
+    """The outermost modules of transformers' class for a model's layers."""
     for name, module in model.named_children():
         if isinstance(module, GradientCheckpointingLayer):
             yield name, module
@@ -143,7 +143,7 @@ def _refuse_mixed_positions(
 ) -> None:
     """Raise ModelError where more than attention mixes positions, or where an edit hides whether it does.
 
-    passed: what the first forward would raise too, and that is raised as it is
+    passed: the type of errors that the first forward raises too; they are passed on unchanged
     """
     try:
         _follow_positions(model)
@@ -151,7 +151,7 @@ def _refuse_mixed_positions(
         raise
     except MixedPositionsError as mixed:
         raise ModelError(f"{mixed}, with {option}", rule, remedy) from None
-    except Exception as error:  # for want of values
+    except Exception as error:  # because tensors have no values
         if edit := next(_edits(model), None):
             rule = f"a forward without values, which would show whether it mixes positions, ends in {error!r}"
             raise ModelError(f"{edit}, with {option}", rule, remedy) from error
@@ -159,12 +159,12 @@ def _refuse_mixed_positions(
 
 
 def check_padded(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model with edits, if more than attention mixes positions: padding is among them.
+    """Raise ModelError for a model with edits, if more than attention mixes positions, and so padding too.
 
-    What transformers' own models do with padding is known: models.huggingface.stages.refuse_padding.
+    For transformers' unchanged models, see models.huggingface.stages.refuse_padding.
     """
     if next(_edits(model), None) is not None:
-        rule = "this op works along the sequence, and would take padding for tokens"
+        rule = "this op works along the sequence, and would treat padding as tokens"
         remedy = "Take shapes='inferred', which pads nothing, or take it out"
         _refuse_mixed_positions(model, "shapes='padded'", rule, remedy)
 
@@ -173,13 +173,13 @@ def _follow_positions(model: PreTrainedModel) -> None:
     """Run a copy without values, with an attention that keeps positions apart.
 
     Raises MixedPositionsError, with the op and the module, where the rest of the forward mixes positions, and
-    whatever a forward without values raises.
+    passes on any other error of the forward.
     """
     memo: dict[int, Any] = {id(t): torch.empty_like(t, device="meta") for t in model.buffers()}
     memo |= {id(p): nn.Parameter(torch.empty_like(p, device="meta"), False) for p in model.parameters()}
     memo |= {id(module): _PassesOn(module) for name, module in model.named_modules()
              if _are_experts(name, module)}  # fmt: skip
-    shadow = copy.deepcopy(model, memo).eval()  # dropout is refused for all axes at once, by its name
+    shadow = copy.deepcopy(model, memo).eval()  # dropout is checked elsewhere, for all axes
     detach_hooks(shadow)
     for module in shadow.modules():
         if isinstance(module, PreTrainedModel):  # the routers' loss is a mean over tokens, and summed over cp
@@ -200,7 +200,7 @@ def _follow_positions(model: PreTrainedModel) -> None:
 
 
 def _edits(model: nn.Module) -> Iterator[str]:
-    """What somebody has put into a model of transformers, by name."""
+    """A user's changes to a model of transformers: hooks, forwards and modules, by name."""
     for name, module in model.named_modules():
         attributes = vars(module)
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
@@ -216,7 +216,7 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 
 
 class _PassesOn(nn.Module):
-    """Stands for experts, which sort tokens and put each back in its place; with their hooks."""
+    """Replaces experts, which reorder tokens inside but not in their result. Keeps the experts' hooks."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()

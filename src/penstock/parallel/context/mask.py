@@ -1,4 +1,4 @@
-"""The attention mask of a full sequence, on a rank that has a part of it."""
+"""The attention mask of a full sequence, on a rank with a part of the sequence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Mask:
     def __getitem__(self, index: Any) -> Mask:
         parts = index if isinstance(index, tuple) else (index,)
         if all(isinstance(part, slice) and part in _ALL for part in parts):
-            return self  # all of it, as where all logits are kept
+            return self  # a slice that takes all, as where all logits are kept
         raise _untouchable("takes a part of")
 
     def _calculate(self, *_: Any) -> Any:
@@ -101,7 +101,7 @@ class Mask:
 
 
 def _within_documents(rule: Callable[..., Any], positions: Tensor, documents: Tensor) -> Callable[..., Any]:
-    """`rule` of places within documents; no document sees another. positions, documents: (rows, tokens)"""
+    """Apply `rule` to positions within documents, and mask other documents. Both tensors: (rows, tokens)"""
 
     def within(row: Any, head: Any, query: Any, key: Any) -> Any:
         same = documents[row, query] == documents[row, key]

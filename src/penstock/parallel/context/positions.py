@@ -1,8 +1,8 @@
 """Does a forward mix the positions of a sequence anywhere but in attention?
 
 The forward runs without values on one row of LENGTH tokens, a length that no other dimension has, with an
-attention that keeps positions apart. Every op on a tensor that was made of the tokens is looked at: what has
-one dimension of LENGTH must keep it, and nothing may work along it.
+attention that keeps positions apart. Every op on a tensor derived from the tokens is checked: a tensor with
+one dimension of LENGTH must keep it, and no op may work along it.
 
     hidden.roll(1, dims=1)        works along the sequence
     hidden.mean(1)                has lost it
@@ -23,7 +23,7 @@ LENGTH = 2 * 4999  # tokens; twice a prime, so that no product of other sizes is
 # they move dimensions, and leave values where they are
 _VIEWS = frozenset({"transpose", "permute", "unsqueeze", "squeeze", "movedim", "slice", "split", "unbind",
                     "select", "split_with_sizes", "cat", "stack", "expand", "narrow"})  # fmt: skip
-# they look up entries by numbers, wherever these come from
+# ops that look up entries by index
 _BY_INDEX = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "as_strided"})
 
 
@@ -32,14 +32,14 @@ class MixedPositionsError(Exception):
 
 
 class Positions(TorchDispatchMode):
-    """Follows values made of tokens. Raises MixedPositionsError at the first op that mixes positions."""
+    """Follows values derived from tokens. Raises MixedPositionsError at the first op that mixes positions."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made_of_tokens: dict[int, Any] = {}  # storages by address; kept, so that it stays theirs
+        self._made_of_tokens: dict[int, Any] = {}  # storages by address; kept, so that no other gets it
 
     def follow(self, *values: Any) -> None:
-        """Take all tensors in `values` as made of tokens."""
+        """Mark all tensors in `values` as derived from tokens."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
@@ -55,7 +55,7 @@ class Positions(TorchDispatchMode):
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         followed = [leaf for leaf in leaves if self._follows(leaf)]
         name = func.overloadpacket.__name__
-        if followed and not name.startswith("new_") and not name.endswith("_like"):  # these look at no value
+        if followed and not name.startswith("new_") and not name.endswith("_like"):  # these read no value
             along = [leaf for leaf in followed if LENGTH in leaf.shape]
             if along and (_works_along(func, name, args, kwargs or {}) or _changes(along, result)):
                 raise MixedPositionsError(name)

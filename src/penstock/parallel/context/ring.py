@@ -5,13 +5,13 @@
     rank 1    kv1   kv0   kv2
     rank 2    kv2   kv1   kv0       keys and values: r -> r + 1
 
-Each block is merged as it comes. With m the largest score of a query so far, l the sum of exp(score - m) and
-a the sum of exp(score - m) value, the attention is a / l in the end, and log l + m is all that the backward
-needs. There the blocks go round again, each with its gradient, to which every rank adds, and which gets home
-in one step more.
+Each block is merged as it arrives. With m the largest score of a query so far, l the sum of exp(score - m)
+and a the sum of exp(score - m) value, the attention is a / l in the end, and the backward needs only log l +
+m. In the backward the blocks rotate again, each with its gradient, to which every rank adds. One more step
+returns the gradient to its own rank.
 
-A rank holds two pieces (sequence.py). A pair of a piece of queries and a piece of keys of which the mask
-leaves nothing is skipped, as many on each rank. All is computed in float32, or in float64 for float64.
+A rank has two pieces of the sequence (sequence.py). Fully masked pairs of a piece of queries and a piece of
+keys are skipped, equally many on each rank. All is computed in float32, or in float64 for float64.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class AttentionCall(NamedTuple):
     """One call of attention: the arguments that all of its blocks share.
 
     softcap: scores become softcap * tanh(score / softcap)
-    uniform: whether a query without any key attends equally to all keys, as with a mask of the dtype's least
-        number; else to none, as with a mask of minus infinity
+    uniform: whether a query without any key attends equally to all keys, as with a mask of the dtype's
+        minimum; else to none, as with a mask of minus infinity
     """
 
     group: ProcessGroup
@@ -54,7 +54,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, call
     Args:
         query: (rows, heads, part, head_dim)
         key, value: (rows, key_heads, part, ...), where key_heads divides heads
-        sinks: (heads,), a score for each head that takes its share of the softmax and gives nothing
+        sinks: (heads,), a score for each head that takes a share of the softmax and has no value
     """
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # as it casts for attention in one call
@@ -74,7 +74,7 @@ def compare(
     call: AttentionCall,
     options: Mapping[str, Any],
 ) -> None:
-    """Raise ModelError unless `base`, the model's own function, does on a few tokens what the ring does.
+    """Raise ModelError unless `base`, the model's own function, equals the ring on a few tokens.
 
     Only shapes and device of the tensors are used. Nothing is sent.
     """
@@ -97,7 +97,7 @@ def compare(
     if not same:
         raise ModelError(
             f"the attention of {type(module).__name__}",
-            "the ring knows softmax attention with scaling, softcap and sinks, and this is another",
+            "the ring computes softmax attention with scaling, softcap and sinks, and this one differs",
             "Use ulysses, which runs the model's own function",
         )
 
@@ -211,7 +211,7 @@ def _masked(scores: Tensor, pair: QueryKeyPair) -> Tensor:
 def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: Tensor) -> None:
     """Merge a block's scores and values into the sums so far, in place."""
     new = torch.maximum(best, scores.amax(-1, keepdim=True))
-    finite = new.masked_fill(new == -torch.inf, 0)  # of a query that has met no key yet
+    finite = new.masked_fill(new == -torch.inf, 0)  # for a query without a key so far
     weights, kept = (scores - finite).exp(), (best - finite).exp()
     total.mul_(kept).add_(weights.sum(-1, keepdim=True))
     result.mul_(kept).add_(weights @ values)
@@ -219,7 +219,7 @@ def _merge(best: Tensor, total: Tensor, result: Tensor, scores: Tensor, values: 
 
 
 def _pairs(call: AttentionCall, source: int) -> Iterator[QueryKeyPair]:
-    """Pairs of a piece of local queries and one of rank `source`'s keys that are not all masked."""
+    """Pairs of a piece of local queries and one of rank `source`'s keys, without fully masked ones."""
     mask, full = call.mask, call.mask.full
     uniform = mask.without_keys if call.uniform else None
     size = full.piece
@@ -238,11 +238,11 @@ def _pairs(call: AttentionCall, source: int) -> Iterator[QueryKeyPair]:
 
 
 class Hop:
-    """Sends a tensor to the next rank of the ring while one comes from the rank before."""
+    """Sends a tensor to the next rank of the ring, and receives one from the previous rank."""
 
     def __init__(self, group: ProcessGroup, tensor: Tensor, tag: int) -> None:
         count, index = group.size(), group.rank()
-        self._sent = tensor  # held until it has gone
+        self._sent = tensor  # kept until it is sent
         self._received, self._works = tensor, []
         if count > 1:
             after, before = (dist.get_global_rank(group, (index + by) % count) for by in (1, -1))
@@ -271,7 +271,7 @@ def _rounds(group: ProcessGroup, key: Tensor, value: Tensor) -> Iterator[tuple[i
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
-    """One message of the two, in the wider of their dtypes."""
+    """Keys and values as one message, in the wider of their dtypes."""
     return torch.cat([key.flatten(), value.flatten()])
 
 

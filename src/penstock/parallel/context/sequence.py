@@ -6,8 +6,8 @@ as many pieces as there are ranks, and each rank gets an early piece and the lat
     piece   0 1 2 3 4 5
     rank    0 1 2 2 1 0
 
-All that depends on a token's neighbours is computed before the split: its position, its label (the next
-token), and what attention must know of tokens on other ranks (`FullSequence`).
+Everything that depends on a token's neighbours is computed before the split: its position, its label (the
+next token), and the facts that attention needs about tokens on other ranks (`FullSequence`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.batch.placement import to_device
 from penstock.batch.shapes import Microbatch, model_input
 from penstock.errors import BatchError
 
-FULL_SEQUENCE = f"{INNER}full_sequence"  # the entry of a split microbatch that holds its `FullSequence`
+FULL_SEQUENCE = f"{INNER}full_sequence"  # the entry of a split microbatch with its `FullSequence`
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -36,7 +36,7 @@ _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 class FullSequence:
     """Facts about the full sequence; all but `index` are the same on all ranks.
 
-    index, count: number of this rank on the axis, and number of ranks
+    index, count: this rank's index on the axis, and the number of ranks
     length: tokens per row before the split
     padded: tokens per row with padding at the end, a multiple of 2 * count
     positions: int64 (rows, padded)
@@ -58,14 +58,14 @@ class FullSequence:
         return self.padded // (2 * self.count)
 
     def to_device(self, device: torch.device) -> FullSequence:
-        """The same with its tensors on `device`."""
+        """A copy with its tensors on `device`."""
         mask, documents = (None if t is None else to_device(t, device) for t in (self.mask, self.documents))
         return replace(self, positions=to_device(self.positions, device), mask=mask, documents=documents)
 
     def counted_tokens(self, masked: bool) -> Tensor:
-        """This rank's tokens that a mean over tokens counts: bool (rows, 2 * piece).
+        """Which of this rank's tokens a mean over tokens counts: bool (rows, 2 * piece).
 
-        Padding of the split is never counted, the caller's own padding only unless `masked`.
+        Padding of the split is never counted. The caller's own padding is counted unless `masked`.
         """
         if masked and self.mask is not None:
             real = self.mask
@@ -76,7 +76,7 @@ class FullSequence:
 
 
 def pieces(index: int, count: int) -> tuple[int, int]:
-    """The two pieces that rank `index` of `count` holds, in order."""
+    """The indices of the two pieces of rank `index` of `count`, in order."""
     return index, 2 * count - 1 - index
 
 
@@ -112,14 +112,14 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
 
     With n = padded_length / count tokens per row, the part has:
 
-    - input_ids (rows, n) or inputs_embeds (rows, n, hidden), and all else that has an entry per token
-    - position_ids (rows, n): those given, or 0, 1, ... in each row
+    - input_ids (rows, n) or inputs_embeds (rows, n, hidden), and all other entries with a value per token
+    - position_ids (rows, n): those of the microbatch, or 0, 1, ... in each row
     - shift_labels (rows, n) in place of labels: aligned with the logits, -100 ignored. The losses of the
       ranks' valid tokens sum up to the microbatch's
     - VALID_ITEMS, a scalar: number of tokens of the full microbatch that have a label
-    - attention_mask (rows, padded_length) of the full sequence, from which the model's mask functions learn
-      the full length
-    - FULL_SEQUENCE: a `FullSequence`, which a hook takes out before the model's forward
+    - attention_mask (rows, padded_length) of the full sequence, which gives the model's mask functions the
+      full length
+    - FULL_SEQUENCE: a `FullSequence`, which a hook removes before the model's forward
 
     Packed documents that `with_positions` finds (positions that restart at 0, in rows without a mask) stay
     apart. Raises BatchError, the same on every rank, for entries that cannot be split.
@@ -143,7 +143,7 @@ def split(microbatch: Microbatch, index: int, count: int) -> dict[str, Any]:
 
     extra = (0, padded - length)
     documents = None
-    if mask is not None:  # a mask hides documents: that is transformers' rule
+    if mask is not None:  # with a mask, transformers ignores documents
         mask = F.pad(mask.bool(), extra, value=False)
     else:
         documents = find_packed_sequence_indices(positions)
@@ -178,7 +178,7 @@ def _refuse(microbatch: Microbatch, length: int) -> None:
     if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
         raise BatchError(
             "an attention_mask with padding before a valid token, and no position_ids",
-            "models differ in the positions that they give to such rows, and a part cannot count them",
+            "models differ in their positions for such rows, and a part of a row cannot count them",
             "Give position_ids as the model takes them (most count the padding too), or pad at the end",
         )
 

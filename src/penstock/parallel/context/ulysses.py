@@ -4,7 +4,7 @@
     all heads, local tokens  ->  local heads, all tokens  ->  attention as in one process  ->  and back
 
 Each rank computes its heads with the model's own function on the full sequence, in its true order and without
-the padding of the split. So the result, mask and all, is what one process computes.
+the padding of the split. So the result, with its mask, is that of one process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def attend(
         base: an attention function of transformers
         query: (rows, heads, part, head_dim)
         key, value: (rows, key_heads, part, ...)
-        options: what the model passes to its attention function
+        options: the model's further arguments to its attention function
 
     Raises ConfigError where heads cannot be distributed.
     """
@@ -66,7 +66,7 @@ def attend(
 
 
 def repeats(heads: int, key_heads: int, count: int) -> int:
-    """How often to send each key and value head so that each rank has those of its heads.
+    """How often to send each key and value head, so that each rank gets those for its query heads.
 
     Raises ConfigError where heads do not divide by `count` ranks.
     """
@@ -88,14 +88,14 @@ def repeats(heads: int, key_heads: int, count: int) -> int:
 
 
 class _LocalHeads:
-    """An attention module as its attention function sees it on a rank with some of the heads."""
+    """Replaces the attention module as an argument of its attention function, with this rank's heads only."""
 
     def __init__(self, module: nn.Module, groups: int, sinks: Tensor | None, local: slice) -> None:
         self._module = module
         if hasattr(module, "num_key_value_groups"):
             self.num_key_value_groups = groups
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter is sinks:  # which some functions take from the module
+            if parameter is sinks:  # some functions read them from the module
                 setattr(self, name, parameter[local])
 
     def __getattr__(self, name: str) -> Any:
@@ -110,7 +110,7 @@ def _all_to_all(group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
 class _AllToAll(torch.autograd.Function):
     """Send tensor[r] to rank r; result[s] comes from rank s. All tensors go in one message.
 
-    It is its own transpose, so gradients take the same way back.
+    The exchange is its own transpose, so the backward is the same exchange of gradients.
     """
 
     @staticmethod

@@ -8,9 +8,8 @@ So the mean of the ranks' losses is not the loss of all their tokens. But only t
 With `chosen` and `tokens` counted over all ranks and the probabilities of its own tokens, each rank computes
 its share of the loss: the shares and their gradients sum up to those of all tokens.
 
-A model's forward calls the function that its file has for it, with the router logits of all layers.
-`replace_balance_loss` gives the model a class of its own, whose forward finds another function under that
-name.
+A model's forward calls the function for this loss in its own file, with the router logits of all layers.
+`replace_balance_loss` gives the model a class of its own, whose forward calls another function by that name.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 from penstock.errors import ModelError
 from penstock.runtime.around import derive
 
-_NAME = "load_balancing_loss_func"  # in each file of transformers that has one
+_NAME = "load_balancing_loss_func"  # in all files of transformers with such a function
 _TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
 BalanceLoss = Callable[..., Tensor]
 
@@ -71,13 +70,13 @@ def load_balancing_loss(
 
 
 def asks_for_balance(model: PreTrainedModel) -> bool:
-    """Whether the model's config has its forward compute the routers' loss."""
+    """Whether the model's config makes its forward compute the routers' loss."""
     owners = (model.config, model.config.get_text_config())
     return any(getattr(owner, "output_router_logits", False) for owner in owners)
 
 
 def balance_function(model: nn.Module) -> BalanceLoss | None:
-    """The function that the model's forward computes its routers' loss by; None where it calls none."""
+    """The function by which the model's forward computes its routers' loss; None without one."""
     forward: Any = inspect.unwrap(type(model).forward)
     return forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
 
@@ -107,7 +106,7 @@ def check_load_balancing(function: BalanceLoss, num_experts: int, top_k: int) ->
 
 
 def replace_balance_loss(model: nn.Module, function: BalanceLoss) -> None:
-    """Let the forward of `model`, and of no other model, call `function` in place of its file's function.
+    """Make the forward of `model`, and of no other model, call `function` in place of its file's function.
 
     The model gets a class of the same name with a copy of the forward, decorators too; its file and its
     former class do not change. Raises ModelError for an unknown kind of decorator.
@@ -116,7 +115,7 @@ def replace_balance_loss(model: nn.Module, function: BalanceLoss) -> None:
 
 
 def _rebound(plain: Any, function: BalanceLoss) -> Any:
-    """A copy of `plain` whose globals hold `function`; of a decorated one, with such a copy inside."""
+    """A copy of `plain` with `function` in its globals; for a decorated function, with such a copy inside."""
     names, cells = plain.__globals__, plain.__closure__
     wrapped = getattr(plain, "__wrapped__", None)
     inner = None if wrapped is None else _rebound(wrapped, function)
@@ -126,7 +125,7 @@ def _rebound(plain: Any, function: BalanceLoss) -> Any:
         if all(cell.cell_contents is not wrapped for cell in cells or ()):
             raise ModelError(
                 f"{plain.__qualname__}, decorated in a way that is not known",
-                f"over a split sequence its {_NAME} is put in the place of the model's own",
+                f"over a split sequence, penstock replaces the model's {_NAME}",
                 "Set output_router_logits=False, or leave out cp",
             )
         cells = tuple(CellType(inner) if cell.cell_contents is wrapped else cell for cell in cells or ())

@@ -23,16 +23,16 @@ from penstock.private import FakeTensor
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Whether only shapes are computed, and so nothing may be sent."""
+    """Whether only shapes are computed, so that nothing may be sent."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where the rows of one mixture go in one forward.
+    """The destinations of one mixture's rows in one forward.
 
-    order: number of the choice (of tokens * top_k) that each sent row is, sorted by expert: (rows sent,)
-    experts: this rank's expert that each received row is for, from 0: (rows received,)
+    order: for each sent row, the index of its choice (of tokens * top_k), sorted by expert: (rows sent,)
+    experts: for each received row, the index of its expert on this rank: (rows received,)
     sent, received: number of rows for and from each rank of `group`
     """
 
@@ -47,7 +47,7 @@ def plan_route(chosen: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
     """The route of tokens to the experts that they chose. Collective.
 
     Args:
-        chosen: (tokens, top_k) numbers of experts. Some models write a number of `experts` or more where a
+        chosen: (tokens, top_k) indices of experts. Some models write an index of `experts` or more where a
             token skips an expert: such a row is not sent
         experts: number of experts over all ranks
     """
@@ -58,7 +58,7 @@ def plan_route(chosen: Tensor, experts: int, group: dist.ProcessGroup) -> Route:
     counts.scatter_add_(0, flat.clamp(max=experts), torch.ones_like(flat))
     counts = counts[:experts].view(ranks, experts // ranks)
     incoming = exchange(counts, [1] * ranks, [1] * ranks, group)
-    sent, received = torch.stack((counts.sum(1), incoming.sum(1))).tolist()  # the one wait for the device
+    sent, received = torch.stack((counts.sum(1), incoming.sum(1))).tolist()  # the only wait for the device
     order = torch.argsort(flat, stable=True)[: sum(sent)]
     numbers = torch.arange(experts // ranks, device=chosen.device).repeat(ranks)
     kinds = numbers.repeat_interleave(incoming.flatten(), output_size=sum(received))
@@ -69,7 +69,7 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pro
     """Send rows to the ranks of the group, and return those received. Collective; not seen by autograd.
 
     Args:
-        rows: (sum of `sent`, ...), in the order of the ranks that they are for
+        rows: (sum of `sent`, ...), in the order of their target ranks
     """
     carried = rows.contiguous()
     if rows.is_cuda and dist.get_backend(group) == "gloo":
@@ -80,24 +80,24 @@ def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.Pro
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows to the ranks of their experts, or back if `back`; their gradients the other way."""
+    """Sends rows to the ranks of their experts, or back if `back`, and gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, route: Route, back: bool, *rows: Tensor) -> tuple[Tensor, ...]:
         ctx.group = route.group
         there, here = (route.received, route.sent) if back else (route.sent, route.received)
         ctx.sent, ctx.received = here, there
-        # Something saved after the collectives. Where a forward is run again in the backward, torch breaks
-        # it off once it has all that was saved, and experts without tokens save less than others do: without
-        # this such a rank would leave out collectives in which the others wait for it.
+        # Save a tensor after the collectives. A forward that runs again in the backward ends once it has
+        # recomputed all saved tensors, and experts without tokens save fewer. Without this tensor, such a
+        # rank would leave out collectives for which the others wait.
         ctx.save_for_backward(route.order)
         return tuple(exchange(part, there, here, route.group) for part in rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         refuse_second_derivative("ep")
-        _ = ctx.saved_tensors  # which makes every rank begin to run its forward again here
-        # of all parts, in one order: which of them autograd needs may differ by rank
+        _ = ctx.saved_tensors  # makes every rank begin its recomputation here
+        # exchange all gradients, in one order, as the ones that autograd needs may differ by rank
         return None, None, *(exchange(part, ctx.sent, ctx.received, ctx.group) for part in gradients)
 
 
@@ -127,6 +127,6 @@ def combine(route: Route, rows: Tensor, tokens: int, top_k: int) -> Tensor:
     """
     back: Tensor
     (back,) = _Exchange.apply(route, True, rows)  # type: ignore[no-untyped-call]
-    # added up in the order of the choices, not of arrival: the same every time, on a GPU too
+    # summed in the order of the choices, not of arrival, so that results are deterministic, on a GPU too
     placed = back.new_zeros(tokens * top_k, back.shape[-1]).index_copy(0, route.order, back)
     return placed.view(tokens, top_k, back.shape[-1]).sum(1)

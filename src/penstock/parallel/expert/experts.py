@@ -1,13 +1,13 @@
-"""Expert parallelism: each rank holds some experts of every mixture, and tokens travel to them.
+"""Expert parallelism: each rank has some experts of every mixture, and tokens are sent to them.
 
     module     hidden --> router --> experts(hidden, chosen, weights) --> sum over a token's experts
     parallel   hidden --> router --> dispatch --> local experts --> combine --> the same sum
 
-A mixture of transformers keeps the experts of a layer in one module, whose parameters have the experts as
-first dimension, and calls it with each token's choices and their weights. The marks that transformers'
-registry leaves on that module identify it; nothing else of the model changes. Its own forward runs here too,
-on a view of it with fewer experts and on rows that chose one expert each. So activations, clamps, biases and
-layouts are the model's own business.
+A mixture of transformers has the experts of a layer in one module, whose parameters have the experts as first
+dimension, and calls it with each token's choices and their weights. Attributes that transformers' registry
+sets identify that module; nothing else of the model changes. Its own forward runs here too, on a view of it
+with fewer experts and on rows that chose one expert each. So it keeps its activations, clamps, biases and
+layouts.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def mixtures(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_marked(module: nn.Module) -> bool:
-    """Whether it is a module of experts of transformers' registry."""
+    """Whether `module` has experts in the form of transformers' registry."""
     return all(hasattr(module, mark) for mark in _MARKS)
 
 
 def _looks_like_experts(name: str, module: nn.Module) -> bool:
-    """Whether this is a module of experts by its name, or by a parameter with an entry per expert."""
+    """Whether its name, or a parameter with an entry per expert, shows a module of experts."""
     last = name.rpartition(".")[2].lower()
     if "expert" in last and "shared" not in last and any(True for _ in module.parameters()):
         return True
@@ -76,16 +76,16 @@ def count_of(experts: nn.Module) -> int:
 
 
 def check(model: nn.Module, ranks: int, copies: int = 1) -> None:
-    """Refuse what `expert_parallel` over `ranks` ranks would; of a whole model, with or without values.
+    """Raise the errors of `expert_parallel` over `ranks` ranks for a whole model, with or without values.
 
     Args:
-        copies: ranks that hold the same experts, each a shard of them
+        copies: number of ranks with the same experts, each with a shard of them
 
     Raises ConfigError, ModelError, also for a model without any mixture.
     """
     expert_modules = mixtures(model)
     if not expert_modules:
-        value, rule = f"ep={ranks} for {type(model).__name__}", "it has no experts to deal out"
+        value, rule = f"ep={ranks} for {type(model).__name__}", "it has no experts to distribute"
         raise ConfigError(value, rule, "Set ep to 1")
     for name, experts in expert_modules.items():
         _check(name, experts, ranks)
@@ -100,7 +100,7 @@ def check(model: nn.Module, ranks: int, copies: int = 1) -> None:
 
 
 def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> list[str]:
-    """Keep on each rank of `mesh` its part of the experts of every mixture in `module`. Collective.
+    """Keep on each rank of `mesh` its share of the experts of every mixture in `module`. Collective.
 
     The parameters of modules of experts become DTensors, Shard(0) on `mesh`, under the same names;
     `to_local()` has the shape (local experts, ...). All ranks take part in each forward, with any number of
@@ -108,17 +108,17 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> list[str]:
     it covers all tokens of the group. Any other gradient is this rank's share, to be summed over the group.
 
     Args:
-        module: a model that `check` takes, or a stage of one, with the same values on every rank; it may
-            hold no mixture
+        module: a model that `check` accepts, or a stage of one, with the same values on every rank; it may
+            have no mixture
         mesh: of one axis; rank r keeps experts r * n .. (r + 1) * n - 1 of each mixture
 
     Returns the names of the modules of experts.
-    Raises ModelError for a mixture of another form, before anything is changed.
+    Raises ModelError for a mixture of another form, before any change.
     """
     expert_modules = mixtures(module)
     tried: set[type[nn.Module]] = set()
     for name, experts in expert_modules.items():
-        if type(experts) not in tried:  # one of a kind is enough
+        if type(experts) not in tried:  # one trial per class is enough
             _check_by_trial(name, experts, mesh)
         tried.add(type(experts))
     for experts in expert_modules.values():
@@ -131,9 +131,9 @@ class _Share:
     """Attributes of a module of experts once it is parallel.
 
     experts, local: number of experts over all ranks, and on this rank
-    plain: the class of the module before
-    config: the config that the plain forward takes its implementation from
-    group: the ranks that tokens travel to; None for a trial without values
+    plain: the former class of the module
+    config: the config from which the plain forward reads its implementation
+    group: the ranks that tokens are sent to; None for a trial without values
     """
 
     experts: int
@@ -152,7 +152,7 @@ class _Share:
         return cls(count, count // ranks, type(experts), config, group)
 
     def view(self, experts: nn.Module, start: int, stop: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """The plain forward of `experts` as if it held only `start` to `stop` of its local parameters."""
+        """The plain forward of `experts` on its local experts from `start` to `stop` only."""
         view: Any = object.__new__(self.plain)
         view.__dict__.update(experts.__dict__)
         parameters = experts.named_parameters(recurse=False)
@@ -200,12 +200,12 @@ def _check(name: str, experts: nn.Module, ranks: int) -> None:
 
 @torch.no_grad()
 def _check_by_trial(name: str, experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Run a few tokens through the whole module and through its parts. Raise ModelError unless they add up.
+    """Run a few tokens through the whole module and through its parts; raise ModelError unless these add up.
 
-    The registry's form promises it, but only a forward shows what a forward does.
+    The registry's form implies that, but only a trial proves it.
     """
     ranks = mesh.size()
-    if next(experts.parameters()).is_meta:  # a few experts will do, of which two ranks would have some each
+    if next(experts.parameters()).is_meta:  # a few experts are enough, some for each of two ranks
         experts, ranks = _with_values(experts, 2 * min(count_of(experts) // ranks, 2), mesh.device_type), 2
     weight = getattr(experts, _weight_names(experts)[0])
     share = _Share.of(experts, ranks, mesh.device_type)
@@ -222,7 +222,7 @@ def _check_by_trial(name: str, experts: nn.Module, mesh: DeviceMesh) -> None:
         part = share.view(experts, start, start + share.local)
         row = slice(token, token + 1)
         parts[row] += part(hidden[row], chosen[row, slot : slot + 1] - start, weights[row, slot : slot + 1])
-    # some compute a part in float32 whatever the dtype
+    # some modules compute a part in float32 for any dtype
     rounding = max(torch.finfo(dtype).eps for dtype in (whole.dtype, torch.float32))
     difference = float((whole - parts).abs().max())
     if not difference <= 16 * rounding * float(whole.abs().max()):
@@ -231,7 +231,7 @@ def _check_by_trial(name: str, experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _with_values(experts: nn.Module, count: int, device: str) -> nn.Module:
-    """A module like `experts`, which is on the meta device, with `count` experts of random values."""
+    """A module like `experts`, a module on the meta device, with `count` experts of random values."""
     made: nn.Module = object.__new__(type(experts))
     made.__dict__.update(experts.__dict__)
     generator = torch.Generator(device).manual_seed(0)
@@ -258,7 +258,7 @@ def _distribute(experts: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _parallel(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The forward of a module of experts whose tokens travel; `share` runs the plain one."""
+    """The forward of a parallel module of experts: tokens are sent, and `share` runs the plain forward."""
 
     def forward(self: nn.Module, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         if without_values(hidden):

@@ -1,18 +1,18 @@
-"""Routing replay: which experts tokens choose, recorded in a step, replayed, or given with a batch.
+"""Routing replay: the experts that tokens choose, recorded in a step and replayed, or given with a batch.
 
-A choice depends on tiny differences: a forward that runs twice, in activation checkpointing or on another
-machine, may choose another expert where two are nearly tied, and then its gradients belong to another
-forward. So the choices of each microbatch's forward are kept until its last backward:
+A choice depends on rounding: a forward that runs twice, in activation checkpointing or on another machine,
+may choose another expert where two are nearly tied, and then its gradients belong to another forward. So the
+choices of each microbatch's forward are kept until its last backward:
 
     forward     the router chooses, or takes the choices of the batch; its choices are kept
     backward    a forward that runs again takes the choices of the microbatch's forward
     inference   the router chooses, or takes the choices of the batch
 
-Only the choice is fixed. Weights and gradients come from the router's logits of the moment.
+Only the choice is fixed. Weights and gradients come from the router's current logits.
 
 Choices of a batch have the form of inference engines: integers of shape (rows, sequence, mixtures, top_k),
-with the mixtures in the order of the layers. A token with -1 in all places is left to the router: padding,
-and tokens of which an engine says nothing (the last token of a row is never its input).
+with the mixtures in the order of the layers. For a token with -1 in all entries the router chooses: padding,
+and tokens that an engine does not report (the last token of a row is never its input).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ModelRouting:
     """The mixtures of a whole model whose choices are recorded and replayed.
 
     Args:
-        shadow: a copy of the model for this alone, of fake tensors (torch's FakeTensorMode is on)
-        marks: follows in it what experts are chosen by, and is on
+        shadow: a copy of the model for this use only, of fake tensors (torch's FakeTensorMode is on)
+        marks: an active mode, which follows in `shadow` the tensors that choose experts
 
     Raises ConfigError for a model without mixtures, ModelError for routers whose choice is not one top-k. A
-    forward without values finds these, so every rank raises the same error before anything is sent.
+    forward without values detects these, so every rank raises the same error before anything is sent.
     """
 
     def __init__(self, shadow: PreTrainedModel, marks: Marks) -> None:
@@ -88,7 +88,7 @@ class ModelRouting:
             raise BatchError(
                 f"{ROUTED} of shape {shown}",
                 f"the rows' tokens, mixtures and choices are {list(shape)}",
-                "Give (rows, sequence, mixtures, top_k), with -1 for tokens that are left to the router",
+                "Give (rows, sequence, mixtures, top_k), with -1 where the router is to choose",
             )
         if choices.is_floating_point() or choices.is_complex() or not choices.dtype.is_signed:
             rule = "they are whole numbers, and -1 where the router is to choose"
@@ -104,14 +104,14 @@ class ModelRouting:
             raise BatchError(
                 f"{ROUTED} {wrong} in row {row}, token {token}, mixture {mixture}",
                 f"a token chooses different ones of its {counts[mixture]} experts, counted from 0",
-                "Give what that model's routers chose, or -1 in all places to leave it to the router",
+                "Give the choices of that model's routers, or -1 in all entries to let the router choose",
             )
 
     def _common_top_k(self) -> int:
         if self._top_k is None:
             raise ModelError(
                 f"{ROUTED} for {self._name}",
-                "its mixtures are known to choose as many experts each, so that one tensor holds all choices",
+                "one tensor has all choices, so all mixtures must choose equally many experts",
                 "Leave them out, and let its routers choose",
             )
         return self._top_k
@@ -125,7 +125,7 @@ class _Choice(NamedTuple):
 
 
 def _choices(shadow: PreTrainedModel, names: list[str], marks: Marks) -> dict[str, _Choice]:
-    """How each mixture chooses that a forward without values reaches."""
+    """How each mixture chooses, for those that a forward without values reaches."""
     seen: dict[str, _Choice] = {}
     for name in names:
         block = shadow.get_submodule(name.rpartition(".")[0])
@@ -141,7 +141,7 @@ def _choices(shadow: PreTrainedModel, names: list[str], marks: Marks) -> dict[st
 
 
 def _look(name: str, block: nn.Module, experts: nn.Module, marks: Marks, seen: dict[str, _Choice]) -> None:
-    """Let a forward of `block` see the top-k whose result `experts` are called with."""
+    """Add hooks that find the top-k in a forward of `block` whose result `experts` are called with."""
     plain: Callable[..., Any] = block.forward
     running: list[TopKs] = []
 
@@ -168,7 +168,7 @@ def _look(name: str, block: nn.Module, experts: nn.Module, marks: Marks, seen: d
 class Recorded(NamedTuple):
     """The choices of a microbatch in the mixtures of a stage.
 
-    places: numbers of these mixtures in the whole model
+    places: indices of these mixtures in the whole model
     chosen: int32 (rows, sequence, mixtures, top_k), of this rank
     length: tokens per row of the full sequence; None where it is not split
     """
@@ -190,16 +190,16 @@ class _MicrobatchChoices(NamedTuple):
 class StageRouting(StagePart):
     """Records and replays the choices in one stage.
 
-    Forwards outside of any op, in evaluation mode or of shapes only are left alone. A router whose choice is
+    Forwards outside of an op, in evaluation mode or without values are not changed. A router whose choice is
     not one top-k raises ModelError in its first forward.
 
     Args:
         module: a stage, before activation checkpointing is put into its layers; changed in place
-        places: by the name of each mixture in it, its number in the whole model
-        numbers: by the name of each mixture, which top-k of its block is the choice
+        places: name of a mixture in the stage -> its index in the whole model
+        numbers: name of a mixture -> which top-k of its block is the choice
 
     Attributes:
-        recorded: choices of the last step, by microbatch, of those whose backward has ended
+        recorded: choices in the last step, by microbatch, once its backward has ended
     """
 
     def __init__(self, module: nn.Module, places: Mapping[str, int], numbers: Mapping[str, int]) -> None:
@@ -212,15 +212,15 @@ class StageRouting(StagePart):
             Router(name, numbers[name], self._task).attach(module)
 
     def begin_step(self) -> None:
-        self.reset()  # a microbatch of that number may have gone through another copy of the model
+        self.reset()  # an equal microbatch index may belong to another copy of the model
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
-        """The choices of a forward that a backward follows are kept."""
-        self.recorded.pop(number, None)
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
+        """Keep the choices of this forward for its backward."""
+        self.recorded.pop(index, None)
         full = microbatch.get(FULL_SEQUENCE)
         rows, tokens = model_input(microbatch).shape[:2]
         kept: dict[str, Tensor] = {}
-        self._microbatches[number] = _MicrobatchChoices(
+        self._microbatches[index] = _MicrobatchChoices(
             rows, tokens, None if full is None else full.length, kept
         )
         self._forward = self._batch_choices(microbatch), kept
@@ -229,41 +229,41 @@ class StageRouting(StagePart):
         self._forward = None, None
 
     def before_inference(self, microbatch: Microbatch) -> None:
-        """Nothing is kept of a forward that no backward follows."""
+        """Keep no choices of a forward without a backward."""
         self._forward = self._batch_choices(microbatch), None
 
     def after_inference(self) -> None:
         self._forward = None, None
 
-    def before_backward(self, number: int) -> None:
-        """A forward that runs again in the backward chooses as before."""
-        self._backward = number
+    def before_backward(self, index: int) -> None:
+        """Replay the choices in forwards that run again in this backward."""
+        self._backward = index
 
-    def after_backward(self, number: int, kind: Kind) -> None:
+    def after_backward(self, index: int, kind: Kind) -> None:
         self._backward = None
-        if kind != "I":  # else W follows
-            self._release(number)
+        if kind != "I":  # after I, W follows
+            self._release(index)
 
     @property
     def left_over(self) -> int:
         """Microbatches whose backward has not ended: none between steps."""
         return len(self._microbatches)
 
-    def kept(self, number: int) -> Choices:
+    def kept(self, index: int) -> Choices:
         """The choices of a microbatch whose backward has not ended; none in evaluation mode."""
-        return self._microbatches[number].kept
+        return self._microbatches[index].kept
 
     def reset(self) -> None:
-        """Forget the choices of the last step, and what a failed one has left."""
+        """Forget the choices of the last step, complete or failed."""
         self._microbatches.clear()
         self.recorded.clear()
         self._forward, self._backward = (None, None), None
 
-    def _release(self, number: int) -> None:
-        rows, tokens, length, kept = self._microbatches.pop(number)
-        if kept:  # nothing in evaluation mode
+    def _release(self, index: int) -> None:
+        rows, tokens, length, kept = self._microbatches.pop(index)
+        if kept:  # empty in evaluation mode
             chosen = torch.stack([kept[name].view(rows, tokens, -1) for name in self._places], 2)
-            self.recorded[number] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
+            self.recorded[index] = Recorded(tuple(self._places.values()), chosen.to(torch.int32), length)
 
     def _batch_choices(self, microbatch: Microbatch) -> Choices | None:
         if ROUTED not in microbatch:
@@ -272,8 +272,8 @@ class StageRouting(StagePart):
         return {name: choices[:, :, index].flatten(0, 1) for name, index in self._places.items()}
 
     def _task(self, name: str, trains: bool) -> Task | None:
-        """The task of mixture `name` in a forward that begins now in this thread; None for none."""
-        if current_graph_task_id() != -1:  # in a backward, on whatever thread of the engine
+        """The task of mixture `name` in the forward that begins in this thread; None: leave it alone."""
+        if current_graph_task_id() != -1:  # in a backward, on any thread of the engine
             if not trains or not self._microbatches:
                 return None
             assert self._backward is not None, f"{name} runs again outside of a microbatch's backward"
@@ -281,7 +281,7 @@ class StageRouting(StagePart):
             if name not in kept:  # e.g. reentrant checkpointing, whose first forward has no gradients
                 raise ConfigError(
                     f"{name}, to be replayed",
-                    "the forward of its microbatch has left no choice to replay",
+                    "the forward of its microbatch has recorded no choice",
                     "Run the forward in training and with gradients enabled: checkpoint with "
                     "use_reentrant=False",
                 )

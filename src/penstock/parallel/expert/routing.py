@@ -1,13 +1,13 @@
-"""Finds, watches and replaces the choice of a router, from outside of the model's code.
+"""Finds, records and replaces the choice of a router, without changes to the model's code.
 
 Routers differ in all but two things: the choice is a top-k, and the experts are called with its result. So in
 a forward of a block, the module that calls its experts, a TorchFunctionMode sees every top-k, and the one
-whose result arrives at the experts is the choice. Others, e.g. among groups of experts, stay as they are.
+whose result reaches the experts is the choice. Others, e.g. among groups of experts, are not changed.
 
     block --> top-k among groups --> top-k among experts --> experts(hidden, chosen, weights)
-              not the choice         the choice: number 1 of this block
+              not the choice         the choice: top-k 1 of this block
 
-A forward without values shows the number when the pipeline is built, so that no block runs for it.
+A forward without values shows this index when the pipeline is built, so that no block has to run for it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TOPK = (torch.topk, Tensor.topk)
 class Task(NamedTuple):
     """The task of a router in one forward.
 
-    choices: to replay, (tokens, top_k), where a token with negative numbers is left to the router; None
-        leaves all tokens to it
-    kept: gets the choices that were made, (tokens, top_k), by the name of the mixture
+    choices: to replay, (tokens, top_k); the router chooses for tokens with negative entries, and for all
+        tokens if None
+    kept: gets the actual choices, (tokens, top_k), by the name of the mixture
     """
 
     choices: Tensor | None = None
@@ -48,22 +48,22 @@ class Marks(Protocol):
         """Replace the marks of `tensor`."""
 
     def marks(self, *values: Any) -> frozenset[int | str]:
-        """The marks of all that `values` were made of."""
+        """The marks of all tensors that `values` were computed from."""
 
 
 class TopKs(TorchFunctionMode):
-    """Sees every top-k of a block's forward, and has number `choice` choose what its task says.
+    """Sees every top-k of a block's forward, and makes the one with index `choice` follow its task.
 
     Attributes:
-        over: set when the experts are called; later ones choose nothing for them
+        over: set when the experts are called; a later top-k is not their choice
     """
 
     def __init__(
         self, name: str, choice: int | None = None, task: Task | None = None, marks: Marks | None = None
     ) -> None:
-        """marks: gives each top-k its number, for `number_of`; without values"""
+        """marks: given in a forward without values; marks each top-k's result with its index"""
         super().__init__()
-        self.indices: list[Tensor] = []  # the indices that each gave so far
+        self.indices: list[Tensor] = []  # the result of each top-k so far
         self.over = False
         self.task = Task() if task is None else task
         self._name, self._choice, self._marks = name, choice, marks
@@ -80,7 +80,7 @@ class TopKs(TorchFunctionMode):
         return result
 
     def _replace(self, topk: Any, input: Tensor, k: int, dim: int = -1, **options: Any) -> Any:
-        """By one autograd function, recorded or replayed: what runs again must save what was saved before."""
+        """The same autograd function records and replays: a recomputation must save the same tensors."""
         chosen = topk(input.detach(), k, dim, **options)[1]
         if (choices := self.task.choices) is not None:
             shape = torch.Size((*input.shape[:-1], k))
@@ -96,9 +96,9 @@ class TopKs(TorchFunctionMode):
         return torch.return_types.topk((values, chosen))
 
     def number_of(self, chosen: Tensor) -> int:
-        """Number of the top-k that `chosen` was made of. Raises ModelError where there is none.
+        """Index of the top-k that `chosen` was computed from. Raises ModelError where there is none.
 
-        Groups of experts are chosen by a top-k too, which the one among experts is made of: the last counts.
+        A top-k among groups of experts comes before the one among experts: the last one counts.
         """
         assert self._marks is not None
         made_of = self._marks.marks(chosen)
@@ -114,7 +114,7 @@ class TopKs(TorchFunctionMode):
 
 
 class _Take(torch.autograd.Function):
-    """The entries of a tensor at some places, with a top-k's gradient; saves the places only."""
+    """The entries of a tensor at some indices, with a top-k's gradient; saves the indices only."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, places: Tensor, dim: int) -> Tensor:
@@ -133,17 +133,17 @@ class Router:
 
     Args:
         name: of the module of experts
-        choice: number of the block's top-k that is the choice
-        task: called with that name and whether a backward will follow, when a forward of the block begins in
-            this thread; returns its task, or None to leave the forward alone
+        choice: index of the block's top-k that is the choice
+        task: called with `name` and whether a backward will follow, when a forward of the block begins in
+            this thread; returns the task, or None to leave the forward alone
     """
 
     def __init__(self, name: str, choice: int, task: Callable[[str, bool], Task | None]) -> None:
         self._name, self._choice, self._task = name, choice, task
-        self._thread = threading.local()  # a forward and a recomputation may run side by side
+        self._thread = threading.local()  # a forward and a recomputation may run at the same time
 
     def attach(self, module: nn.Module) -> None:
-        """Let the forward of the mixture's block in `module` go by `run`.
+        """Make the forward of the mixture's block in `module` call `run`.
 
         Raises ModelError where the block has a router already.
         """
@@ -157,7 +157,7 @@ class Router:
         experts.register_forward_pre_hook(lambda *_: self._experts_called())
 
     def run(self, forward: Callable[[], Any], trains: bool) -> Any:
-        """A forward of the block, under its task. trains: whether a backward will follow"""
+        """Run a forward of the block under its task. trains: whether a backward will follow"""
         task = self._task(self._name, trains)
         if task is None:
             return forward()
@@ -174,7 +174,7 @@ class Router:
             self._thread.running = None
 
     def _experts_called(self) -> None:
-        """Called when the experts are."""
+        """Called when the experts are called."""
         topks: TopKs | None = getattr(self._thread, "running", None)
         if topks is None:
             return

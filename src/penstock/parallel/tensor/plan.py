@@ -1,4 +1,4 @@
-"""Reads a model's own plan for tensor parallelism, and refuses the parts of it that would not be exact.
+"""Reads a model's own plan for tensor parallelism, and refuses those parts that would not be exact.
 
 transformers gives many models a plan: a style for each kind of module, such as "colwise" for a projection
 whose outputs are sharded. A stage lacks the modules of other stages; their entries are skipped.
@@ -36,7 +36,7 @@ TPPlan = dict[str, str]  # styles by name
 
 
 def plan_of(model: nn.Module) -> TPPlan:
-    """The plan, with `*` for the numbers of layers. Raises ModelError for a model without one."""
+    """The plan, with `*` for the indices of layers. Raises ModelError for a model without one."""
     plan = getattr(model, "tp_plan", None)
     plan = dict(plan) if isinstance(plan, Mapping) else {}
     if not any("*" in name for name in plan):
@@ -51,7 +51,7 @@ def plan_of(model: nn.Module) -> TPPlan:
 def assigned(model: nn.Module, tp: int) -> TPPlan:
     """The style of every module and parameter of `model` that the plan names, by its full name.
 
-    Left out, as they stay whole and equal on every rank: experts, and modules that take and return whole
+    Excluded, as they stay whole and equal on every rank, are experts, and modules that take and return whole
     values but do not divide by `tp`, or are tied to a weight that is sharded in another way.
     """
     plan = plan_of(model)
@@ -66,12 +66,12 @@ def assigned(model: nn.Module, tp: int) -> TPPlan:
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers of `model` that the plan names; one without parameters is a placeholder, and left out."""
+    """The layers of `model` that the plan names, without placeholders, which have no parameters."""
     modules = dict(model.named_modules())
     prefixes = {name.partition(".*")[0] for name in plan_of(model) if ".*." in name} & modules.keys()
     if len(prefixes) != 1:
         raise ModelError(
-            f"{type(model).__name__}, whose plan speaks of layers in {sorted(prefixes)}",
+            f"{type(model).__name__}, whose plan names layers in {sorted(prefixes)}",
             "sequence_parallel shards the sequence between the layers of one list",
             "Set sequence_parallel to False",
         )
@@ -81,9 +81,9 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_token_wise(module: nn.Module) -> bool:
-    """Whether the class of a part of a layer shows that it treats each token by itself.
+    """Whether a layer's part treats each token by itself, by its class.
 
-    Any other part gets the whole sequence, which is exact whatever it does.
+    Any other part gets the whole sequence, which is always exact.
     """
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity)):
         return True
@@ -93,7 +93,7 @@ def is_token_wise(module: nn.Module) -> bool:
 
 
 def rotary_width(model: nn.Module) -> int:
-    """Number of the compressed keys' outputs that positions rotate."""
+    """Number of outputs of the compressed keys to which rotary positions apply."""
     return int(_config(model).qk_rope_head_dim)  # type: ignore[attr-defined]
 
 
@@ -117,12 +117,12 @@ def _entry(plan: TPPlan, name: str) -> str | None:
 
 
 def _pattern(name: str) -> str:
-    """The name with `*` for the numbers of layers, as in plans."""
+    """The name with `*` for the indices of layers, as in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _sizes(model: nn.Module, name: str, style: str) -> list[int]:
-    """The size that is sharded of a module, or of a parameter with an entry of its own; at most one."""
+    """The sharded size of a module, or of a parameter that the plan names itself; at most one."""
     path, _, key = name.rpartition(".")
     weight = model.get_submodule(path)._parameters.get(key)
     dimension = _style(style).dimension
@@ -134,14 +134,14 @@ def _sizes(model: nn.Module, name: str, style: str) -> list[int]:
 def _tied_to_others(model: nn.Module, plan: TPPlan, whole: set[str]) -> set[str]:
     """Modules whose weight is tied to one that stays whole, or that is sharded along another dimension.
 
-    From the plan and the model's own word on ties, so that the stages at both ends of a pipeline, which have
-    one of the two modules each, agree.
+    Decided by the plan and the model's declared ties, so that the stages at both ends of a pipeline, which
+    have one of the two modules each, agree.
     """
     pairs = [*getattr(model, "all_tied_weights_keys", {}).items()]
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         pairs.append((name, first.setdefault(id(parameter), name)))
-    groups: dict[str, set[str]] = {}  # of one weight, by each of its modules
+    groups: dict[str, set[str]] = {}  # module -> the modules with the same weight
     for pair in pairs:
         names = {name.removesuffix(".weight") for name in pair}
         group = names.union(*(groups.get(name, ()) for name in names))
@@ -162,7 +162,7 @@ def _config(model: nn.Module) -> object:
 
 
 def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None:
-    """Refuse what `tensor_parallel` over `tp` ranks would get wrong. Changes nothing.
+    """Refuse a model that `tensor_parallel` over `tp` ranks would compute wrongly. Changes nothing.
 
     Args:
         model: whole or a stage, on the meta device or not. For the whole model every rank of a pipeline gets
@@ -191,7 +191,7 @@ def check(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> None
 
 
 def _refuse_edits(model: nn.Module, plan: TPPlan) -> None:
-    """Refuse what would see one rank's part: parametrizations of sharded weights, and hooks around them."""
+    """Refuse parametrizations of sharded weights, and hooks around them: these would see one rank's part."""
     parents = {f"{name.rpartition('.')[0]}." for name, style in plan.items() if not _style(style).closed}
     for name, module in model.named_modules():
         if _is_hooked(module) and name.startswith(tuple(parents - {"."})):
@@ -218,14 +218,14 @@ def _check_style(model: nn.Module, name: str, style: str) -> None:
     if style in STYLES and STYLES[style].kind is None:
         return
     if (parameter := model.get_submodule(owner)._parameters.get(key)) is not None:
-        fits, kind = parameter.ndim == 1 and style == COLUMNS, "a parameter"  # of one number per head
+        fits, kind = parameter.ndim == 1 and style == COLUMNS, "a parameter"  # with one entry per head
     else:
         module = model.get_submodule(name)
         fits, kind = _fits(model, module, style), f"a {type(module).__name__}"
     if not fits:
         raise ModelError(
             f"{style!r} in the plan of {type(model).__name__} for {name}, {kind}",
-            "it is not known to be exact to shard such a one so",
+            "this style is not known to be exact for it",
             "Change model.tp_plan, or leave out the tp axis",
         )
 
@@ -241,7 +241,7 @@ def _fits(model: nn.Module, module: nn.Module, style: str) -> bool:
 
 
 def _check_sizes(model: nn.Module, plan: TPPlan, tp: int) -> None:
-    """All sizes that `tp` has to divide, so that the remedy fits all of them."""
+    """Check all sizes that `tp` has to divide, so that the remedy fits all of them."""
     sizes: dict[str, int] = {}
     for name, style in plan.items():
         for size in () if _style(style).closed else _sizes(model, name, style):
@@ -268,10 +268,10 @@ def _heads(model: nn.Module) -> dict[str, int]:
 
 
 def _check_neighbours(model: nn.Module, path: str, plan: TPPlan) -> None:
-    """Refuse weights that may work on one rank's heads where the plan does not say so.
+    """Refuse weights that the plan does not name, but that may work on one rank's heads.
 
-    Each rank's gradient of such a weight covers its own heads only, without an error. A weight as wide as a
-    head, or a single number, is taken for one; any other fits whole values only, or fails.
+    On each rank, the gradient of such a weight would silently cover that rank's heads only. Refused are
+    weights as wide as a head, and single numbers; any other weight fits whole values only, or fails.
     """
     owner = model.get_submodule(path)
     widths = {getattr(owner, name, None) for name in _HEAD_WIDTHS}
@@ -287,20 +287,20 @@ def _check_neighbours(model: nn.Module, path: str, plan: TPPlan) -> None:
                 f"{name}, which the plan of {type(model).__name__} does not name",
                 "it is a sibling of projections whose heads are split over the ranks, and may work on heads",
                 f"Add {_pattern(name)!r} to model.tp_plan: {PARTIAL!r} where it works on each head by "
-                f"itself, 'replicate' where it works on what is whole",
+                f"itself, 'replicate' where it works on whole values",
             )
 
 
 def _check_between(model: nn.Module, path: str, plan: TPPlan, tp: int) -> None:
-    """Refuse a module that mixes the outputs of projections of which each rank has some."""
+    """Refuse a module that mixes outputs of projections whose outputs are sharded."""
     owner = model.get_submodule(path)
     styles = {name: plan.get(f"{path}.{name}") for name, _ in owner.named_children()}
     columns, rows = ([name for name, style in styles.items() if style == one] for one in (COLUMNS, ROWS))
     if len(rows) == 1 and mixes(owner, columns, rows[0], tp):
         raise ModelError(
             f"{path}, a {type(owner).__name__}",
-            f"between {', '.join(columns)} and {rows[0]} it does not treat each number by itself, "
-            "and each rank would have some of them",
+            f"between {', '.join(columns)} and {rows[0]} it does not treat each value by itself, "
+            "and each rank would have some of the values",
             f"Take {_pattern(path)!r} and what is inside out of model.tp_plan, or leave out the tp axis",
         )
 
@@ -312,7 +312,7 @@ def _check_layers(model: nn.Module, plan: TPPlan) -> None:
             if _is_hooked(part):
                 raise ModelError(
                     f"a hook of {name}, with sequence_parallel",
-                    "each rank has a part of the sequence there, and would see a part of what the hook uses",
+                    "each rank has a part of the sequence there, and the hook would see only that part",
                     "Set sequence_parallel to False, or take the hook out",
                 )
         for name, part in layer.named_children():
@@ -320,8 +320,8 @@ def _check_layers(model: nn.Module, plan: TPPlan) -> None:
             if _style(plan.get(f"{path}.{name}", "")).dimension is not None or not is_called:
                 raise ModelError(
                     f"{path}.{name}, a {type(part).__name__}",
-                    "sequence_parallel gives the whole sequence to a layer's parts as they are called, "
-                    "and what stands in the layer itself is not known to treat each token by itself",
+                    "sequence_parallel gives the whole sequence to a layer's parts when they are called, "
+                    "and a layer's own code is not known to treat each token by itself",
                     "Set sequence_parallel to False",
                 )
 
@@ -343,10 +343,10 @@ class _Stub(nn.Module):
 def mixes(module: nn.Module, columns: list[str], rows: str, ranks: int) -> bool:
     """Whether `module` mixes the outputs of its projections `columns` before they enter `rows`.
 
-    Such a module (a mean over outputs, halves of a fused projection) computes something else on each rank, of
-    the right shape. To find out, its forward runs on a few numbers in place of the projections' outputs, on
-    all of them and rank by rank. Only where it takes one argument and has no other weights, as an MLP; else
-    False.
+    Such a module (a mean over outputs, halves of a fused projection) computes wrong values of the right shape
+    on each rank. As a test, its forward runs on a few numbers in place of the projections' outputs, on all of
+    them and rank by rank. The test needs a module with one argument and no other weights, as an MLP; else the
+    result is False.
     """
     parameters = inspect.signature(module.forward).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -1,12 +1,12 @@
 """Tensor parallelism: the ranks of a `tp` axis shard the weights of each layer.
 
-Which weights, and how, is the model's own plan (plan.py). The model's forward runs unchanged. In each module
-it meets this rank's shard of the weights, as plain tensors. Wrappers around the projections (styles.py) bring
-the ranks together, forward / backward:
+The model's own plan says which weights, and how (plan.py). The model's forward runs unchanged. In each module
+it reads this rank's shards of the weights, as plain tensors. Wrappers around the projections (styles.py)
+communicate between the ranks, forward / backward:
 
     x (whole)  -- as it is / summed -->  columns  -- own heads -->  rows  -- summed / as it is -->  y (whole)
 
-Every parameter becomes a DTensor on the mesh: Shard, or Replicate where every rank has the same. With
+Every parameter becomes a DTensor on the mesh: Shard, or Replicate where all ranks have the same values. With
 sequence_parallel the activations between the parts of layers are sharded along the sequence (dimension 1):
 
     whole -> [ norm -> (whole: attention) -> + -> norm -> (whole: MLP) -> + ] -> next layer ... -> whole
@@ -52,15 +52,15 @@ from penstock.runtime.split_backward.casts import marked_as_weight
 
 
 def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
-    """Shard the weights of `module` over `mesh`, in place; their names stay. Collective.
+    """Shard the weights of `module` over `mesh`, in place; their names do not change. Collective.
 
-    Outputs are whole and equal on every rank. After a backward every gradient is complete, except for the few
-    that are Partial DTensors: those of weights that work on each rank's own heads or tokens. They accumulate
-    without communication, until `complete_gradients`, or FSDP2's reduction, sums them.
+    Outputs are whole and equal on every rank. After a backward every gradient is complete, except for Partial
+    DTensors: the gradients of weights that work on each rank's own heads or tokens. These accumulate without
+    communication, until `complete_gradients`, or FSDP2's reduction, sums them.
 
     Args:
-        module: a Hugging Face model that `check` takes (plan.py), or a stage of one, with the same values on
-            every rank of the mesh. Weights that are DTensors on another mesh already (experts) stay so
+        module: a Hugging Face model that `check` accepts (plan.py), or a stage of one, with the same values
+            on every rank of the mesh. DTensors on another mesh (experts) are not changed
         mesh: the `tp` axis alone
         sequence_parallel: shard activations between the parts of layers along the sequence. The input of the
             first layer and the output of the last one stay whole
@@ -76,10 +76,10 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: b
 
 
 def complete_gradients(module: nn.Module) -> None:
-    """Sum the gradients that are partial sums. Once a step, after its last backward; collective.
+    """Sum the gradients that are partial sums, once a step, after its last backward. Collective.
 
-    After that each is a Replicate DTensor. One all-reduce for all gradients of a dtype. Does nothing where
-    FSDP2 has reduced the gradients.
+    They become Replicate DTensors, by one all-reduce for all gradients of a dtype. Does nothing where FSDP2
+    has reduced the gradients.
     """
     partial: dict[tuple[torch.dtype, DeviceMesh], list[nn.Parameter]] = {}
     for parameter in module.parameters():
@@ -96,7 +96,7 @@ def complete_gradients(module: nn.Module) -> None:
 
 
 def _shard_parameters(module: nn.Module, mesh: DeviceMesh, plan: TPPlan) -> None:
-    """Replace all parameters by DTensors. One parameter of several names stays one."""
+    """Replace all parameters by DTensors. A parameter with several names stays one parameter."""
     made: dict[int, nn.Parameter] = {}
     for name, owner in module.named_modules():
         for key, parameter in owner._parameters.items():
@@ -130,16 +130,16 @@ def _full(module: str, key: str) -> str:
 
 
 class _Running:
-    """Number of forwards of one model's modules that run now, one within the other.
+    """Number of nested forwards of one model's modules that run now.
 
-    in_layers: of those in layers, where activations may be this rank's part
+    in_layers: the forwards among them inside layers, where activations may be this rank's part
     """
 
     count = in_layers = 0
 
 
 def _inside_wrappers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module, which runs inside of its `tp_wrappers`, the first one innermost."""
+    """The forward of a module, inside its `tp_wrappers`, of which the first is innermost."""
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = partial(plain, module)
@@ -160,11 +160,11 @@ def _inside_wrappers(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _plain_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The parameters of a module, which reads this rank's shards of them while its own forward runs.
+    """A module's parameters, as attributes: this rank's shards while the module's own forward runs.
 
-    Whole parameters it also gives to other modules, which read them in their forward. A shard would be wrong
-    there. Such a read of an embedding, outside of the layers, gets the whole weight, gathered; any other gets
-    the DTensor, which torch refuses to mix with plain tensors.
+    Other modules may read a whole parameter in their forward, where a shard would be wrong. Such a read of an
+    embedding, outside of the layers, gets the gathered weight; any other read gets the DTensor, which torch
+    refuses to mix with plain tensors.
     """
 
     def getattr_(module: Any, name: str) -> Any:
@@ -174,7 +174,7 @@ def _plain_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
         is_whole = all(placement.is_replicate() for placement in value.placements)
         running = module.tp_running
         if not (module.tp_depth or (is_whole and running.count)):
-            # in another module's forward, and none of a layer, where activations may be parts
+            # read in another module's forward outside of layers, in which activations may be parts
             elsewhere = running.count > running.in_layers == 0
             return value.full_tensor() if elsewhere and module.tp_embeds else value
         is_partial = is_whole and name in module.tp_partial
@@ -198,10 +198,10 @@ class _Wrappers:
                 style = plan.get(name)
                 self._wrappers[name] = self._for_style(name, style)
                 self._partial[name] = {key for key in full if plan.get(full[key], style) == PARTIAL}
-                self._wrappers.setdefault(name.rpartition(".")[0], [])  # which may read them
+                self._wrappers.setdefault(name.rpartition(".")[0], [])  # the parent module may read them
         for name, shared in self._inputs.items():
             self._wrappers[name].append(shared)
-        self._wrappers.setdefault("", [])  # so that it is known when a forward runs
+        self._wrappers.setdefault("", [])  # so that `tp_running` counts the model's forward
 
     def _for_style(self, name: str, style: str | None) -> list[Wrapper]:
         if style in (COLUMNS, COLUMNS_GATHERED):

@@ -1,8 +1,8 @@
-"""The styles of tensor parallelism: what runs around the forward of a module whose weights are DTensors.
+"""The styles of tensor parallelism: wrappers around the forward of a module whose weights are DTensors.
 
 A module's forward gets plain tensors only: this rank's shard of each weight, and activations that are whole,
-or this rank's part along their last dimension (its heads) or along the sequence. How gradients are summed is
-left to DTensor, which does it where they pass (`redistributed`).
+or this rank's part along their last dimension (its heads) or along the sequence. DTensor sums gradients in
+the backward of `redistributed`.
 
 | style of transformers' plans | weight dimension | module | takes and returns whole values |
 |---|---|---|---|
@@ -35,9 +35,9 @@ from penstock.parallel.mesh import refuse_second_derivative
 class Style(NamedTuple):
     """How tensor parallelism treats one module.
 
-    dimension: that of the weight which ranks shard. A bias is sharded with dimension 0, and whole with 1
-    kind: the module that it is exact for; None for any
-    closed: takes and returns whole values, so that leaving the module whole is exact as well
+    dimension: the weight's sharded dimension. The bias is sharded if that is 0, and whole if it is 1
+    kind: the type of module for which the style is exact; None for any
+    closed: whether the module takes and returns whole values, so that an unsharded module is exact as well
     """
 
     dimension: int | None = None
@@ -70,10 +70,10 @@ WHOLE, PARTIAL_SUMS, SEQUENCE = Replicate(), Partial(), Shard(1)
 def redistributed(
     x: Tensor, mesh: DeviceMesh, have: Placement, want: Placement, grad: Placement | None = None
 ) -> Tensor:
-    """This rank's part of `x`, which is placed on `mesh` as `have`, when placed as `want`; even parts.
+    """Redistribute `x` over `mesh` from placement `have` to `want`; return this rank's part. Even parts only.
 
     Args:
-        grad: placement of the result's gradients; None: as the result, and equal on all ranks if it is whole
+        grad: placement of the result's gradient; None: that of the result, and equal on all ranks if whole
     """
     placed = DTensor.from_local(x, mesh, (have,), run_check=False).redistribute(placements=(want,))
     part: Tensor = _Free.apply(placed.to_local(grad_placements=None if grad is None else (grad,)))  # type: ignore[no-untyped-call]
@@ -81,7 +81,7 @@ def redistributed(
 
 
 class _Free(torch.autograd.Function):
-    """The same values, not as a view: models modify in place, which a view of a DTensor refuses."""
+    """The same values but not a view: models modify in place, which a view of a DTensor refuses."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -99,14 +99,14 @@ def local_input(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class SharedInput:
-    """Around a module whose projections get the same input: its gradients are summed once for all."""
+    """Around a module whose projections share an input: the input's gradients are summed in one reduction."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # by id: the input, and as it enters
+        self._known: dict[int, tuple[Tensor, Tensor]] | None = None  # id -> input, and what projections get
 
     def expect(self, x: Tensor, entering: Tensor) -> None:
-        """In the next call, projections of `x` get `entering`."""
+        """In the next call, pass `entering` to projections of `x`."""
         self._known = {id(x): (x, entering)}
 
     def __call__(self, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any) -> Any:
@@ -117,45 +117,45 @@ class SharedInput:
             self._known = None
 
     def enter(self, x: Tensor) -> Tensor:
-        if self._known is None:  # called by itself
+        if self._known is None:  # a projection is called outside of its module
             return local_input(x, self._mesh)
         if id(x) not in self._known:
             self._known[id(x)] = x, local_input(x, self._mesh)
         return self._known[id(x)][1]
 
 
-# What runs around the forward of a module: functions of what is fixed when the module is sharded, then of the
-# module, the forward to call, and its arguments.
+# Wrappers around the forward of a module. Their first parameters are fixed when the module is sharded; then
+# come the module, the forward to call, and its arguments.
 
 
 def columns(
     mesh: DeviceMesh, shared: SharedInput, gathered: bool, module: nn.Module, call: Wrapper, x: Tensor
 ) -> Tensor:
-    """Around a linear layer of which each rank has some outputs. gathered: they are gathered at once."""
+    """Around a linear layer with sharded outputs. gathered: whether to gather the outputs at once"""
     y: Tensor = call(shared.enter(x))
     return redistributed(y, mesh, Shard(y.ndim - 1), WHOLE) if gathered else y
 
 
 def rows(mesh: DeviceMesh, split: bool, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
-    """Around a linear layer of which each rank has some inputs. split: they come whole."""
+    """Around a linear layer with sharded inputs. split: whether its inputs are whole, and to be split"""
     if split:
         x = redistributed(x, mesh, WHOLE, Shard(x.ndim - 1))
     bias = module._parameters.get("bias")
-    with _replaced(module._parameters, "bias", None):  # else each rank would add it
+    with _replaced(module._parameters, "bias", None):  # or each rank would add the bias
         y = redistributed(call(x), mesh, PARTIAL_SUMS, WHOLE)
     return y + bias.to_local() if isinstance(bias, DTensor) else y
 
 
 def vocabulary(mesh: DeviceMesh, module: nn.Module, call: Wrapper, ids: Tensor) -> Tensor:
-    """Around an embedding of which each rank has the vectors of some tokens."""
+    """Around an embedding whose vocabulary is sharded."""
     rank = mesh.get_local_rank()
     count = module._parameters["weight"].shape[0] // mesh.size()  # type: ignore[union-attr]
     start = rank * count
-    # The outermost ranks look up ids out of the vocabulary, for torch's own error.
+    # The first and the last rank look up ids outside of the vocabulary, to get torch's own error.
     foreign = ids < start if rank else torch.zeros_like(ids, dtype=torch.bool)
     if rank < mesh.size() - 1:
         foreign = foreign | (ids >= start + count)
-    padding = vars(module)["padding_idx"]  # that row's gradient is to stay zero
+    padding = vars(module)["padding_idx"]  # the gradient of this row stays zero
     own_padding = padding - start if padding is not None and start <= padding < start + count else None
     with _replaced(vars(module), "padding_idx", own_padding):
         y: Tensor = call((ids - start).masked_fill(foreign, 0))
@@ -165,8 +165,8 @@ def vocabulary(mesh: DeviceMesh, module: nn.Module, call: Wrapper, ids: Tensor) 
 def compressed(mesh: DeviceMesh, width: int, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:
     """Around a whole projection to compressed keys and values.
 
-    The last `width` outputs, which positions rotate, go straight to each rank's heads. The others enter a
-    projection, which sums their gradients.
+    The last `width` outputs, with rotary positions, go directly to each rank's heads. The others are the
+    input of a projection, which sums their gradients.
     """
     y: Tensor = call(x)
     return torch.cat([y[..., :-width], local_input(y[..., -width:], mesh)], dim=-1)
@@ -175,7 +175,7 @@ def compressed(mesh: DeviceMesh, width: int, module: nn.Module, call: Wrapper, x
 def whole_sequence(
     mesh: DeviceMesh, shared: SharedInput | None, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around a part of a layer: it gets the whole sequence, and each rank keeps its tokens of the result."""
+    """Around a part of a layer that gets the whole sequence: each rank keeps its tokens of the result."""
 
     def gather(x: Tensor) -> Tensor:
         placed = DTensor.from_local(x, mesh, (SEQUENCE,), run_check=False)
@@ -186,7 +186,7 @@ def whole_sequence(
         return whole
 
     def share(y: Tensor) -> Tensor:
-        _check_hidden(f"what a {type(module).__name__} returns", y, like=whole)
+        _check_hidden(f"the result of a {type(module).__name__}", y, like=whole)
         return redistributed(y, mesh, WHOLE, SEQUENCE)
 
     args, kwargs = _with_hidden(gather, args, kwargs)
@@ -197,10 +197,10 @@ def whole_sequence(
 def ends(
     mesh: DeviceMesh, first: bool, last: bool, module: nn.Module, call: Wrapper, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around a layer: from the first layer's start to the last layer's end each rank has its own tokens."""
+    """Around a layer: split the first layer's input by tokens, and gather the last layer's output."""
 
     def share(hidden: Tensor) -> Tensor:
-        _check_hidden("what enters the first layer", hidden)
+        _check_hidden("the input of the first layer", hidden)
         check_length(hidden.shape[1], mesh.size())
         return redistributed(hidden, mesh, WHOLE, SEQUENCE)
 
@@ -213,7 +213,7 @@ def ends(
 def check_length(length: int, ranks: int) -> None:
     """Raise BatchError unless ranks can shard a sequence of this length.
 
-    A single token per rank is refused: where a shape does not fit it would be broadcast, without an error.
+    A single token per rank is refused: with a wrong shape it would be broadcast without an error.
     """
     if length % ranks or length == ranks:
         fitting = max(2, -(-length // ranks)) * ranks
@@ -224,11 +224,11 @@ def check_length(length: int, ranks: int) -> None:
         )
 
 
-def _check_hidden(what: str, hidden: Tensor, like: Tensor | None = None) -> None:
+def _check_hidden(named: str, hidden: Tensor, like: Tensor | None = None) -> None:
     """Raise ModelError unless the tokens are in dimension 1, along which they are sharded."""
     if hidden.ndim != 3 or (like is not None and hidden.shape[:2] != like.shape[:2]):
         raise ModelError(
-            f"{what}, of shape {list(hidden.shape)}, with sequence_parallel",
+            f"{named}, of shape {list(hidden.shape)}, with sequence_parallel",
             "hidden states of (rows, tokens, width) are sharded along their second dimension",
             "Set sequence_parallel to False for this model",
         )
@@ -237,7 +237,7 @@ def _check_hidden(what: str, hidden: Tensor, like: Tensor | None = None) -> None
 def _with_hidden(
     change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with changed hidden states: the first one, or the one of that name."""
+    """The arguments with changed hidden states: the first argument, or `hidden_states`."""
     if args:
         return (change(args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}

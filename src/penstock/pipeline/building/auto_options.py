@@ -1,4 +1,4 @@
-"""The options of a pipeline of a Hugging Face model, and what follows from them and the model."""
+"""The options of a pipeline of a Hugging Face model, and the loss and memory that follow from them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
     """The options of AutoPipeline: those of `Options`, and of a model and its split (penstock.options).
 
     Args:
-        sequence_length: tokens of a row, to count multiply-adds for; None takes 4096, or the most that the
-            model's positions allow if that is less
-        image_tokens: number of these tokens that stand for images, which sets the cost of a vision-language
-            model's tower on the first stage. None takes a quarter
-        module_fqns_per_stage: the same as modules_per_stage, under torch's name for it
+        sequence_length: number of tokens in a row, for which multiply-adds are counted; None takes 4096, or
+            the model's maximum number of positions if that is less
+        image_tokens: number of image tokens in a row, which sets the cost of a vision tower on stage 0. None
+            takes a quarter of sequence_length
+        module_fqns_per_stage: torch's name for modules_per_stage
         balance: cost of each layer, as Pipeline.layer_costs measures it, in place of multiply-adds
         adapter: a LoraConfig of PEFT: the pipeline of a folder or a config trains a new adapter, and the rest
             is frozen. A model object brings its own: give get_peft_model(model, config).
@@ -50,10 +50,10 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
     quantize: Quantize | None = None
 
     def loss_of(self, model: PreTrainedModel, chain: Chain | None = None) -> Loss:
-        """The loss of a pipeline of `model`: the model's own without a loss_fn. chain: where it is known
+        """The loss of a pipeline of `model`: without a loss_fn, the model's own. chain: if it is known
 
-        Raises ModelError where the own one is none that penstock computes; ConfigError for options that it
-        does not take.
+        Raises ModelError for a model's own loss that penstock does not compute; ConfigError for options that
+        the loss does not support.
         """
         loss = self.loss()
         if type(loss) is not NextToken:
@@ -72,13 +72,13 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
         return compiled_loss(model_loss, as_compile(self.compile))
 
     def _check_own(self, model: PreTrainedModel, loss: OwnLoss) -> None:
-        """Raise ConfigError for options that only the loss of next tokens takes."""
+        """Raise ConfigError for options that only the next-token loss supports."""
         axes, kind = self.axes or Axes(), type(model).__name__
         if (axes.cp, axes.tp) != (1, 1):
-            what = "tokens" if isinstance(loss, TokenLabels) else "rows"
+            labelled = "tokens" if isinstance(loss, TokenLabels) else "rows"
             raise ConfigError(
                 f"the axes {axes} for {kind}",
-                f"its own loss compares labels of {what}, and only that of next tokens takes cp and tp",
+                f"its own loss has labels of {labelled}, and only the next-token loss supports cp and tp",
                 "Leave out cp and tp, or give a loss_fn",
             )
         if self.padding() is not None and not is_language_model(model):
@@ -89,7 +89,7 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
             )
 
     def account(self, plan: BuildPlan, axes: Axes | None = None) -> Account:
-        """The memory that `plan` will take on each rank. axes: in place of its own, if these have a -1"""
+        """An estimate of the memory of `plan` on each rank. axes: replace its own, if these have a -1"""
         return Account(
             plan,
             axes or self.axes or Axes(),
@@ -97,4 +97,6 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
             self.checkpointing(),
             self.own_loss and self.chunked_loss,
             self.offloading(),
+            sequence_length=self.sequence_length,
+            image_tokens=self.image_tokens,
         )

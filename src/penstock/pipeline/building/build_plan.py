@@ -1,4 +1,4 @@
-"""A build before any weight is read: schedule, proof, and the layers of each stage.
+"""The plan of a build, made before any weight is read: schedule, proof, and the layers of each stage.
 
 AutoPipeline.build_plan makes it; AutoPipeline.build follows it.
 """
@@ -19,7 +19,7 @@ from penstock.models.huggingface.stages import cut
 from penstock.models.module_names import ModuleNames
 from penstock.models.source import Source
 from penstock.models.split.balanced_split import LayerCosts, Memory, as_layer_costs, balanced_split
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.model_costs import model_costs
 from penstock.models.split.partition import to_layout
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import Chain
@@ -35,8 +35,8 @@ from penstock.schedule import Costs, Proof, Schedule
 class StagePlan:
     """A stage to build.
 
-    layers: numbers of its layers in the whole model; modules: names of its modules
-    parameters, parameter_bytes: number of scalars and their bytes; a weight under two names counts once
+    layers: indices of its layers in the whole model; modules: names of its modules
+    parameters, parameter_bytes: number of scalars, and their bytes; a weight with two names counts once
     """
 
     stage: int
@@ -55,7 +55,7 @@ class BuildPlan:
     source: the whole model, on the meta device unless the caller gave one with values
     chain: how the model's forward calls its layers
     routed: the mixtures of experts whose routing is replayed, if any
-    known_sizes: of microbatches, which penstock.pipeline.building.memory finds
+    known_sizes: a cache of microbatch sizes for penstock.pipeline.building.memory
     """
 
     schedule: Schedule
@@ -67,7 +67,7 @@ class BuildPlan:
     known_sizes: dict[object, Costs | None] = field(default_factory=dict, repr=False, compare=False)
 
     def without_values(self) -> BuildPlan:
-        """The same, of a model without values: what lives on with a pipeline must not keep the caller's."""
+        """The same plan of a model without values, so that a pipeline does not keep the caller's weights."""
         model = self.source.model
         if is_empty(model):
             return self
@@ -102,13 +102,13 @@ class BuildPlan:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether several stages hold one weight: a tied one, or each where the model has two copies."""
+        """Whether several stages have a copy of one weight: a tied one, or all of two model copies."""
         ties = tied_names(self.source.model)
         return self.schedule.placement.replicas > 1 or any(len(_holders(self, names)) > 1 for names in ties)
 
     @property
     def ends(self) -> list[int]:
-        """For each stage, how many layers there are up to its end."""
+        """For each stage, the number of layers up to its end."""
         return [stage.layers.stop for stage in self.stages]
 
     def info(self, stage: int) -> StageInfo:
@@ -117,36 +117,36 @@ class BuildPlan:
         return StageInfo(stage % depth, depth)
 
     def model_of(self, stage: int, *, values: bool = True) -> PreTrainedModel:
-        """The model of one stage: on meta, unless `values` are wanted and the source has them."""
+        """The model of one stage: on meta, unless `values` is true and the source has values."""
         return cut(self.source.model, self.chain, self.stages[stage].layers, self.info(stage), values=values)
 
     def layers_of(self, model: PreTrainedModel, stage: int) -> list[tuple[int, nn.Module]]:
-        """The layers of `stage` in its model, with their numbers."""
+        """The layers of `stage` in its model, with their indices."""
         layers = model.get_submodule(self.chain.layers)
         return [(layer, layers.get_submodule(str(layer))) for layer in self.stages[stage].layers]
 
     def completer(self) -> MicrobatchCompleter:
-        """Adds to a microbatch what the model needs; refuses one that the split model would compute wrong."""
+        """Adds entries that the model needs to a microbatch; refuses one that a split would get wrong."""
         checked = None if self.routed is None else self.routed.check
         return MicrobatchCompleter(self.source.model, self.chain, checked)
 
     def values_of(self, rank: int, ties: Ties) -> dict[str, Tensor]:
-        """A rank's parameters, by first name if tied, if the source model has values; else none."""
+        """A rank's parameters, tied ones under their first name; empty if the source has no values."""
         model = self.source.model
         if model.device == torch.device("meta"):
             return {}
         return {name: model.get_parameter(name) for name in sorted(self._names(rank, ties))}
 
     def on_several_ranks(self, ties: Ties) -> set[str]:
-        """Names, as in `values_of`, of the parameters that several ranks of the pipeline hold."""
+        """Names, as in `values_of`, of the parameters that several ranks of the pipeline have."""
         ranks = {stage.rank for stage in self.stages}
         count = Counter(name for rank in ranks for name in self._names(rank, ties))
         return {name for name, holders in count.items() if holders > 1}
 
     def _names(self, rank: int, ties: Ties) -> set[str]:
         first = {name: names[0] for names in ties for name in names}
-        held = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
-        return {first.get(name, name) for name in held}
+        names = {name for stage in self.stages if stage.rank == rank for name in stage.parameter_names}
+        return {first.get(name, name) for name in names}
 
 
 def plan_stages(
@@ -165,15 +165,15 @@ def _plan_stage(
     depth = schedule.placement.depth
     info = StageInfo(stage % depth, depth)
     modules = ModuleNames.of(chain).on_stage(layers, info.is_first, info.is_last)
-    held = {
+    parameters = {
         f"{module}.{name}": parameter
         for module in modules
         for name, parameter in model.get_submodule(module).named_parameters()
     }
     for name, is_before in chain.direct_parameters.items():
         if info.is_first if is_before else info.is_last:
-            held[name] = model.get_parameter(name)
-    distinct = {id(parameter): parameter for parameter in held.values()}.values()
+            parameters[name] = model.get_parameter(name)
+    distinct = {id(parameter): parameter for parameter in parameters.values()}.values()
     return StagePlan(
         stage,
         schedule.placement.rank_of[stage],
@@ -181,7 +181,7 @@ def _plan_stage(
         sum(parameter.numel() for parameter in distinct),
         sum(parameter.nbytes for parameter in distinct),
         modules,
-        frozenset(held),
+        frozenset(parameters),
     )
 
 
@@ -192,7 +192,7 @@ def frozen_stages(model: PreTrainedModel, stages: Sequence[StagePlan]) -> frozen
 
 
 def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]) -> list[SharedWeights]:
-    """The weights that several stages hold: tied ones, and all where the model has two copies.
+    """The weights that several stages share: tied ones, and all weights of two model copies.
 
     Raises ModelError where parallelize_fn renamed a tied weight.
     """
@@ -215,7 +215,7 @@ def shared_weights(plan: BuildPlan, ties: Ties, modules: Mapping[int, nn.Module]
 
 
 def _holders(plan: BuildPlan, names: Sequence[str]) -> list[StagePlan]:
-    """The stages that hold the tied weight of these names."""
+    """The stages that have the tied weight of these names."""
     return [stage for stage in plan.stages if stage.parameter_names.intersection(names)]
 
 
@@ -227,11 +227,11 @@ def balance(plan: BuildPlan, costs: LayerCosts | None = None, memory: Memory | N
 
     Args:
         costs: measured, in any unit; None counts multiply-adds
-        memory: limits of each stage, as `estimated_memory` gives them; None sets none
+        memory: limits of each stage, from `estimated_memory`; None: no limits
 
     Raises ConfigError, and PartitionError where no split fits into the memory.
     """
-    costs = as_layer_costs(costs or multiply_adds(plan.source.model, plan.chain), plan.chain.count)
+    costs = as_layer_costs(costs or model_costs(plan.source.model, plan.chain).of_step(), plan.chain.count)
     return to_layout(fastest_split(costs, plan.schedule, memory), plan.chain.prediction_layers)
 
 

@@ -1,4 +1,4 @@
-"""Build the stages of this process as a plan says: each one's model, its values and its shards."""
+"""Build the stages of this process by a plan: the model of each stage, its values and its shards."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ from penstock.schedule.simulation.recompute import StageMicrobatches
 def _recomputation(
     auto: AutoOptions, plan: BuildPlan, axes: Axes | None
 ) -> Callable[[Proof], StageMicrobatches]:
-    """Finds the (stage, microbatch) whose layers run again in the backward, for any number of microbatches.
+    """A function for any schedule that returns the (stage, microbatch) pairs to recompute.
 
-    axes: resolved, where there are any
+    axes: resolved; None without other axes
     """
     checkpointing = auto.checkpointing()
     if checkpointing is None or checkpointing.memory_limit is None:
@@ -65,7 +65,7 @@ def _recomputation(
 
 
 class StagesBuild:
-    """Builds this process's stages as `plan` says. Collective over the world's processes."""
+    """Builds this process's stages by `plan`. Collective over the world's processes."""
 
     def __init__(self, auto: AutoOptions, plan: BuildPlan, world: World) -> None:
         self._auto, self._plan, self._world = auto, plan, world
@@ -75,7 +75,7 @@ class StagesBuild:
     def run(self) -> BuiltStages:
         auto, plan, world, mesh_plan = self._auto, self._plan, self._world, self._mesh_plan
         schedule, source = plan.schedule, plan.source
-        if mesh_plan is not None:  # by now sizes of -1 are known
+        if mesh_plan is not None:  # sizes of -1 are known now
             axes, options = mesh_plan.axes, auto.parallel_options()
             check_on_axes(source, axes, options)
             check_fits(source.model, plan.chain, axes, options, trains=schedule.trains)
@@ -105,7 +105,7 @@ class StagesBuild:
         edges = None
         if auto.shapes != "exchanged" and plan.chain.only_hidden_states:
             computed = None if mesh_plan is None else mesh_plan.param_dtype
-            # without an adapter a frozen stage may be unfrozen later, as parallelize_fn may do
+            # without an adapter, parallelize_fn or the user may unfreeze a frozen stage later
             fixed = source.adapter is not None and auto.parallelize_fn is None
             first_trained = plan.first_trained if fixed else 0
             edges = HFEdges(source.model, plan.chain, computed, first_trained, plan.ends)
@@ -167,7 +167,7 @@ class StagesBuild:
         )
 
     def _compare_values(self, everyone: Ranks) -> None:
-        """Raise an error on every rank where ranks gave a model with other values."""
+        """Raise an error on every rank if the ranks' models have different values."""
         if self._world.alone:
             return
         (rank,) = self._world.ranks
@@ -185,7 +185,7 @@ class StagesBuild:
 
     def _fill(self, model: PreTrainedModel) -> None:
         source = self._plan.source
-        # the whole dtype's weights may not fit where those in 4 bits do
+        # weights in the model's dtype may not fit into memory where those in 4 bits do
         device = None if source.quantize else self._world.device
         reads = self._world.reductions.first_reads if self._auto.load == "broadcast" else None
         source.fill(model, self._auto.seed, device, reads)
@@ -231,9 +231,9 @@ class StagesBuild:
         )
 
     def _sharding(self, model: PreTrainedModel) -> AddPart:
-        """Lay the model out over the mesh while it is on meta: no rank ever holds all of it.
+        """Distribute the model over the mesh while it is on meta, so that no rank ever allocates all of it.
 
-        Returns what shards its weights once parallelize_fn has run, and fills them.
+        Returns a function that shards its weights after parallelize_fn has run, and fills them.
         """
         mesh_plan, device = self._mesh_plan, self._world.device
         assert mesh_plan is not None
@@ -247,7 +247,7 @@ class StagesBuild:
             materialize(model, device)
             self._fill(unsharded)
 
-        fill_first = self._auto.parallelize_fn is not None  # it takes a module with values
+        fill_first = self._auto.parallelize_fn is not None  # it gets a module with values
         if fill_first:
             fill()
 

@@ -1,4 +1,4 @@
-"""Models that the options of a pipeline do not take: each is refused before any weight is read."""
+"""Refuse models that the options of a pipeline do not support, before any weight is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.runtime.rng import dropouts
 
 
 def check_source(source: Source, options: Options) -> None:
-    """Raise ConfigError, ModelError for a model that the options do not take."""
+    """Raise ConfigError, ModelError for a model that the options do not support."""
     refuse_unsupported_options(source.model, own_loss=options.own_loss)
     if isinstance(options.loss_fn, NextToken):
         check_language_model(source.model)
@@ -47,19 +47,19 @@ _AFTER_BLOCK = ("resid", "hidden_dropout")
 
 
 def check_adapter(source: Source, axes: Axes) -> None:
-    """Raise ConfigError for axes that would shard what an adapter computes with as a whole."""
+    """Raise ConfigError for axes that would shard matrices that an adapter needs whole."""
     if source.quantize is not None and axes.ranks_per_stage != 1:
-        rule = "the other axes shard weights, and those in 4 bits are not sharded"
+        rule = "the other axes shard weights, and weights in 4 bits cannot be sharded"
         raise ConfigError(f"quantize={source.quantize!r} with {axes}", rule, "Leave out one of the two")
     for name, wrapper in wrappers(source.model) if max(axes.tp, axes.ep) > 1 else ():
         if axes.tp > 1:
             raise ConfigError(
                 f"tp={axes.tp} for a model with an adapter (on {name})",
                 "PEFT's layers compute with whole matrices, and tp gives each rank a part of them",
-                "Take dp_shard in its place",
+                "Use dp_shard instead",
             )
         inside = [f"{name}.{inner}" for inner, _ in wrapper.named_modules()]
-        if any("experts" in each.split(".") for each in inside):
+        if any("experts" in path.split(".") for path in inside):
             raise ConfigError(
                 f"ep={axes.ep} for an adapter on {name}",
                 "ep gives each rank some of the experts, and the adapter's matrices are of all of them",
@@ -86,7 +86,7 @@ def check_fits(
     if axes.ranks_per_stage != 1 and (reference := next(reaching_out(model), None)):
         raise ModelError(
             f"{reference[0]}, which uses {reference[1]}, on {axes}",
-            "the other axes shard weights, which are put together for the forward of their own module only",
+            "the other axes shard weights, which are gathered for the forward of their own module only",
             "Let the function use its own module only, or leave out the other axes",
         )
     if not trains or max(axes.cp, axes.tp) < 2:
@@ -95,7 +95,7 @@ def check_fits(
         axis = "cp" if axes.cp > 1 else "sequence_parallel" if options.sequence_parallel else "tp"
         raise ConfigError(
             f"{key}={probability} of {name or type(model).__name__} with {axis}",
-            "each rank holds a part of these values, and would draw for it as if it were all of them",
+            "each rank has a part of these values, and would draw random numbers as if it had all of them",
             "Set it to 0 in the model's config (model.config.to_dict() shows its name there), or leave out "
             f"{axis}",
         )
@@ -117,7 +117,7 @@ def _check_layers(model: PreTrainedModel, chain: Chain) -> None:
 def _sharded_dropouts(
     model: nn.Module, axes: Axes, options: ParallelOptions
 ) -> Iterator[tuple[str, str, float]]:
-    """Module, key and probability of each dropout of sharded values; with tp, those between its matrices."""
+    """Module, key and probability of each dropout on sharded values; with tp, those between its matrices."""
     if axes.cp > 1 or options.sequence_parallel:
         yield from dropouts(model)
         return

@@ -1,8 +1,8 @@
 """torch.compile of each layer of a stage, and of the next-token loss: the option `compile`.
 
-A layer that is compiled whole is one node of autograd's graph, and a split backward can put nothing of it
-off. Compiled around its products (penstock.compile_around_products) it is several, whose weight gradients
-wait for W.
+A layer that is compiled whole is one node of autograd's graph, and a split backward can defer no part of it.
+A layer compiled around its products (penstock.compile_around_products) has several nodes, whose weight
+gradients are deferred to W.
 
     layers      1f1b, gpipe, ...     zb_h1, zb_v, dualpipe_v, ...
     auto        whole                around products; whole where the layer is recomputed or has experts
@@ -55,7 +55,7 @@ def as_compile(option: object) -> Compile | None:
 
 
 def check_compiler(option: Compile, device: torch.device) -> None:
-    """Raise ConfigError for a backend that torch does not know, or that cannot run on this machine."""
+    """Raise ConfigError for a backend that torch does not have, or that cannot run on this machine."""
     if option.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         shown = ", ".join(known)
         raise ConfigError(f"compile.backend={option.backend!r}", f"torch knows {shown}", "Take 'inductor'")
@@ -65,7 +65,7 @@ def check_compiler(option: Compile, device: torch.device) -> None:
         from penstock.private import has_triton
 
         if not has_triton():
-            rule = "for a GPU it writes kernels in Triton, which is not installed or does not know this GPU"
+            rule = "for a GPU it needs Triton, which is not installed or does not support this GPU"
             raise ConfigError("compile.backend='inductor'", rule, "Install triton, or leave compile out")
         return
     from penstock.private import InvalidCxxCompiler, get_cpp_compiler
@@ -73,7 +73,7 @@ def check_compiler(option: Compile, device: torch.device) -> None:
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as cause:
-        rule = "for a CPU it writes C++, and finds no compiler for it"
+        rule = "for a CPU it needs a C++ compiler, and finds none"
         remedy = "Install g++, name one in the environment variable CXX, or leave compile out"
         raise ConfigError("compile.backend='inductor'", rule, remedy) from cause
 
@@ -82,7 +82,7 @@ def compile_layers(layers: Iterable[nn.Module], option: Compile, *, splits: bool
     """Compile layers in place, each when it first runs.
 
     splits: whether backwards are split
-    Raises ConfigError for layers="products" where a layer does not go in pieces.
+    Raises ConfigError for layers="products" where a layer cannot be compiled around its products.
     """
     for layer in layers:
         if option.layers == "products" or (option.layers == "auto" and splits and _goes_in_pieces(layer)):
@@ -92,13 +92,13 @@ def compile_layers(layers: Iterable[nn.Module], option: Compile, *, splits: bool
 
 
 def _goes_in_pieces(layer: nn.Module) -> bool:
-    """Whether `compile_around_products` takes it."""
+    """Whether `compile_around_products` supports the layer."""
     experts = any(parameter.dim() > 2 for parameter in layer.parameters())
     return not experts and not getattr(layer, "is_checkpointed", False)
 
 
 def compiled_loss(loss: Loss, option: Compile | None) -> Loss:
-    """`loss` with its arithmetic compiled, where it is that of tokens."""
+    """`loss` with its arithmetic compiled, if it is a loss over tokens."""
     if option is None or not option.loss or not isinstance(loss, TokenLabels):
         return loss
     return loss.compiled(**option.options)

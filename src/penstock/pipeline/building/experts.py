@@ -1,4 +1,4 @@
-"""How transformers computes the experts of a mixture: by its own names, such as eager or grouped_mm."""
+"""Choose how transformers computes the experts of a mixture, by its names, such as eager or grouped_mm."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ def check_name(name: str) -> None:
 
 
 def needs_gpu(name: str) -> bool:
-    """Whether it is a kernel that no CPU runs."""
+    """Whether the implementation is a kernel that does not run on a CPU."""
     return name not in _EVERYWHERE
 
 
 def choose_experts(model: PreTrainedModel, name: str, *, given: bool) -> None:
-    """Have the mixtures of `model` run as `name` says. Weights and gradients stay what they are.
+    """Set the implementation of the mixtures of `model`. Weights and gradients do not change.
 
-    given: whether the model is the caller's own object, which stays as it is
-    Raises ConfigError for an unknown name, for a model without a mixture that transformers runs in several
-    ways, and for an object that runs in another.
+    given: whether the model is the caller's own object, which is not changed
+    Raises ConfigError for an unknown name, for a model without a mixture that has several implementations,
+    and for an object with another implementation.
     """
     check_name(name)
     kind = type(model).__name__
     mixtures = [part for part in model.modules() if is_marked(part)]
     if not mixtures:
-        rule = "none of its layers has a mixture that transformers computes in several ways"
+        rule = "none of its layers has a mixture for which transformers has several implementations"
         raise ConfigError(f"experts={name!r} for {kind}", rule, "Leave it out")
     present = mixtures[0].config._experts_implementation
     if given and present != name:
-        value, rule = f"experts={name!r} for a model object with {present!r}", "it is taken as it is"
+        value, rule = f"experts={name!r} for a model object with {present!r}", "it is not changed"
         raise ConfigError(value, rule, f"Call model.set_experts_implementation({name!r}) first")
     if not given:
         model.set_experts_implementation(name)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError, PartitionError
+from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.activation_offloading import check_modules
 from penstock.models.adapters import unwrap
 from penstock.models.huggingface.head import check_for_liger
 from penstock.models.module_names import ModuleNames, named_split
 from penstock.models.source import ModelLike, Source, open_source
 from penstock.models.split.balanced_split import Memory
-from penstock.models.split.multiply_adds import multiply_adds
+from penstock.models.split.model_costs import model_costs
 from penstock.models.split.partition import (
     check_enough,
     check_one_description,
@@ -27,6 +28,7 @@ from penstock.models.split.partition import (
 from penstock.models.tracing.chain import Chain, find_chain, under_autocast
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.provenance import Provenance
+from penstock.parallel.axes import Axes
 from penstock.parallel.expert.replay import ModelRouting
 from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan, fastest_split, frozen_stages, plan_stages
@@ -36,20 +38,21 @@ from penstock.schedule import Schedule, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
+from penstock.schedule.simulation.recompute import first_in_flight
 
 
 def plan_build(options: AutoOptions, model: ModelLike) -> BuildPlan:
-    """Plan the build of `model`. Raises what AutoPipeline.build_plan raises."""
+    """Plan the build of `model`. Raises the errors of AutoPipeline.build_plan."""
     _check_options(options)
     chosen = options.chosen_schedule()
     _check_compile(options)
-    verify(chosen)  # a wrong schedule of the user's raises before any file is read
+    verify(chosen)  # a user's wrong schedule raises before any file is read
     source = _open(options, model)
     check_source(source, options)
     routed = _routed(source.model) if options.replay_routing else None
     chain = _find_chain(options, source.model, trains=chosen.trains)
-    with source.with_room():  # the loss is found on logits with values
-        replace(options, compile=False).loss_of(source.model, chain)  # a build looks at the compiler
+    with source.with_room():  # recognising the loss takes logits with values
+        replace(options, compile=False).loss_of(source.model, chain)  # the compiler is checked in the build
     schedule = _in_stages_of_size(options, chain.count, chosen)
     plan = _planned(source, chain, schedule, _layer_ranges(options, source.model, chain, schedule), routed)
     if options.axes is not None and not options.axes.resolved:
@@ -60,27 +63,27 @@ def plan_build(options: AutoOptions, model: ModelLike) -> BuildPlan:
 def _planned(
     source: Source, chain: Chain, schedule: Schedule, split: list[range], routed: ModelRouting | None
 ) -> BuildPlan:
-    """The plan of this split. schedule: with the weight gradients of frozen stages"""
+    """The plan of this split. schedule: still with weight gradients of frozen stages"""
     stages = plan_stages(source.model, chain, schedule, split)
     schedule = without_weight_gradients(schedule, frozen_stages(source.model, stages))
     return BuildPlan(schedule, verify(schedule), stages, source, chain, routed)
 
 
 def _check_options(options: AutoOptions) -> None:
-    """Raise ConfigError, PartitionError for options that are wrong whatever the model and schedule."""
+    """Raise ConfigError, PartitionError for options that are wrong for any model and schedule."""
     check_one_description(options, **_other_descriptions(options))
     if options.layout is not None:
         read_layout(options.layout)
     if options.load not in ("each", "broadcast"):
-        rule = "every rank reads the weights of its stages, or one reads them for those with the same"
+        rule = "every rank reads its stages' weights, or one rank reads for all with the same stages"
         raise ConfigError(f"load={options.load!r}", rule, "Take 'each' or 'broadcast'")
 
 
 def _check_compile(options: AutoOptions) -> None:
-    """Raise ConfigError for options whose work on a layer a compiler would not see."""
+    """Raise ConfigError for options whose changes to a layer a compiler would not see."""
     for name in ("replay_routing", "quantize"):
         if options.compile and (value := getattr(options, name)):
-            rule = "a compiler does not follow what this does around each call of a module"
+            rule = "it adds code around module calls that a compiler does not follow"
             raise ConfigError(f"compile with {name}={value!r}", rule, "Leave out one of the two")
 
 
@@ -102,16 +105,16 @@ def _open(options: AutoOptions, model: ModelLike) -> Source:
 
 
 def _routed(model: PreTrainedModel) -> ModelRouting:
-    """Raises ConfigError, ModelError for routers that cannot be replayed."""
+    """The routers to replay. Raises ConfigError, ModelError for routers that cannot be replayed."""
     with shadow(model) as without_values, Provenance() as marks:
         return ModelRouting(without_values, marks)
 
 
 def _find_chain(options: AutoOptions, model: PreTrainedModel, *, trains: bool) -> Chain:
-    """The chain of layers of `model`, under autocast where it is asked for.
+    """The chain of layers of `model`, under autocast if the options set it.
 
     trains: whether the schedule has backwards
-    Raises ConfigError, ModelError for a chain that the options do not take.
+    Raises ConfigError, ModelError for a chain that the options do not support.
     """
     chain = find_chain(model)
     if options.chunked_loss == "liger":
@@ -125,7 +128,7 @@ def _find_chain(options: AutoOptions, model: PreTrainedModel, *, trains: bool) -
     if options.exchange == "batched" and not chain.only_hidden_states:
         raise ConfigError(
             f"exchange='batched' for {type(model).__name__}",
-            "more than hidden states crosses its edges, in messages that carry their shapes",
+            "more than hidden states cross its edges, in messages that carry their shapes",
             "Take exchange='channels'",
         )
     return chain
@@ -172,12 +175,32 @@ def _fastest(
     memory: Memory | None = None,
 ) -> list[range]:
     check_enough(chain.count, schedule.placement.depth)
-    costs = multiply_adds(model, chain, options.sequence_length, options.image_tokens)
-    return fastest_split(costs, schedule, memory)
+    checkpointing = options.checkpointing()
+    again = 1.0 if memory is not None else _share_again(schedule, checkpointing)
+    shape = None if checkpointing is None else checkpointing.shape
+    costs = model_costs(
+        model,
+        chain,
+        options.sequence_length,
+        options.image_tokens,
+        together=None if shape is None else shape[0] * shape[1],
+        chunked=options.own_loss and options.chunked_loss if options.axes in (None, Axes()) else False,
+        save=() if checkpointing is None else checkpointing.save,
+        every=1 if checkpointing is None else checkpointing.every,
+    )
+    return fastest_split(costs.of_step(again, trains=schedule.trains), schedule, memory)
+
+
+def _share_again(schedule: Schedule, checkpointing: Checkpointing | None) -> float:
+    """The share of forwards that run again; a memory limit says it only after the split, and counts none."""
+    if checkpointing is None or checkpointing.memory_limit is not None:
+        return 0.0
+    again = first_in_flight(schedule, checkpointing.in_flight)
+    return len(again) / (schedule.stages * schedule.microbatches)
 
 
 def _in_stages_of_size(options: AutoOptions, layers: int, schedule: Schedule) -> Schedule:
-    """`schedule` with as many stages a rank as one number of `layers_per_stage` makes, if that is open.
+    """`schedule` with the stages per rank that a single `layers_per_stage` gives, if their number is open.
 
     Raises PartitionError for a number that does not fit; ConfigError where the schedule cannot have them.
     """
@@ -190,9 +213,9 @@ def _in_stages_of_size(options: AutoOptions, layers: int, schedule: Schedule) ->
 
 
 def _within_memory(options: AutoOptions, plan: BuildPlan, schedule: Schedule) -> BuildPlan:
-    """`plan`, or where its default split exceeds the memory limit, the fastest split that keeps it.
+    """`plan`, or if its default split exceeds the memory limit, the fastest split within the limit.
 
-    schedule: that of the plan, with the weight gradients of frozen stages
+    schedule: that of the plan, still with weight gradients of frozen stages
 
     Raises ConfigError for a memory limit that is too small.
     """
@@ -208,7 +231,7 @@ def _within_memory(options: AutoOptions, plan: BuildPlan, schedule: Schedule) ->
 
 
 def _limited_split(options: AutoOptions, plan: BuildPlan) -> list[range] | None:
-    """The default split under the memory limit. None where none keeps it, or another was asked for."""
+    """The fastest split under the memory limit. None if there is none, or if the options set the split."""
     checkpointing = options.checkpointing()
     if checkpointing is None or checkpointing.memory_limit is None or checkpointing.shape is None:
         return None

@@ -1,13 +1,13 @@
 """Split a user's own module, which calls its modules one after the other, into stages.
 
     names    = names_per_stage(model, stages=4)     which modules each stage holds
-    module   = split(model, names, stage=0)         a copy of the model that holds only these
+    module   = split(model, names, stage=0)         a copy of the model with only these
     provider = provider_of(model, names)            both, for Pipeline.from_provider
 
     pipe = Pipeline.from_provider(provider, schedule="1f1b", ranks=4, microbatches=8)
 
-Only modules are divided. Arithmetic that the model's own forward does between them (a scale, a residual, a
-skip) would run on every stage; `pipe.verify_against(model, batch)` finds it.
+Only modules are divided. Arithmetic in the model's own forward between them (a scale, a residual, a skip)
+would run on every stage; `pipe.verify_against(model, batch)` detects it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.options import SplitOptions
 def module_names(model: nn.Module, layers: str | None = None) -> ModuleNames:
     """The names of the model's modules before, in and after its layers, in the order in which they run.
 
-    A transformers model knows its order. For any other, it is the order of assignment, and its layers are
-    those of its only ModuleList, ModuleDict or Sequential. Modules without parameters (activations, dropout)
-    are included; modules with buffers alone (tables of positions) are not: every stage has them.
+    For a transformers model, the order is known. For any other, it is the order of assignment, and its layers
+    are those of its only ModuleList, ModuleDict or Sequential. Modules without parameters (activations,
+    dropout) are included; modules with only buffers (tables of positions) are not, as every stage has them.
 
     Args:
-        layers: name of the list of layers, if there are several; "" for the model itself
+        layers: name of the list of layers, if there are several lists; "" for the model itself
 
     Raises ModelError.
     """
@@ -57,26 +57,28 @@ def names_per_stage(
 ) -> list[tuple[str, ...]]:
     """The names of the modules that each stage holds.
 
-    Layers are divided evenly, or as one description says. Modules before the layers are on the first stage,
+    Layers are divided evenly, or by one description. Modules before the layers are on the first stage,
     modules after them on the last.
 
     Args:
         layers: see `module_names`
         balance: cost of each layer
-        on_every_stage: modules and parameters that `split` is to keep on every stage: no stage names them
+        on_every_stage: modules and parameters that `split` keeps on every stage; the result omits them
         description: keywords of penstock.options.SplitOptions, such as layout="Ett|ttL"
 
     Raises ModelError, PartitionError, ConfigError; TypeError for an unknown keyword.
     """
-    before, held, after = module_names(model, layers)
+    before, inside, after = module_names(model, layers)
     kept = set(on_every_stage)
-    names = ModuleNames(*(tuple(name for name in side if name not in kept) for side in (before, held, after)))
+    names = ModuleNames(
+        *(tuple(name for name in side if name not in kept) for side in (before, inside, after))
+    )
     ranges = partition(len(names.layers), stages, SplitOptions(**description), balance=balance)
     return names.per_stage(ranges)
 
 
 class SkippedModule(nn.Module):
-    """Takes the place of a module of another stage. Returns its first argument."""
+    """Replaces a module of another stage. Returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return next(iter((*args, *kwargs.values())), None)
@@ -90,9 +92,9 @@ def split(
     absent: Literal["identity", "none"] = "identity",
     on_every_stage: Sequence[str] = (),
 ) -> nn.Module:
-    """Copy the modules of one stage; `model` stays as it is.
+    """Copy the modules of one stage; `model` is not changed.
 
-    Modules of other stages are never copied. On the meta device (`torch.device("meta")`) nothing is.
+    Modules of other stages are never copied. On the meta device (`torch.device("meta")`) no value is copied.
 
     Args:
         names: by stage, the names of its modules, and of parameters outside any named module. Each parameter
@@ -100,10 +102,10 @@ def split(
         absent: stand-in for modules of other stages. "identity" returns its first argument, which suits a
             forward that calls one module after the other. "none" is None; lists and dicts lose these
             modules, and the rest keep their names.
-        on_every_stage: names of modules and parameters that each stage has a copy of, such as a table that
-            all layers take. They are one weight: a step sums the gradients of its copies.
+        on_every_stage: names of modules and parameters of which each stage has a copy, such as a table that
+            all layers use. The copies are one weight: a step sums their gradients.
 
-    Raises PartitionError for names that do not fit the model, ModelError for a weight of two stages.
+    Raises PartitionError for names that do not fit the model, ModelError for a weight on two stages.
     """
     if isinstance(model, PreTrainedModel):
         raise ModelError(
@@ -142,7 +144,7 @@ def provider_of(
     absent: Literal["identity", "none"] = "identity",
     on_every_stage: Sequence[str] = (),
 ) -> Provider:
-    """A provider for Pipeline.from_provider that splits `model`. Takes and raises what `split` does."""
+    """A provider for Pipeline.from_provider that splits `model`. Arguments and errors are as in `split`."""
     check_names(model, names, on_every_stage)
 
     def provider(info: StageInfo) -> nn.Module:
@@ -158,7 +160,7 @@ def provider_of(
 
 
 def layers_of(module: nn.Module) -> list[tuple[int, nn.Module]]:
-    """The layers of a stage's module, with their numbers in the whole model."""
+    """The layers of a stage's module, with their indices in the whole model."""
     return [
         (number, layer) for number, layer in numbered_layers(module) if not isinstance(layer, SkippedModule)
     ]
@@ -176,7 +178,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _remove(holder: nn.Module, name: str) -> None:
     if isinstance(holder, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-        del holder._modules[name]  # not by index: the rest keep their numbers
+        del holder._modules[name]  # not by index, so that the rest keep their names
     else:
         setattr(holder, name, None)
 

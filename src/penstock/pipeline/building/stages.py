@@ -1,4 +1,4 @@
-"""Make modules into stages that are ready to run, and collect all that a Pipeline needs."""
+"""Make modules into stages that are ready to run, and collect the other parts of a Pipeline."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from penstock.schedule import Proof, Schedule
 from penstock.schedule.ops import Placement
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight
 
-NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their numbers in the whole model
+NumberedLayers = Sequence[tuple[int, nn.Module]]  # layers with their indices in the whole model
 LayersByStage = Mapping[int, NumberedLayers]  # by stage
 
 
 @dataclass(frozen=True)
 class StageWeights:
-    """What is known of the weights of a build.
+    """Facts about the weights of a build.
 
-    shared: weights that several stages hold
+    shared: weights with copies on several stages
     saved: how they are saved; None for a user's own modules
     names: by stage of this process, the names of the parameters that are saved
     copies: by stage of this process, the names of the parameters that are copies of the first stage's
@@ -58,11 +58,11 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class Lowering:
-    """How the schedule of a number of microbatches is made, and lowered to plans.
+    """How to make the schedule for a number of microbatches, and lower it to plans.
 
-    make_schedule: makes it; raises ConfigError
-    recomputed: finds the (stage, microbatch) whose layers run again in the backward of a proven schedule
-    ahead: see Offloading; None where no activations wait in host memory
+    make_schedule: makes the schedule; raises ConfigError
+    recomputed: returns a proven schedule's (stage, microbatch) pairs whose layers run again in the backward
+    ahead: see Offloading; None without offloading
     """
 
     make_schedule: Callable[[int], Schedule]
@@ -72,11 +72,11 @@ class Lowering:
 
 @dataclass(frozen=True)
 class BuiltStages:
-    """The result of a build, which Pipeline takes.
+    """The result of a build, for Pipeline.
 
     stages: those of this process
-    edges: the shapes that cross each edge; None where messages carry them
-    mesh_plan: how the axes other than the pipeline's change a microbatch; None without them
+    edges: the shapes that cross each edge; None where messages carry their shapes
+    mesh_plan: how the axes other than the pipeline's change a microbatch; None without such axes
     trace_folder: where each process writes the timeline of a step that fails
     autocast: the dtype of torch.autocast in every forward; None leaves it to the caller
     balances: whether the model's forward adds an auxiliary loss of its routers
@@ -98,9 +98,9 @@ class BuiltStages:
 
 
 class StageFacts(NamedTuple):
-    """A stage in numbers.
+    """Facts about a stage.
 
-    info: its position in its copy of the model; layers: their numbers in the whole model
+    info: its position in its copy of the model; layers: indices in the whole model
     parameters, trainable: numbers of scalars; bytes: of this process's shards
     """
 
@@ -147,13 +147,13 @@ def own_stages(schedule: Schedule, ranks: Sequence[int]) -> list[int]:
 
 
 class StageDraft:
-    """A stage in the making, which each of its parts changes in place.
+    """A stage under construction, which each of its parts changes in place.
 
     Attributes:
-        position: its number in its copy of the model
-        module: what holds its parameters; callee: what is called, `module` or something around it
-        layers: with their numbers in the whole model
-        places: the layers by their places in the whole model, for random numbers
+        position: its index in its copy of the model
+        module: has the parameters; callee: is called, and is `module` or a wrapper of it
+        layers: with their indices in the whole model
+        places: the layers by their positions in the whole model, for random numbers
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class StageDraft:
         self.index, self.position, self.device = index, position, device
         self.module = self.callee = module
         self.layers = layers_of(module) if layers is None else layers
-        if layers is None:  # their numbers over all stages are unknown
+        if layers is None:  # their indices over all stages are unknown
             names = {id(inner): name for name, inner in module.named_modules()}
             self.places = [(f"stage {position}, {names[id(layer)]}", layer) for _, layer in self.layers]
         else:
@@ -178,7 +178,7 @@ class StageDraft:
         return [layer for _, layer in self.layers]
 
 
-AddPart = Callable[[StageDraft], StagePart | None]  # changes a stage, and returns what runs around its ops
+AddPart = Callable[[StageDraft], StagePart | None]  # changes a stage; its result acts around the ops
 
 
 def stage_parts(
@@ -194,9 +194,9 @@ def stage_parts(
 
     Args:
         parallelize_fn: see Options
-        compile: compiles its layers in place
+        compile: compiles the stage's layers in place
         after: by name, the modules that run after all layers of the model
-        placed: whether the module is where it belongs: on its device, or on meta until a later part fills it
+        placed: whether the module needs no move: it is on its device, or on meta until a later part fills it
     """
 
     def checkpointed(draft: StageDraft) -> StagePart | None:
@@ -222,7 +222,7 @@ def stage_parts(
             compile(draft.plain_layers)
 
     def seeded(draft: StageDraft) -> StagePart | None:
-        if next(dropouts(draft.module), None) is None:  # adapters of parallelize_fn may have some
+        if next(dropouts(draft.module), None) is None:  # here, as parallelize_fn may add dropout in adapters
             return None
         return StageRNG(draft.position, draft.device, [*draft.places, *(after or {}).items()])
 
@@ -240,16 +240,16 @@ def make_stage(
     position: int | None = None,
     **deprecated: Any,
 ) -> Stage:
-    """Make stage `index` ready to run: a module, and what its parts do with it.
+    """Make stage `index`, which is ready to run, from a module and the parts that change it.
 
     Args:
-        parts: what is done to the module, in order; None takes `stage_parts()`, which moves it to `device`
-        layers: layers of `module` with their numbers in the whole model; None searches its module lists
-        call: makes what runs the stage, from the module that holds its parameters and the one to call
-        position: number of the stage in its copy of the model; None takes `index`
+        parts: change the module, in order; None takes `stage_parts()`, which moves it to `device`
+        layers: layers of `module` with their indices in the whole model; None searches its module lists
+        call: returns the function that runs the stage, from the module with the parameters and the callee
+        position: index of the stage in its copy of the model; None takes `index`
         deprecated: arguments of `stage_parts`
 
-    Raises ModelError for what `parallelize_fn` may not return.
+    Raises ModelError for a result that `parallelize_fn` may not return.
     """
     if deprecated:
         names = ", ".join(deprecated)
@@ -262,9 +262,9 @@ def make_stage(
 
 
 def parallelized(module: nn.Module, parallelize_fn: Parallelize, stage: int) -> tuple[nn.Module, nn.Module]:
-    """The module that holds the stage's parameters, and the one to call: usually the same.
+    """The module with the stage's parameters, and the module to call: usually the same.
 
-    If `module` comes back inside another one (torch.compile, a user's wrapper), the outer one is called, and
+    If the function returns a wrapper of `module` (torch.compile, a user's module), the wrapper is called, and
     the parameters keep their names in `module`.
     Raises ModelError for a result that is no module, loses the parameters' names or adds parameters.
     """
@@ -274,12 +274,12 @@ def parallelized(module: nn.Module, parallelize_fn: Parallelize, stage: int) -> 
     def refusal(returned: str, remedy: str) -> ModelError:
         return ModelError(
             f"parallelize_fn, which returned {returned} for stage {stage}",
-            "it returns the stage's module, or one around it, with the parameters under their names",
+            "it returns the stage's module, or a wrapper of it, with the parameters under their names",
             remedy,
         )
 
     if not isinstance(result, nn.Module):
-        remedy = "Return the module, also where it is changed in place"
+        remedy = "Return the module, even if it is changed in place"
         raise refusal(f"a {type(result).__name__}", remedy)
     returned_names = [name for name, _ in result.named_parameters()]
     if result is module or all(inner is not module for inner in result.modules()):
@@ -300,19 +300,19 @@ def parallelized(module: nn.Module, parallelize_fn: Parallelize, stage: int) -> 
 def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
     """Call `provider` for this process's stages and make them ready to run. Collective.
 
-    Raises what Pipeline.from_provider raises.
+    Raises the errors of Pipeline.from_provider.
     """
     schedule, checkpointing = options.chosen_schedule(), options.checkpointing()
     if checkpointing is not None and checkpointing.memory_limit is not None:
-        rule = "the memory that a user's own module takes is unknown before it runs"
+        rule = "the memory of a user's own module is unknown before it runs"
         raise ConfigError("memory_limit with from_provider", rule, "Give in_flight, from Pipeline.memory")
     if options.chunked_loss == "liger":
-        rule = "only of a transformers model is it known which layer is the head"
+        rule = "the head is known only for a transformers model"
         raise ConfigError("chunked_loss='liger' with from_provider", rule, "Call Liger in your loss_fn")
     if options.axes is not None and (options.axes.cp, options.axes.ep, options.axes.tp) != (1, 1, 1):
         raise ConfigError(
             f"{options.axes} with from_provider",
-            "only for a transformers model is it known how to shard sequences, experts and matrices",
+            "penstock can shard sequences, experts and matrices of transformers models only",
             "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
         )
     facts = {**options.facts(), "provider": named(provider)}
@@ -371,7 +371,7 @@ def _stages_in(world: World, provider: Provider, options: Options, schedule: Sch
 
 
 def recomputed_by(checkpointing: Checkpointing | None) -> Callable[[Proof], StageMicrobatches]:
-    """`recomputed` of Lowering, for a number in flight or for all microbatches."""
+    """`Lowering.recomputed`, for a number of microbatches in flight or for all."""
     if checkpointing is None:
         return lambda proof: frozenset()
     return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
@@ -380,7 +380,7 @@ def recomputed_by(checkpointing: Checkpointing | None) -> Callable[[Proof], Stag
 def _weights(
     placement: Placement, modules: Mapping[int, nn.Module], on_every_stage: frozenset[str]
 ) -> StageWeights:
-    """The weights of a user's own modules. on_every_stage: the names of those that each stage holds"""
+    """The weights of a user's own modules. on_every_stage: names of weights with a copy on every stage"""
     copies = {stage: _names_in(module, on_every_stage) for stage, module in modules.items()}
     summed = frozenset[str]().union(*copies.values())
     shared = list(shared_by_replicas(placement, modules, summed))
@@ -391,10 +391,10 @@ def _weights(
 
 
 def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Ranks) -> frozenset[str]:
-    """The names of the weights that every stage holds. Collective.
+    """The names of the weights with a copy on every stage. Collective.
 
-    modules: this process's, by stage
-    Raises ModelError, on every rank, where stages do not name the same ones of the same shapes.
+    modules: those of this process, by stage
+    Raises ModelError, on every rank, where stages declare different names or shapes.
     """
     declared = everyone.attempt(
         "read what its modules declare",
@@ -415,13 +415,13 @@ def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Ranks) -> frozen
                     for at, of_stage in every
                     if at in (first, stage)
                 ]
-                rule = f"every stage holds a copy of the same weight, and it is {' and '.join(shown)}"
+                rule = f"every stage has a copy of the same weight, but it is {' and '.join(shown)}"
                 raise ModelError(f"on_every_stage with {name!r}", rule, "Name it in every stage's module")
     return frozenset(expected)
 
 
 def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
-    """The names by which `module` lists its copies of the weights `shared`: it may hold one under several."""
+    """The names of the copies of weights `shared` in `module`, where one copy may have several names."""
     copies = {id(copy_of(module, name)) for name in shared}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
 
@@ -431,8 +431,8 @@ def _check_provided(
 ) -> None:
     """Check the modules of all ranks together. Collective.
 
-    Raises, on every rank, ConfigError for a module to offload that no layer has, and what `compare_values`
-    raises where the ranks of a mesh hold other values of a stage.
+    Raises, on every rank, ConfigError for a module to offload that no layer has, and the error of
+    `compare_values` where the ranks of a mesh have different values of a stage.
     """
     if offloading is not None:
         names = activation_offloading.names_in(layer for m in provided.values() for _, layer in layers_of(m))
@@ -445,7 +445,7 @@ def _check_provided(
 
 
 def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:
-    """By stage. Raises ModelError for a weight of two stages: it would be stepped and clipped twice."""
+    """The modules by stage. Raises ModelError for a weight on two stages, which would be clipped twice."""
     seen: dict[int, int] = {}
     for stage in stages:
         for name, parameter in stage.module.named_parameters():

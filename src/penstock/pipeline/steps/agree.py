@@ -1,4 +1,4 @@
-"""The ranks agree on a step before anything is sent: all accept their batch, and it is the same one.
+"""The ranks agree on a step before anything is sent: all accept their batches, which are equal.
 
 rank 0   accepts its batch        fingerprint of it     ----.
 rank 1   refuses it (BatchError)  the error's           ----+--> the same error on both
@@ -26,19 +26,19 @@ _REFUSED = 1 << 32  # above all fingerprints of batches
 def agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputError | None) -> int:
     """Return the valid tokens of all parts of the batch. Collective.
 
-    executor: one of this process's, whose progress an error reports where other ranks wait for it
+    executor: one of this process's; a failed wait reports its progress
     refusal: this rank's error, if it refuses its batch
 
     Before anything is sent, raises the refusal of the first rank on all ranks of a mesh, and BatchError where
-    ranks that step on the same part have other data, or no part has a valid token.
+    ranks with the same part have different data, or no part has a valid token.
     """
     tokens = world.reductions.agree(facts, refusal)
     if world.mesh is not None:
         world.transport.follow(_progress_of(executor))
-    if world.reductions.everyone.count == 1:  # else all parts are compared by now
+    if world.reductions.everyone.count == 1:  # else the mesh has compared all parts
         world.processes.begin(facts.fingerprint, facts.description)
     if refusal is None and not (facts.total_tokens or tokens):
-        refusal = BatchError("a batch without a valid token", "a mean needs one at least", "Leave it out")
+        refusal = BatchError("a batch without a valid token", "a mean needs at least one", "Leave it out")
     if refusal is not None:
         world.processes.settle()  # raises where another rank accepts another batch, and would wait
         raise refusal
@@ -48,7 +48,7 @@ def agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputErr
 def with_fingerprint(
     facts: BatchFacts, batch: BatchLike, lowered: LoweredSchedule, parts: Sequence[StepPart]
 ) -> BatchFacts:
-    """The facts with what must be equal on all ranks of the pipeline, as a number and in words."""
+    """The facts with a fingerprint, and its description, of data that must be equal on all ranks."""
     number, words = fingerprint(as_list(batch), facts.microbatches, lowered.number)
     more = "".join(part.facts for part in parts)
     more += f", total_tokens={facts.total_tokens}" if facts.total_tokens else ""

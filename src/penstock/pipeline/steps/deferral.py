@@ -1,8 +1,8 @@
-"""Say once where split backwards put little off: a zero-bubble schedule gains by what waits for W alone.
+"""Warn once where split backwards defer little: zero-bubble schedules gain only from deferred gradients.
 
-I computes the gradient of a weight at once where it does not see the weight's product, as in compiled layers,
-Transformer Engine and torchao's float8, where a hook looks at the gradient, or where the loss runs the head
-in blocks (docs/split-backward.md).
+I computes the gradient of a weight at once where penstock does not see the weight's product, as in compiled
+layers, Transformer Engine and torchao's float8, where a hook reads the gradient, or where the loss runs the
+head in blocks (docs/split-backward.md).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _REMEDIES = {
 
 
 class WholeBackwards(StepPart):
-    """Warns of each stage whose I left less than 80 % of the weight gradients' FLOPs for W.
+    """Warns about each stage whose I deferred less than 80 % of the weight gradients' FLOPs to W.
 
-    After the first step, of which all microbatches count: some have no images.
+    It warns after the first step, and counts all its microbatches, as some may have no images.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -41,29 +41,29 @@ class WholeBackwards(StepPart):
         self._counts = True
 
     def end(self, step: Step) -> None:
-        for counter in self.counters if self._counts else ():
-            stage = counter.stage
-            stage.use([part for part in stage.parts if part is not counter])
-            if counter.deferral is not None and (warning := _warning(stage, counter.deferral)):
-                warnings.warn(warning, stacklevel=5)  # of the call of step()
-        self._counts = False
+        counters, self._counts = self.counters if self._counts else (), False
+        for counter in counters:
+            counter.stage.use([part for part in counter.stage.parts if part is not counter])
+        for counter in counters:  # last: a warning may be an error, and no later step says it again
+            if counter.deferral is not None and (warning := _warning(counter.stage, counter.deferral)):
+                warnings.warn(warning, stacklevel=5)  # the caller of step()
 
 
 class DeferralCounter(StagePart):
-    """Counts how much the I of a stage leaves for W; None where its backwards are not split."""
+    """Counts how much the I of a stage defers to W; None where its backwards are not split."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.deferral: Deferral | None = None
         stage.use([*stage.parts, self])
 
-    def after_backward(self, number: int, kind: Kind) -> None:
+    def after_backward(self, index: int, kind: Kind) -> None:
         if kind == "I":
-            self.deferral = self.stage.deferred[number].deferral.after(self.deferral)
+            self.deferral = self.stage.deferred[index].deferral.after(self.deferral)
 
 
 def _warning(stage: Stage, deferral: Deferral) -> str:
-    """What to say of a stage; nothing where enough is deferred."""
+    """The warning for a stage; empty where enough is deferred."""
     at_once = _at_once(stage, deferral)
     everything = deferral.total + at_once.total()
     share = deferral.total / everything if everything else 1.0
@@ -74,16 +74,16 @@ def _warning(stage: Stage, deferral: Deferral) -> str:
     remedies.append("take a schedule with whole backwards, such as 1f1b")
     return (
         f"Stage {stage.index} defers {share:.0%} of the FLOPs of its weight gradients, "
-        f"and I computes the rest at once: {causes}. A zero-bubble schedule gains by what is deferred. "
+        f"and I computes the rest at once: {causes}. A zero-bubble schedule gains from the deferred ones. "
         f"To gain more, {', or '.join(remedies)}."
     )
 
 
 def _at_once(stage: Stage, deferral: Deferral) -> Counter[str]:
-    """The FLOPs of weight gradients that the stage's I computed for a microbatch, by their cause.
+    """The FLOPs of weight gradients that the stage's I computed at once for a microbatch, by cause.
 
-    Two for each entry of a weight and row of the microbatch. Of a bank of experts as many work on a row as
-    the model's config says.
+    They are two for each entry of a weight and row of the microbatch. The model's config gives the number of
+    experts per row.
     """
     config = getattr(stage.module, "config", None)
     experts = getattr(config, "num_experts_per_tok", None) or 1
@@ -103,7 +103,7 @@ def _at_once(stage: Stage, deferral: Deferral) -> Counter[str]:
 
 
 def _matrices(module: nn.Module, compiled: bool = False) -> Iterator[tuple[nn.Module, nn.Parameter, bool]]:
-    """The weights of products, with their modules, and whether these are compiled or within what is."""
+    """The weights of products, with their modules, and whether these are in compiled code."""
     compiled |= is_compiled(module)
     if not isinstance(module, nn.Embedding):
         for parameter in module._parameters.values():

@@ -1,4 +1,4 @@
-"""Run forwards only, for the loss and the outputs of the last stage; gather the experts of the last step."""
+"""Run forwards only, for the loss and the last stage's outputs; gather the last step's routed experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Evaluation(NamedTuple):
         loss: mean over the valid tokens; None for a batch without labels, if the loss reads labels
         tokens: number of valid tokens; 0 without labels
         bubble: as in StepResult
-        outputs: those of the last stage, or what a function made of them; None on ranks that have none
+        outputs: those of the last stage, or a function's results for them; None on ranks without outputs
     """
 
     loss: float | None
@@ -40,13 +40,13 @@ class Evaluation(NamedTuple):
 
 
 class Evaluations:
-    """Runs forwards of any number of microbatches on a pipeline's stages. All its methods are collective."""
+    """Runs forwards of any number of microbatches on a pipeline's stages. All methods are collective."""
 
     def __init__(self, built: BuiltStages, steps: StepRunner) -> None:
         self._built, self._steps = built, steps
 
     def outputs(self, batch: BatchLike, wanted: Collect | bool, everywhere: bool) -> Evaluation:
-        """Evaluate `batch`, and return outputs too.
+        """Evaluate `batch`, and return its outputs too.
 
         wanted: True for the last stage's outputs, or a function of (output, microbatch's number)
 
@@ -77,10 +77,10 @@ class Evaluations:
         """Evaluate `batch`.
 
         scored: whether to compute the loss
-        Returns the result, those of `collect` by microbatch, where they ran, and the number of microbatches.
+        Returns the result, this process's results of `collect` by microbatch, and the number of microbatches.
         """
         lowered, mesh_plan, keep = self._forwards(batch), self._built.mesh_plan, collect
-        if collect is not None and mesh_plan is not None:  # the ranks of cp hold an output together
+        if collect is not None and mesh_plan is not None:  # each rank of cp has a part of an output
 
             def keep(output: Any, microbatch: int) -> Any:
                 return collect(mesh_plan.gather_output(output, microbatch), microbatch)
@@ -98,7 +98,7 @@ class Evaluations:
         return step.result, dict(sorted(collected.items())), lowered.schedule.microbatches
 
     def _forwards(self, batch: BatchLike) -> LoweredSchedule:
-        """The forwards of as many microbatches as `batch` makes on every rank. Collective over the mesh."""
+        """The forwards of the microbatches of `batch`, equally many on all ranks. Collective on a mesh."""
         if isinstance(batch, Mapping):
             try:
                 rows = batch_rows(batch, self._built.splitter.sharding)
@@ -121,13 +121,13 @@ def in_rows(outputs: Sequence[Any]) -> Any:
 # ---- results on every process
 
 
-_SLICE = 1 << 24  # bytes in one exchange: every process receives as many from every other
+_SLICE = 1 << 24  # bytes that a process sends in one exchange, to every other
 
 
 def send_to_all(local_results: Mapping[int, Any], world: World) -> dict[int, Any]:
     """Every process's results, by microbatch, on every process. Collective, over the mesh where there is one.
 
-    Tensors travel as their bytes; numbers and strings in lists, tuples and dicts as text.
+    Tensors are sent as bytes; numbers and strings in lists, tuples and dicts as text.
     Raises ShapeError, on every process, for anything else.
     """
     if world.processes.count == 1:
@@ -178,11 +178,11 @@ def _broadcast(
 
 
 class RoutedExperts(StepPart):
-    """Knows the form of the last step's batch, and gathers what its routers chose."""
+    """Keeps the form of the last step's batch, and gathers the choices of its routers."""
 
     def __init__(self, built: BuiltStages) -> None:
         self._built, self._microbatches = built, built.schedule.microbatches
-        # of its rows before padding, one for all microbatches or one each; empty where none was padded
+        # lengths of rows before padding, one for all microbatches or one for each; empty without padding
         self._lengths: list[int] = []
 
     def end(self, step: Step) -> None:

@@ -1,4 +1,4 @@
-"""The optimizer's step at the end of `pipe.step`: norm, clip, step; or nothing, as loss and norm say."""
+"""The optimizer's step at the end of `pipe.step`: norm, clip, step; or none, depending on loss and norm."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.pipeline.steps.step import Step, StepPart
 def optimizer_step(
     model: SplitModel, optimizer: Optimizer | Sequence[Optimizer] | None, max_norm: float, max_loss: float
 ) -> list[StepPart]:
-    """The part for the optimizers of a step; none without one. Raises ConfigError for a limit without one."""
+    """The part for a step's optimizers; empty without one. Raises ConfigError for a limit without one."""
     if optimizer is None and max_loss != math.inf:
-        remedy = "Give one, or compare the loss that step() returns"
-        raise ConfigError(f"max_loss={max_loss} without an optimizer", "it keeps one from a step", remedy)
+        remedy = "Give an optimizer, or compare the loss that step() returns"
+        raise ConfigError(f"max_loss={max_loss} without an optimizer", "it limits when one steps", remedy)
     if optimizer is None and max_norm != math.inf:
-        remedy = "Give one, or call clip_grad_norm_() after the step"
-        raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before a step", remedy)
+        remedy = "Give an optimizer, or call clip_grad_norm_() after the step"
+        raise ConfigError(f"max_norm={max_norm} without an optimizer", "it clips before one steps", remedy)
     if optimizer is None:
         return []
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -31,11 +31,11 @@ def optimizer_step(
 
 
 class OptimizerStep(StepPart):
-    """What the optimizers do in one call of `pipe.step`.
+    """Clips gradients and steps the optimizers in one call of `pipe.step`.
 
     Args:
         max_norm: of all gradients together
-        max_loss: the largest loss with which they step
+        max_loss: the largest loss with which the optimizers step
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class OptimizerStep(StepPart):
             if foreign:
                 raise ConfigError(
                     f"optimizer={name} with a parameter of shape {list(foreign[0].shape)}",
-                    "it is none of this rank's: model.parameters() are those of the model that was given to "
+                    "it is no parameter of this rank: model.parameters() are those of the model given to "
                     "build(), not of the pipeline",
                     "Make the optimizer over pipe.parameters()",
                 )
 
     def end(self, step: Step) -> None:
-        """Clip and step, or do neither where a number is not finite or the loss is too large. Collective."""
+        """Clip and step, unless loss or norm is not finite or the loss is too large. Collective."""
         norm, loss = self._model._norm(), step.result.loss
         if math.isfinite(norm) and math.isfinite(loss) and loss <= self._max_loss:
             with record_function("clip"):

@@ -1,4 +1,4 @@
-"""Does an optimizer train the pipeline, or the model that it was built from?
+"""Check that an optimizer trains the pipeline, not the model that the pipeline was built from.
 
     pipe = AutoPipeline(...).build(model)
     optimizer = AdamW(model.parameters())      # should be pipe.parameters()
@@ -24,9 +24,9 @@ from penstock.runtime.sharded_weights import local_shard
 
 
 class OptimizerWatch(StepPart):
-    """Warns once where optimizers step and none of them trains the pipeline.
+    """Warns once if optimizers step but none of them trains the pipeline.
 
-    Until one does, or `close`, a hook of torch shows it the steps of all optimizers.
+    A torch hook calls it after each optimizer's step, until an optimizer trains the pipeline, or `close`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -44,13 +44,13 @@ class OptimizerWatch(StepPart):
         self._handle = register_optimizer_step_post_hook(on_step)
 
     def close(self) -> None:
-        """Not within a hook: torch goes through them then."""
+        """Remove the hook. Do not call this inside a hook, while torch iterates over its hooks."""
         self._done = True
         self._parameters.clear()
         self._handle.remove()
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Any optimizer of this process has stepped."""
+        """Called after a step of any optimizer of this process."""
         stepped = (parameter for group in optimizer.param_groups for parameter in group["params"])
         if any(id(parameter) in self._ids for parameter in stepped):
             self._done = True
@@ -58,7 +58,7 @@ class OptimizerWatch(StepPart):
             self._others = bool(self._versions)
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        """Looks at the gradients of earlier steps, before any part takes them away."""
+        """Check the gradients of earlier steps, before another part sets them aside."""
         if self._done:
             self.close()
         elif self._others and self._versions == self._now() and any(map(_is_trained, self._parameters)):
@@ -67,7 +67,7 @@ class OptimizerWatch(StepPart):
                 "An optimizer has stepped, and the pipeline's parameters did not change although their "
                 "gradients are not zero. An optimizer over model.parameters() trains the model that was "
                 "given to build(), not the pipeline. Make it over pipe.parameters().",
-                stacklevel=6,  # of the call of step()
+                stacklevel=6,  # the caller of step()
             )
 
     def end(self, step: Step) -> None:

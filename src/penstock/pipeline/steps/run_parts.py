@@ -1,4 +1,4 @@
-"""The parts of every step and evaluation: whole weights, edges, seeds, autocast."""
+"""The parts of every step and evaluation: unchanged weights, edges, seeds, autocast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.runtime.stage import autocasting
 
 
 class SameWeights(StepPart):
-    """Refuses a stage whose parameters are others than when it was built."""
+    """Refuses a stage whose parameters have been replaced since the build."""
 
     def __init__(self, built: BuiltStages) -> None:
         self._stages = built.stages
@@ -28,13 +28,13 @@ class SameWeights(StepPart):
 
 
 class Edges(StepPart):
-    """Finds the shapes on the edges before the step, so that all ranks refuse a wrong one together."""
+    """Infers the shapes on the edges before the step, so that all ranks refuse a wrong shape together."""
 
     def __init__(self, built: BuiltStages) -> None:
         self._edges, self._world, self._depth = built.edges, built.world, built.schedule.placement.depth
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        """Infer what crosses the edges, where other pipelines have other parts of the batch."""
+        """Infer the shapes on the edges, where other pipelines have other parts of the batch."""
         if self._edges is None or isinstance(self._edges, DeclaredEdges):
             return
         if self._depth > 1 and self._world.reductions.batch_part[1] > 1:
@@ -42,24 +42,24 @@ class Edges(StepPart):
                 self._edges(0, microbatch)
 
     def begin(self, step: Step) -> None:
-        """Compare what both ends of each edge declare, once for each shape of a microbatch. Collective."""
+        """Compare the declared shapes of both ends of each edge, once per shape of microbatch. Collective."""
         if not isinstance(self._edges, DeclaredEdges):
             return
         edges = self._edges
 
         def compare() -> None:
             if unseen := edges.unseen(step.microbatches):
-                self._world.processes.settle()  # or ranks with other batches would not meet in what follows
+                self._world.processes.settle()  # else ranks with other batches would not take part below
                 edges.agree(unseen, self._world.processes)
 
         self._world.reductions.everyone.attempt("declare the edges between its stages", compare)
 
 
 class Seeds(StepPart):
-    """Seeds what a step draws, equally on every mesh.
+    """Seeds the random numbers of a step, equally on every mesh.
 
     Attributes:
-        draws: whether some rank holds a dropout
+        draws: whether some rank has dropout
     """
 
     def __init__(self, built: BuiltStages) -> None:
@@ -69,13 +69,13 @@ class Seeds(StepPart):
         self.draws: bool = any(built.world.processes.gather(bool(self._rngs)))
 
     def around(self, step: Step) -> AbstractContextManager[object]:
-        """Collective over the mesh. Without a module in training, the global generator draws nothing."""
+        """Collective over the mesh. Without a module in training mode, no number is drawn for the seed."""
         if not self.draws or not step.trains:
             return nullcontext()
         world, stages = self._world, self._built.stages
         training = any(module.training for stage in stages for module in stage.module.modules())
         local_seed = torch.tensor([next_seed() if training else 0], dtype=torch.float64)
-        # all ranks have accepted the batch; users may seed them differently, and a step takes one seed
+        # all ranks have accepted the batch; users may seed ranks differently, but a step has one seed
         seeds = world.transport.all_gather([local_seed] * len(world.ranks))
         seed = world.reductions.max(int(max(seeds)))
         if not seed:

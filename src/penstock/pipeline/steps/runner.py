@@ -1,11 +1,11 @@
-"""Run one step: from the caller's batch to the numbers that all ranks report.
+"""Run one step: from the caller's batch to the result that all ranks report.
 
 split     the batch becomes microbatches                         an error of one rank is raised on all
-agree     all ranks have the same part of the batch              else BatchError, before anything is sent
+agree     ranks with one part of the batch have equal data       else BatchError, before anything is sent
 run       the executors follow their plans
 report    each rank sends its step report to all                 loss, bubble, timeline
 
-Around these stand the parts of the step (penstock.pipeline.steps.step).
+The parts of the step act between these phases (penstock.pipeline.steps.step).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StepRunner:
 
     Attributes:
         peaks: peak memory of the processes, at the end of the last step or evaluation
-        seconds: by pipeline and rank, how long the ops of the last one took
+        seconds: by pipeline and rank, the seconds of its ops, by kind
     """
 
     def __init__(self, built: BuiltStages, parts: Sequence[StepPart]) -> None:
-        """parts: those of every step and evaluation"""
+        """parts: of every step and evaluation"""
         self._built, self._world, self._parts = built, built.world, parts
         self._trace_folder = None if built.trace_folder is None else Path(built.trace_folder)
         self.schedules = Schedules(built)
@@ -67,15 +67,15 @@ class StepRunner:
 
         Args:
             parts: those of this step, after those of every step
-            collect: called with the last stage's outputs, where nothing is trained
+            collect: called with the last stage's outputs, in an evaluation
             scored: whether the last stage computes the loss
-            total_tokens: what the loss is divided by; None takes the valid tokens of `batch`
+            total_tokens: divisor of the loss; None takes the valid tokens of `batch`
         """
         if self._broken:
             raise RunError(
                 "a step after one that failed",
                 "other ranks may still send messages of that step",
-                "Build the pipeline again, best in fresh processes",
+                "Build the pipeline again, if possible in new processes",
             )
         parts, begun = [*self._parts, *parts], False
         try:
@@ -95,7 +95,7 @@ class StepRunner:
             for part in parts:
                 part.end(step)
         except BaseException as error:
-            if isinstance(error, PeerError):  # a part may have waited for a peer, too
+            if isinstance(error, PeerError):  # a part of the step may also have waited for a peer
                 self._fail(error, lowered)
             for part in parts:
                 part.failed()
@@ -136,7 +136,7 @@ class StepRunner:
         return Step(lowered, batch, microbatches, given, tokens)
 
     def split(self, batch: BatchLike, count: int) -> list[Microbatch]:
-        """The microbatches that a step makes of `batch`. Collective on a mesh, and where they are padded."""
+        """The microbatches of `batch` in a step. Collective on a mesh, and where they are padded."""
         device = self._world.device
         return self._world.reductions.everyone.attempt(
             "split its batch", lambda: list(placed(self._split(on_host(batch, device), count), device))
@@ -152,7 +152,7 @@ class StepRunner:
     def count_tokens(self, batches: Sequence[BatchLike]) -> int:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
         built, device = self._built, self._world.device
-        # these weigh a batch as its microbatches, another loss may not
+        # penstock's losses weigh a batch as the sum of its microbatches; another loss may not
         count = 1 if isinstance(built.loss, OwnLoss | MeanOverRows) else built.schedule.microbatches
 
         def count_own() -> int:
@@ -165,7 +165,7 @@ class StepRunner:
     def _weight(self, microbatches: Sequence[Microbatch]) -> int:
         """The valid items of microbatches.
 
-        Our own losses count on the host, so as not to wait for a GPU; a user's loss gets them on the device.
+        Penstock's losses count on the host, so as not to wait for a GPU; a user's loss counts on the device.
         """
         loss = self._built.loss
         if not isinstance(loss, OwnLoss | MeanOverRows):
@@ -175,7 +175,7 @@ class StepRunner:
     # ---- after the ops
 
     def _report(self, step: Step, changed: bool) -> None:
-        """Send each rank's report to all, and make the step's result of them. Collective.
+        """Send each rank's report to all, and make the step's result from the reports. Collective.
 
         changed: see StepPart
         """
@@ -194,12 +194,12 @@ class StepRunner:
         step.result = StepResult(loss, step.tokens, bubble, host_share=host_share)
 
     def _by_process(self, reports: report.Reports) -> report.Reports:
-        """One report of each process: a process that holds all ranks reports its own facts in each."""
+        """One report of each process: a process that hosts all ranks repeats its facts in every report."""
         return reports[:1] if self._world.alone else reports
 
     def _gather_measurements(self, reports: report.Reports) -> float:
         """Sum the loss over the mesh, and keep every rank's peak memory and op seconds. Collective."""
-        memory = [number for of_process in self._by_process(reports) for number in of_process.memory]
+        memory = [nbytes for of_process in self._by_process(reports) for nbytes in of_process.memory]
         times = [seconds for of_rank in reports for seconds in of_rank.seconds]
         mine = sum(of_rank.loss for of_rank in reports)
         loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times])
@@ -215,8 +215,8 @@ class StepRunner:
     # ---- a failure
 
     def _give_up(self, executors: Sequence[Executor], error: BaseException, begun: bool) -> None:
-        """Tell the other ranks of a failed step, write its post-mortem and clear its state."""
-        # all ranks raised the same error before anything was sent, so that another batch may follow
+        """Notify the other ranks of a failed step, write its post-mortem and clear its state."""
+        # if all ranks raised the same error before anything was sent, another step may follow
         early = not begun or not any(executor.current for executor in executors)
         harmless = early and isinstance(error, BatchError | ConfigError)
         harmless |= not begun and isinstance(error, InputError)
@@ -231,19 +231,19 @@ class StepRunner:
         self._world.transport.reset()
 
     def _fail(self, error: PeerError, lowered: LoweredSchedule) -> None:
-        """Let no step follow one that failed in a wait, and write its post-mortem, if that is not done."""
+        """Forbid further steps after a failed wait, and write the post-mortem, if that is not done."""
         self._let_none_follow()
         if error.timeline is None:
             write_post_mortem(error, lowered.executors, self._trace_folder)
 
     def _let_none_follow(self) -> None:
-        """Other processes, if any, may still be in this step."""
+        """Forbid further steps, unless this process is alone: other processes may still be in this step."""
         self._broken |= not self._world.alone
-        self._world.processes.mesh = None  # ranks that are in this step compare no calls
+        self._world.processes.mesh = None  # ranks still in this step compare no calls
 
 
 def _check_total(total_tokens: int | None) -> None:
     """Raise ConfigError for a number that a loss cannot be divided by."""
     if total_tokens is not None and (type(total_tokens) is not int or total_tokens < 1):
-        rule = "the loss is divided by it: a whole number, and 1 at least"
-        raise ConfigError(f"total_tokens={total_tokens!r}", rule, "Give what Pipeline.count_tokens returns")
+        rule = "the loss is divided by it, a whole number of at least 1"
+        raise ConfigError(f"total_tokens={total_tokens!r}", rule, "Give the result of Pipeline.count_tokens")

@@ -1,10 +1,10 @@
 """The schedules of a pipeline by their number of microbatches: made when first needed, then kept.
 
-    a count that is new    schedule -> verify -> forwards to recompute -> a plan and an executor for each rank
-    a known count          the executors of the first time
+    a new count      schedule -> verify -> forwards to recompute -> a plan and an executor for each rank
+    a known count    the executors of the first time
 
-Every rank makes them by itself, from options that the handshake has compared. The placement, and with it
-stages and channels, is the same for every count.
+Every rank makes schedules without communication, from options that the handshake has compared. The placement,
+and so stages and channels, are the same for every count.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from penstock.schedule.offload import HostCopies, host_copies
 from penstock.schedule.order import exchanges
 from penstock.schedule.simulation.recompute import StageMicrobatches
 
-KEPT = 64  # schedules that train, and as many of forwards: those used last
+KEPT = 64  # the most recent schedules that train, and as many for evaluations
 
 
 class LoweredSchedule(NamedTuple):
-    """A schedule ready to run in this process; `number` is equal on ranks that hold the same schedule."""
+    """A schedule ready to run in this process; `number` is equal on ranks with the same schedule."""
 
     proof: Proof
     executors: list[Executor]
@@ -50,7 +50,7 @@ class Schedules:
         self._built, world = built, built.world
         stages = {stage.index: stage for stage in built.stages}
         placement = built.schedule.placement
-        # the executors of a rank share these
+        # shared by all executors of a rank
         self._stages = {rank: {s: stages[s] for s in placement.stages_of(rank)} for rank in world.ranks}
         self.recorders = {rank: Recorder(world.device, world.clock_offset) for rank in world.ranks}
         self.training = lru_cache(KEPT)(self._make_training)
@@ -76,8 +76,8 @@ class Schedules:
         copies: Sequence[HostCopies] | None = None,
     ) -> LoweredSchedule:
         """
-        recomputed: the (stage, microbatch) whose layers run again in the backward
-        copies: by rank, of the activations that wait in host memory
+        recomputed: the (stage, microbatch) pairs whose layers run again in the backward
+        copies: by rank, the copies of offloaded activations
         """
         built, schedule = self._built, proof.schedule
         world = built.world

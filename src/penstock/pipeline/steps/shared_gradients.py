@@ -23,7 +23,7 @@ class SharedGradients(StepPart):
     def __init__(self, built: BuiltStages, modules: Mapping[int, nn.Module]) -> None:
         """Collective. Raises ModelError, on every rank, where only some copies of a weight are frozen.
 
-        modules: this process's, by stage
+        modules: those of this process, by stage
         """
         world, shared = built.world, built.weights.shared
         for group in shared:
@@ -37,9 +37,9 @@ class SharedGradients(StepPart):
         self._transport, self._processes = world.transport, world.processes
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._compared: list[bool] = []
-        parts_of_batch = world.reductions.batch_part[1]  # each has a copy of the model
+        parts_of_batch = world.reductions.batch_part[1]  # each part has a copy of the model
         twice = built.schedule.placement.replicas * parts_of_batch > 1
-        self._buffers = [  # of what is there twice: nothing sums what a forward writes into them
+        self._buffers = [  # buffers with several copies: no step sums a forward's writes into them
             (copy_name(f"{path}.{key}".lstrip("."), stage), inner, key)
             for stage, module in modules.items()
             for path, inner in module.named_modules()
@@ -62,8 +62,8 @@ class SharedGradients(StepPart):
     def compare(self) -> None:
         """Raise ModelError, on every rank, for copies that would differ from now on. Collective.
 
-        They do where only some copies of a weight are frozen, or a forward has written into a buffer. To be
-        called where any rank has `changed`: a rank that skipped a sum would leave the others waiting.
+        Copies differ if only some copies of a weight are frozen, or a forward has written into a buffer. Call
+        it if any rank has `changed`: a rank that skipped a sum would leave the others waiting.
         """
         trained = [
             [{where: copy.requires_grad for where, copy in copies.items()} for copies in group.copies]
@@ -72,27 +72,27 @@ class SharedGradients(StepPart):
         self._processes.attempt("leave its buffers as they are", self._check_buffers)
         for by_process in zip(*self._processes.gather(trained), strict=True):
             for of_weight in zip(*filter(None, by_process), strict=True):  # of processes that have copies
-                _check_all_or_none({place: on for copies in of_weight for place, on in copies.items()})
+                _check_all_or_none({where: on for copies in of_weight for where, on in copies.items()})
         self._compared = self._trained()
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        """Raise ModelError where a stage has another parameter in place of a shared one.
+        """Raise ModelError if a shared parameter of a stage has been replaced.
 
-        Its gradients would not be summed; or, where both uses are in one stage, the norm and what is saved
-        would leave it out.
+        The new parameter's gradients would not be summed; or, if both uses are in one stage, the norm and
+        saved weights would leave it out.
         """
         for where, table, key, parameter in self._shared_entries:
             if table.get(key) is not parameter:
                 raise ModelError(
                     f"{where}, another parameter than when the pipeline was built",
-                    "it is a weight that several modules share, and whose gradients are summed",
+                    "several modules share this weight, and its gradients are summed",
                     "Copy values into the parameter, as load_state_dict() without assign=True and "
                     "pipe.load_weights() do",
                 )
 
     @property
     def changed(self) -> bool:
-        """Whether `compare` has something to find on this process."""
+        """Whether `compare` would raise an error for this process's copies."""
         return self._trained() != self._compared or self._written() is not None
 
     def _check_buffers(self) -> None:
@@ -100,18 +100,18 @@ class SharedGradients(StepPart):
             raise error
 
     def _written(self) -> ModelError | None:
-        """The error where this step's forwards have written into a buffer, or put another in its place."""
+        """The error if this step's forwards have written into a buffer or replaced it."""
         for (where, owner, key), (buffer, version) in zip(self._buffers, self._unwritten, strict=True):
             is_saved = key not in owner._non_persistent_buffers_set  # else it is a cache
             replaced = is_saved and owner._buffers.get(key) is not buffer
             if replaced or (buffer is not None and buffer._version != version):
                 return ModelError(
                     f"{where}, a buffer that the forward writes into",
-                    "there are several copies of it (two in a schedule of dualpipe, one for each part of the "
-                    "batch on dp_shard and dp_replicate, one on each stage of what is in on_every_stage), "
-                    "which would differ from now on",
-                    "Take a schedule with one copy (dualpipe_v, zb_v, 1f1b) without these axes, and leave it "
-                    "out of on_every_stage",
+                    "it has several copies (two in a schedule of dualpipe, one for each part of the batch "
+                    "on dp_shard and dp_replicate, one on each stage for modules in on_every_stage), which "
+                    "would differ from now on",
+                    "Take a schedule with one copy (dualpipe_v, zb_v, 1f1b) without these axes, and leave "
+                    "its module out of on_every_stage",
                 )
         return None
 
@@ -130,7 +130,7 @@ class SharedGradients(StepPart):
         """Give every copy the values of the first one. Collective.
 
         Args:
-            first: the first copies that this process holds.
+            first: the first copies, as far as this process has them.
         """
         kept = set(map(id, first))
         for copy in self._copies():
@@ -141,7 +141,7 @@ class SharedGradients(StepPart):
             self._transport.sum_shared(ranks, values)
 
     def begin(self, step: Step) -> None:
-        """Set aside the gradients of earlier steps: they are summed already."""
+        """Set aside the gradients of earlier steps, which are summed already."""
         self._unwritten = self._versions()
         self._before = [(copy, copy.grad) for copy in self._copies() if copy.requires_grad]
         for copy, _ in self._before:
@@ -166,7 +166,7 @@ class SharedGradients(StepPart):
         self._before = []
 
     def _sum(self, weights: list[tuple[nn.Parameter, ...]], ranks: tuple[int, ...]) -> None:
-        """Sum the gradients of all copies. A weight that no stage used gets none, as in a single process."""
+        """Sum the gradients of all copies. An unused weight gets no gradient, as in a single process."""
         if not weights:
             return
         counts = [sum(copy.grad is not None for copy in copies) for copies in weights]
@@ -174,7 +174,7 @@ class SharedGradients(StepPart):
         # all copies are sharded in the same way, so the shards of this rank and its peers match
         gradients = [[local_shard(_gradient(copy)) for copy in copies] for copies in weights]
         self._transport.sum_shared(ranks, [*gradients, [used]])
-        if all(counts):  # the other ranks' counts change nothing, and a GPU would be waited for
+        if all(counts):  # other ranks' counts change nothing; reading them would wait for a GPU
             return
         for copies, count in zip(weights, used.tolist(), strict=True):
             for copy in copies if count == 0 else ():
@@ -182,13 +182,13 @@ class SharedGradients(StepPart):
 
 
 def _is_on_every_stage(module: nn.Module, path: str) -> bool:
-    """Whether a stage's module says that every stage has a copy of its submodule at `path`."""
+    """Whether a stage's module declares that every stage has a copy of its submodule at `path`."""
     names: Sequence[str] = getattr(module, "on_every_stage", ())
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
 def _check_all_or_none(trained: Mapping[str, bool]) -> None:
-    """Raise ModelError if only some copies of a weight are trained. trained: by place"""
+    """Raise ModelError if only some copies of a weight are trained. trained: by name of the copy"""
     if len(set(trained.values())) == 1:
         return
     frozen = [where for where in trained if not trained[where]]

@@ -1,4 +1,4 @@
-"""Split the batch of a step into microbatches of equal form on every rank."""
+"""Split the batch of a step into microbatches, in the same way on every rank."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from penstock.errors import BatchError, InputError
 from penstock.parallel.world import World
 from penstock.private import tree_map_only
 
-BatchLike = Batch | Sequence[Microbatch]  # to be split, or microbatches as they are
+BatchLike = Batch | Sequence[Microbatch]  # a batch to split, or its microbatches
 
 
 def as_list(batch: BatchLike) -> list[Mapping[str, Any]]:
-    """The batch alone, or its microbatches."""
+    """A list of the batch, or of its microbatches."""
     return [batch] if isinstance(batch, Mapping) else list(batch)
 
 
 class RefusedBatch(dict[str, Any]):
-    """Stands for a batch that this rank refused before the ranks meet; splitting it raises the error."""
+    """Replaces a batch that this rank refuses, until all ranks agree: splitting it raises the error."""
 
     def __init__(self, error: InputError) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class BatchSplitter(NamedTuple):
 
     sharding: how each entry is split; padding: the length to pad to, if any
     complete: adds the entries that the model needs and a microbatch implies
-    check: raises for a batch, or a microbatch, that the model does not take
+    check: raises for a batch, or a microbatch, that the model does not accept
     """
 
     sharding: Sharding
@@ -67,7 +67,7 @@ class BatchSplitter(NamedTuple):
         return [self.complete(part) for part in self._divide(batch, count)]
 
     def unpadded_lengths(self, batch: BatchLike) -> list[int]:
-        """The lengths of the rows of a batch, or of each microbatch's, where they are padded; else empty."""
+        """The row length of a batch, or of each microbatch, where they are padded; else empty."""
         return [] if self.padding is None else [self.padding.longest([part]) for part in as_list(batch)]
 
     def _longest(
@@ -103,26 +103,26 @@ class BatchSplitter(NamedTuple):
         elif len(parts) != count:
             raise BatchError(
                 f"a list of {len(parts)} microbatches",
-                f"this call is of {count}, by `microbatches` or by what other ranks give, and of 1 at least",
+                f"this call has {count}, by `microbatches` or by the batches of other ranks, and at least 1",
                 "Give a list of the same length, 1 or more, on every rank, and leave `microbatches` out",
             )
         else:
             parts = [joined(part) for part in parts]
-        for number, part in enumerate(parts):
+        for index, part in enumerate(parts):
             tensors = [value for value in part.values() if isinstance(value, Tensor)]
             if any(tensor.dim() and not len(tensor) for tensor in tensors):
-                raise BatchError(f"microbatch {number}", "it has no rows", "Leave it out, or give it one")
+                raise BatchError(f"microbatch {index}", "it has no rows", "Leave it out, or give it one")
             ids = part.get("input_ids")
             if isinstance(ids, Tensor) and not ids.numel():
-                raise BatchError(f"microbatch {number}", "its rows have no tokens", "Leave it out")
+                raise BatchError(f"microbatch {index}", "its rows have no tokens", "Leave it out")
         return parts
 
 
 def on_host(batch: BatchLike, device: torch.device) -> BatchLike:
-    """`batch` with its whole numbers and booleans on the host, which looks at them. Waits for a GPU once.
+    """`batch` with its integers and booleans on the host, which reads them. Waits for a GPU once.
 
-    device: where the pipeline computes. Embeddings and other large tensors of floating point, at whose values
-        nothing looks, go there from a GPU
+    device: of the pipeline. Floating-point tensors on a GPU, such as embeddings, go there: the host does not
+        read their values
     """
     if isinstance(batch, RefusedBatch):
         return batch

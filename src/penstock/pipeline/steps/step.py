@@ -1,10 +1,10 @@
-"""A step as its parts see it, and a part: what one feature does before a step, around its ops and after it.
+"""A step, and its parts: what one feature does before a step, around its ops and after it.
 
-    check     this rank looks for the caller's errors, such as an optimizer over other parameters
-    begin     all ranks have agreed on the batch
-    around    the ops run
-    end       all ranks have each other's reports
-    failed    the step has failed, and none of the other methods follows
+    check     before the ranks agree: raise the caller's errors, such as an optimizer over other parameters
+    begin     after all ranks have agreed on the batch
+    around    a context for the ops
+    end       after every rank has all reports
+    failed    after a failure, in place of the methods that have not been called
 
 A feature is one file with a subclass, and one line in a list of `Pipeline.__init__`. Some parts exchange
 messages, so every rank has the same parts in the same order.
@@ -28,13 +28,13 @@ StepRecord = tuple[Schedule, report.Reports]  # a step's schedule, and the ranks
 
 
 class StepResult(NamedTuple):
-    """The outcome of a step: the same numbers on every rank.
+    """The outcome of a step: the same values on every rank.
 
     Attributes:
-        loss: mean over the batch's valid tokens, or over what the loss counts
+        loss: mean over the batch's valid tokens, or over the items that the loss counts
         tokens: number of valid tokens, over all microbatches and all parts of the batch
         bubble: share of the ranks' time in which they did not compute, from 0 to 1
-        norm: that of all gradients, before they were clipped; None for a step without an optimizer
+        norm: of all gradients, before clipping; None for a step without an optimizer
         host_share: share of the ranks' time in which GPUs waited, within ops, for their hosts; None where it
             is not known (`Pipeline.measuring_device`), and on the CPU
     """
@@ -53,9 +53,9 @@ _NO_RESULT = StepResult(0.0, 0, 0.0)
 class Step:
     """One run of a schedule on a batch.
 
-    batch: as the caller gave it, with its numbers on the host
-    microbatches: of all ranks of cp together; `input` has this rank's part of them
-    tokens: valid ones of all parts of the batch, where the last stage computes the loss
+    batch: the caller's, with its integers on the host
+    microbatches: with whole sequences; `input` has this cp rank's part of them
+    tokens: number of valid tokens of all parts of the batch, if the last stage computes the loss
     reports: of all ranks, once the ops have run
     result: once the ops have run
     """
@@ -79,34 +79,34 @@ class Step:
 
 
 class StepPart:
-    """What one feature does in a step. Each method does nothing unless it is overridden.
+    """What one feature does in a step. Methods do nothing unless they are overridden.
 
     Attributes:
-        facts: words for what must be equal on all ranks of the step
+        facts: text that must be equal on all ranks of the step
     """
 
     facts = ""
 
     @property
     def changed(self) -> bool:
-        """Whether copies of weights have come to differ on this process: each rank reports it to all."""
+        """Whether copies of weights differ now on this process. Each rank reports it to all."""
         return False
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
         """Raise an InputError for an error of the caller. If one rank raises it, all ranks raise."""
 
     def begin(self, step: Step) -> None:
-        """All ranks have agreed on the batch, and nothing is sent yet."""
+        """Called after all ranks have agreed on the batch, before anything is sent."""
 
     def around(self, step: Step) -> AbstractContextManager[object]:
-        """Entered before the first op, and left after the last one."""
+        """A context around all ops of the step."""
         return nullcontext()
 
     def end(self, step: Step) -> None:
-        """All ops have run, and every rank has the reports."""
+        """Called after all ops, when every rank has the reports."""
 
     def failed(self) -> None:
-        """The step has failed, perhaps before `begin`."""
+        """Called after a failed step, which may not have reached `begin`."""
 
     def close(self) -> None:
-        """No step follows."""
+        """Called when no step follows."""

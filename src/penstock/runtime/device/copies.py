@@ -1,7 +1,7 @@
 """Copies between a GPU and pinned host memory, on streams of their own: the GPU computes meanwhile.
 
-A copy runs after the call that asks for it has returned. Until its `Moment` is over, host memory has to live,
-what is read must not be written to, and what is written must not be looked at.
+A copy goes on after the call that starts it has returned. Until its `Moment` is over, keep the host memory,
+do not write to the source, and do not read the target.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CudaCopies:
 
     def up(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Moment]:
         computing = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._ups):  # whose own memory they get: the compute stream is not waited for
+        with torch.cuda.stream(self._ups):  # memory of this stream: no wait for the compute stream
             copies = tuple([host.to(self._device, non_blocking=True) for host in hosts])
             moment = CudaMoment(self._device)
         computing.wait_stream(self._ups)
@@ -80,14 +80,14 @@ class CudaCopies:
         return moment
 
 
-# ---- Activations that wait in host memory: the compute stream waits when the plan says so, and no sooner
+# ---- Activation offloading: the compute stream waits for a copy only where the plan says so
 
 
 class HostLink(Protocol):
     """Copies between a device and host memory, each direction in order, while the device computes.
 
-    Both begin once the compute stream has come to the call, and return what `wait` takes. Until that wait all
-    memory has to live.
+    Both begin once the compute stream has reached the call, and return the argument for `wait`. Keep all
+    memory until that wait.
     """
 
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> object:
@@ -97,7 +97,7 @@ class HostLink(Protocol):
         """Copy host memory into `tensors` of the device."""
 
     def wait(self, copied: object) -> None:
-        """Hold up what computes on the device until these copies are over."""
+        """Make the compute stream wait until these copies are over."""
 
 
 class CudaLink:
@@ -134,7 +134,7 @@ class CudaLink:
 
 
 class InlineLink:
-    """The link of a CPU, whose memory host memory is: copies are over when the call returns."""
+    """The link of a CPU, whose memory is host memory: copies are over when the call returns."""
 
     def down(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> None:
         for tensor, host in zip(tensors, hosts, strict=True):
@@ -154,7 +154,7 @@ def host_link(device: torch.device) -> HostLink:
 def pin(host: Tensor) -> None:
     """Pin host memory that torch has not allocated, such as that of a file, as long as the process lives.
 
-    Where the system refuses, copies are as correct and take longer.
+    Where the system refuses, copies are correct but slower.
     """
     torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)  # type: ignore[no-untyped-call]
 
@@ -165,8 +165,8 @@ def pin(host: Tensor) -> None:
 class Workers:
     """Threads that each work on a piece of memory at a time, in calls that release Python's lock.
 
-    As many pieces wait as there are threads: what they hold is bounded. A context that ends once all are
-    done. The error of a piece is raised by the next `do`, or at the end.
+    At most as many pieces wait as there are threads, which bounds their memory. The context ends once all
+    pieces are done. The error of a piece is raised by the next `do`, or at the end.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class Workers:
             thread = Thread(target=self._serve, name="penstock-piece", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # Python ends, or the process may have no more
+            except RuntimeError:  # Python is ending, or the process may start no more threads
                 break
             self._threads.append(thread)
 
@@ -206,7 +206,7 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:  # nobody needs what still waits
+        if error is not None:  # drop the pieces that still wait
             with suppress(Empty):
                 while True:
                     self._queue.get_nowait()
@@ -218,7 +218,7 @@ class Workers:
             raise self._error
 
 
-# ---- Copies of what a device trains with: it goes on meanwhile, and changes nothing of it
+# ---- Background copies of a device's tensors: it goes on computing, and does not change them
 
 
 class BackgroundCopies:
@@ -260,7 +260,7 @@ class BackgroundCopies:
         return host
 
     def begin(self) -> None:
-        """Begin to copy what `later` was asked for, as the compute stream has it here."""
+        """Begin the copies that `later` has registered, of the values at this point of the compute stream."""
         if self._copies is None or not self._later:
             self._done.set_result(None)
             return
@@ -272,15 +272,15 @@ class BackgroundCopies:
             self._run(self._copies)
 
     def wait(self) -> None:
-        """Return when what is copied may be changed, even if copying failed."""
+        """Wait until the copied tensors may be changed, even if copying failed."""
         wait([self._done])
 
     def before_step(self, *_: object) -> None:
-        """A pre-hook of an optimizer's step: waits as `wait` does, and changes nothing of the step."""
+        """The same as `wait`, as a pre-hook of an optimizer's step."""
         self.wait()
 
     def result(self) -> None:
-        """Return when all copies are complete. Raises the error of one that is not."""
+        """Wait until all copies are complete. Raises the error of a copy that failed."""
         self._done.result()
 
     def drop(self) -> None:
@@ -309,7 +309,7 @@ class BackgroundCopies:
                 for part, into in zip(torch.split(source, PIECE), torch.split(host, PIECE), strict=True):
                     if self._dropped:
                         raise RunError(
-                            "a checkpoint under way", "it was given up", "Go on from the one before"
+                            "a checkpoint under way", "it was given up", "Go on from the previous checkpoint"
                         )
                     piece = free.get()
                     moment = copies.down([part], [piece[: len(part)]], made=made)

@@ -19,8 +19,8 @@ _REMEMBERED = 4096  # shapes of each stage
 class Footprint(NamedTuple):
     """The bytes that a forward of one microbatch leaves in memory on one stage.
 
-    activation: held until its backward: its input, and all that autograd saved
-    output: bytes for the next stage that are held only to be sent
+    activation: kept until its backward: the input, and all that autograd saved
+    output: bytes for the next stage that are kept only to be sent
     """
 
     activation: int
@@ -45,17 +45,17 @@ class ForwardKey(NamedTuple):
 
 
 class Footprints:
-    """The footprints that were measured of one stage's forwards; of too many, the oldest are forgotten."""
+    """The measured footprints of one stage's forwards; beyond a limit, the oldest are dropped."""
 
     def __init__(self) -> None:
         self._known: dict[ForwardKey, KnownFootprint] = {}
 
     def find(self, key: ForwardKey) -> KnownFootprint | None:
-        """None: measure it."""
+        """The known footprint; None: measure it."""
         return self._known.get(key)
 
     def add(self, key: ForwardKey, measured: Footprint, provisional: bool) -> None:
-        """Keep what was measured, in place of what was kept before."""
+        """Replace the footprint of `key` by what was measured."""
         self._known[key] = KnownFootprint(measured, provisional)
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
@@ -64,7 +64,7 @@ class Footprints:
 def footprint(nbytes: int | None, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Footprint:
     """The footprint of a forward that received `inputs`.
 
-    nbytes: left in memory by it, outputs included; None where nobody measured: what it received counts alone
+    nbytes: what it left in memory, outputs included; None where it was not measured: only inputs count
     """
     only_sent = sum([output.nbytes for output in outputs if not is_held_elsewhere(output)])
     received = sum([tensor.untyped_storage().nbytes() for tensor in inputs])

@@ -18,7 +18,7 @@ def free_on(device: torch.device) -> int | None:
 
 
 def room_in_memory() -> int:
-    """Bytes as of `free_memory`; more than any machine has where they cannot be read."""
+    """`free_memory`, or more than any machine has where it cannot be read."""
     free = free_memory()
     return sys.maxsize if free is None else free
 
@@ -38,7 +38,7 @@ def _of_machine() -> int | None:
 
 
 def _of_container() -> int | None:
-    """None where no limit is set."""
+    """Free bytes of the container; None where it has no limit."""
     with suppress(OSError, ValueError):
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         counts = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

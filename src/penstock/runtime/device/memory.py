@@ -1,7 +1,7 @@
 """The bytes that a rank holds during a step: activations, buffers, and what waits for W.
 
-A forward is measured where nothing tells its footprint, and counted from then on, so that a step pays a few
-additions. Weights, their casts under autocast, gradients, and what an op needs only while it runs, are not
+A forward is measured where its footprint is not known; later ones add the known sizes, which costs a few
+additions a step. Weights, their casts under autocast, gradients, and temporary tensors of an op are not
 counted.
 """
 
@@ -26,13 +26,13 @@ StageMicrobatch = tuple[int, int]  # stage and microbatch
 Storages = Callable[[], Iterable[UntypedStorage]]
 
 _BLOCK = 512  # bytes, to which the allocator of a GPU rounds
-_GLOO_FREES = 0.005  # seconds after which a thread of gloo holds a collective's tensors no more
+_GLOO_FREES = 0.005  # seconds after which no thread of gloo keeps a collective's tensors
 
 
 class Held(NamedTuple):
-    """Bytes on one rank at one time.
+    """Bytes in memory on one rank at one time.
 
-    activations: of the live microbatches; buffers: received, posted or being sent; deferred: for W
+    activations: of the live microbatches; buffers: received, posted or being sent; deferred: kept for W
     """
 
     activations: int = 0
@@ -68,7 +68,7 @@ class PeakMemory(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> PeakMemory:
-        """Up to now; does not wait for the GPU."""
+        """The peaks up to now; does not wait for the GPU."""
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if device.type != "cuda":
             return cls(resident=resident)
@@ -100,7 +100,7 @@ class Ledger:
         self._received += payload.specs.nbytes
 
     def take(self, payload: Payload) -> None:
-        """An op has used up what was received, or made it part of an activation."""
+        """Count a received payload no longer: an op has used it, or keeps it as a part of its activation."""
         self._received -= payload.specs.nbytes
 
     def forward(self, op: Op, footprint: Footprint, result: int) -> None:
@@ -124,13 +124,13 @@ class Ledger:
                     self._activations += right.activation - wrong.activation
 
     def release(self, key: StageMicrobatch, nbytes: int) -> None:
-        """A part of the activation waits in host memory."""
+        """Count `nbytes` of an activation as moved to host memory."""
         self._offloaded[key] = nbytes
         self._live[key] -= nbytes
         self._activations -= nbytes
 
     def reload(self, key: StageMicrobatch, nbytes: int) -> None:
-        """It is on its way back."""
+        """Count them as on the device again, where the copy back begins."""
         self._live[key] += nbytes
         self._activations += nbytes
 
@@ -164,10 +164,10 @@ class Ledger:
 class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of all tensors that are made under it and still alive.
 
-    own_bytes: those at the end, without the memory that `others` finds then; peak: the most at one time
+    own_bytes: those at the end, without the memory that `others` returns then; peak: the most at one time
 
-    It must hold nothing that holds one of them.
-    Autograd cannot be asked what it saved: activation checkpointing keeps its inputs elsewhere.
+    The mode must keep no tensor alive. It does not ask autograd what was saved, because activation
+    checkpointing keeps its inputs elsewhere.
     """
 
     supports_higher_order_operators = True  # as torch.cond; the tensors that they return are counted
@@ -183,9 +183,14 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 alive.nbytes -= alive._known.pop(reference.key)[0]
 
         self._forget = forget
-        # the bytes by address, as long as the storage lives, and a reference that removes them
+        # address of a live storage -> its bytes, and a weak reference that removes the entry
         self._known: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
         self._communicated = False
+
+    @property
+    def alive(self) -> dict[int, int]:
+        """The bytes of the storages that are alive now, by address."""
+        return {address: nbytes for address, (nbytes, _) in self._known.items()}
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
@@ -248,7 +253,7 @@ class MeasuredOnGPU(AbstractContextManager["MeasuredOnGPU"]):
 def measuring(device: torch.device, others: Storages) -> Measured | MeasuredOnGPU:
     """Measure a forward: its `own_bytes` are the bytes that it leaves behind. The result is not changed.
 
-    others: memory that a forward may leave and that is no activation, such as gathered weights
+    others: memory that a forward may leave but that is no activation, such as gathered weights
     """
     return MeasuredOnGPU(device, others) if device.type == "cuda" else Measured(others)
 

@@ -1,4 +1,4 @@
-"""Activations of one stage that wait in host memory between forward and backward.
+"""Activation offloading of one stage: its activations are in host memory between forward and backward.
 
     forward   saved tensors -> one _SavedStorage for each storage; autograd holds a _Saved for each tensor
     offload   storages that only autograd holds -> host memory, on a stream of their own
@@ -7,7 +7,7 @@
     restore   the compute stream has waited for them
     backward  each _Saved is a tensor of its new storage, with the strides that it had
 
-When each happens is the plan's business (penstock.schedule.offload).
+The plan decides when each happens (penstock.schedule.offload).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.runtime.stage_part import Forward, StagePart
 
 
 class Offload(StagePart):
-    """The activations of one stage that wait in host memory.
+    """Moves activations of one stage to host memory and back.
 
     Args:
         device: of the stage.
@@ -50,16 +50,16 @@ class Offload(StagePart):
 
     # ---- in the forward
 
-    def before_forward(self, number: int, microbatch: Microbatch, how: Forward) -> None:
+    def before_forward(self, index: int, microbatch: Microbatch, how: Forward) -> None:
         if how.offload:
-            self._recording = self._saved[number] = WeakValueDictionary()
+            self._recording = self._saved[index] = WeakValueDictionary()
 
     def after_forward(self) -> None:
         self._recording = None
 
     @property
     def records(self) -> bool:
-        """Whether to run a module under `saving`. Other hooks go first: those of a layer that runs again."""
+        """Whether to run a module under `saving`: not inside other hooks, such as those of checkpointing."""
         return (
             self._recording is not None
             and torch.is_grad_enabled()
@@ -67,7 +67,7 @@ class Offload(StagePart):
         )
 
     def saving(self) -> saved_tensors_hooks:
-        """What autograd saves under this may leave the device."""
+        """A context in which the tensors that autograd saves may leave the device."""
         assert self._recording is not None
         storages = self._recording
 
@@ -98,11 +98,11 @@ class Offload(StagePart):
     # ---- between forward and backward
 
     def leaving(self, index: int, staying: Collection[int]) -> list[_SavedStorage]:
-        """The storages that autograd saved and nothing else holds. staying: those that others hold"""
+        """The storages that only autograd keeps alive. staying: storages that others keep alive"""
         return [storage for cdata, storage in self._saved[index].items() if cdata not in staying]
 
     def offload(self, index: int, staying: Collection[int]) -> None:
-        """Begin to copy what a forward has saved, all but `staying`, to host memory."""
+        """Begin to copy the storages that a forward has saved, all but `staying`, to host memory."""
         storages = self.leaving(index, staying)
         del self._saved[index]
         pinned = self._device.type == "cuda"
@@ -113,7 +113,7 @@ class Offload(StagePart):
         self._away[index] = _Away(storages, copied)
 
     def release(self, index: int) -> int:
-        """Free the device's memory. Returns how many bytes of it."""
+        """Free the device's memory. Returns the number of bytes freed."""
         storages, copied = self._away[index]
         self._link.wait(copied)
         for storage in storages:
@@ -121,7 +121,7 @@ class Offload(StagePart):
         return sum(storage.nbytes for storage in storages)
 
     def reload(self, index: int) -> int:
-        """Begin to copy back. Returns how many bytes of the device it takes."""
+        """Begin to copy back. Returns the number of bytes allocated on the device."""
         storages, _ = self._away[index]
         for storage in storages:
             storage.device = torch.empty(storage.nbytes, dtype=torch.uint8, device=self._device)
@@ -130,7 +130,7 @@ class Offload(StagePart):
         return sum(storage.nbytes for storage in storages)
 
     def restore(self, index: int) -> None:
-        """Wait until all is back."""
+        """Make the compute stream wait until all storages are back."""
         storages, copied = self._away.pop(index)
         self._link.wait(copied)
         for storage in storages:
@@ -151,10 +151,10 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class _SavedStorage:
     """Where the bytes of one storage are: on the device, in `host` memory, or in both while they are copied.
 
-    A tensor holds them, and no storage: users of a storage are counted (`is_held_elsewhere`), and Python has
-    one object of each.
+    It keeps a tensor, not the storage: users of a storage are counted (`is_held_elsewhere`), and Python has
+    one object for each.
 
-    device: a tensor there with this storage; None while there is none
+    device: a tensor on the device with this storage; None while the bytes are in host memory alone
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -172,7 +172,7 @@ _Storages = WeakValueDictionary[int, _SavedStorage]
 
 
 class _Away(NamedTuple):
-    """What is in host memory, and the last copies of it."""
+    """Storages of a microbatch in host memory, and the latest copies of them."""
 
     storages: list[_SavedStorage]
     copied: object
@@ -190,7 +190,7 @@ class _Kept(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a tensor is within its storage."""
+    """A tensor's view of its storage."""
 
     dtype: torch.dtype
     offset: int
@@ -201,7 +201,7 @@ class _Form(NamedTuple):
 class _Saved(NamedTuple):
     """A saved tensor: a part of a storage that may leave the device.
 
-    counter: has its version counter, and none of its memory
+    counter: a tensor that shares its version counter, but none of its memory
     """
 
     storage: _SavedStorage
@@ -221,7 +221,7 @@ def _unpack(saved: _Saved | _Kept) -> Tensor:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All bytes of its storage."""
+    """The storage of `tensor` as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -232,7 +232,7 @@ def _version_counter(tensor: Tensor) -> Tensor:
 
 
 def _check(tensor: Tensor, version: int, shape: torch.Size) -> None:
-    """Raise the error that autograd raises, which checks no tensor that hooks have packed."""
+    """Raise autograd's error for a modified tensor: autograd itself does not check what hooks have packed."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,7 +1,7 @@
-"""The stream that a rank computes on: where it is, as the rank's host sees it.
+"""The stream that a rank computes on, and points in time on it.
 
 On the CPU an op has ended when its call returns. A GPU runs later, in order, what its host has queued: a
-point in time is then a mark in the queue.
+point in time is then an event in the queue.
 """
 
 from __future__ import annotations
@@ -13,76 +13,76 @@ import torch
 
 from penstock.private import cuda_sleep
 
-_CYCLES = 3e9  # in a second, more than any GPU's clock has: `hold` may last longer, and never shorter
+_CYCLES = 3e9  # per second, more than any GPU's clock: `hold` may last longer, but never shorter
 
 
 class Moment(Protocol):
-    """A point in a stream, such as a torch.cuda.Event. Any thread may ask for it.
+    """A point in a stream, such as a torch.cuda.Event. Any thread may query it.
 
-    queued: the host's time when it had queued all that is in front of it
+    queued: the host's time when it had queued all work before this point
     """
 
     queued: float
 
     def query(self) -> bool:
-        """Whether the stream has come there."""
+        """Whether the stream has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Wait until the stream has reached this point."""
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from here to `end`."""
 
 
-Time = float | Moment  # a point in time: seconds, or a mark
+Time = float | Moment  # a point in time: seconds, or an event
 
 
 class Stream(Protocol):
-    """What penstock needs of a stream. runs_behind: whether the host goes on while it computes"""
+    """What penstock needs of a stream. runs_behind: whether the stream runs asynchronously to its host"""
 
     runs_behind: bool
 
     def begin_step(self) -> None:
-        """From now on points are of the stream that is the current one now."""
+        """Take the device's current stream for all points from now on."""
 
     def now(self) -> Time:
-        """The point that the stream has come to, or comes to after all that is queued."""
+        """The point after all work that is queued now."""
 
     def anchor(self) -> tuple[float, Time]:
-        """A point that the stream has just come to, and the host's time then. Waits until it has."""
+        """A point that the stream has just reached, and the host's time then. Waits for the stream."""
 
     def hold(self, seconds: float) -> None:
-        """Let the stream stand still for so long at least, so that the host can queue what comes next."""
+        """Stop the stream for at least `seconds`, so that the host can queue the next op meanwhile."""
 
 
 class HostStream:
     """The CPU."""
 
     runs_behind = False
-    now = staticmethod(time.perf_counter)  # four times an op: without a call in between
+    now = staticmethod(time.perf_counter)  # called four times an op, so without a Python function around it
 
     def begin_step(self) -> None:
-        """There is one."""
+        """The host has one stream."""
 
     def anchor(self) -> tuple[float, float]:
         now = self.now()
         return now, now
 
     def hold(self, seconds: float) -> None:
-        """It computes what its host calls, when its host calls it."""
+        """Nothing: the host's stream has no queue."""
 
 
 class CudaStream:
-    """The current stream of a GPU, whatever GPU is the current one."""
+    """The current stream of one GPU, which need not be the current device."""
 
     runs_behind = True
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._current: torch.cuda.Stream | None = None  # until the first step, whichever is the current one
+        self._current: torch.cuda.Stream | None = None  # None before the first step: the current one
 
     def begin_step(self) -> None:
-        self._current = torch.cuda.current_stream(self._device)  # to ask for it costs more than a mark
+        self._current = torch.cuda.current_stream(self._device)  # the look-up costs more than an event
 
     def now(self) -> Moment:
         return CudaMoment(self._device, self._current)
@@ -107,13 +107,13 @@ def is_over(when: Time) -> bool:
 
 
 def reach(when: Time) -> None:
-    """Hold up the host until the stream has come there."""
+    """Make the host wait until the stream has reached `when`."""
     if not is_over(when):
         when.synchronize()  # type: ignore[union-attr]
 
 
 def seconds(start: Time, end: Time) -> float:
-    """From `start` to `end`, both of which are over."""
+    """Seconds from `start` to `end`, both of which are over."""
     if isinstance(start, float):
         assert isinstance(end, float)
         return end - start
@@ -121,12 +121,12 @@ def seconds(start: Time, end: Time) -> float:
 
 
 class CudaMoment:
-    """A new thread is on GPU 0 whatever its process computes on; by waiting it would open a context there."""
+    """An event for any thread. In a new thread GPU 0 is current, and a wait would open a context there."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
-        """stream: one of that GPU; None takes the current one"""
+        """stream: of `device`; None takes its current one"""
         self._device = device
-        # blocking: a wait spins else
+        # blocking: otherwise a wait spins
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(torch.cuda.current_stream(device) if stream is None else stream)
         self.queued = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Facts that must be the same on all ranks, as text by name, and where the ranks differ in them.
+"""Facts that must be the same on all ranks, as text by name, and the differences between ranks.
 
-Ranks that differ in schedule, microbatches, split or axes would soon disagree on which messages and groups
-there are, and hang or train on nonsense. So they compare these facts first (penstock.runtime.ranks).
+Ranks that differ in schedule, microbatches, split or axes would disagree on messages and groups, and hang or
+train on nonsense. So they compare these facts first (penstock.runtime.ranks).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Facts = Mapping[str, str]  # by name
 
 
 def number_of(facts: Facts) -> int:
-    """A number that is another one where the facts are others; a float64 holds it."""
+    """A hash of the facts that fits into a float64."""
     return int(digest(json.dumps(sorted(facts.items()))), 16)
 
 
 def differences(by_rank: Sequence[Facts | None]) -> list[str]:
     """A line for each fact on which the ranks differ: ``microbatches: 4 on rank 0, 1; 8 on rank 2``.
 
-    by_rank: None for a rank that does not count
+    by_rank: None for a rank to leave out
     """
     names = dict.fromkeys(name for facts in by_rank for name in facts or ())
     lines = []
@@ -52,7 +52,7 @@ def _ranks(ranks: Sequence[int]) -> str:
         for _, run in groupby(enumerate(ranks), lambda placed: placed[1] - placed[0])
     ]
     shown = [[f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
-    return ", ".join(each for run in shown for each in run)
+    return ", ".join(text for run in shown for text in run)
 
 
 def facts_of_schedule(schedule: Schedule) -> dict[str, str]:
@@ -70,12 +70,12 @@ def facts_of_schedule(schedule: Schedule) -> dict[str, str]:
 def version_of_penstock() -> str:
     try:
         return version("penstock")
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # run from source
         return "not installed"
 
 
 def facts_of_process() -> dict[str, str]:
-    """The versions that run here."""
+    """The versions of Python, torch and penstock in this process."""
     major, minor, _ = platform.python_version_tuple()
     return {"penstock": version_of_penstock(), "torch": torch.__version__, "python": f"{major}.{minor}"}
 
@@ -84,7 +84,7 @@ def flat(name: str, value: Any) -> dict[str, str]:
     """A nested value, such as a model's config, as facts: ``{"config.rope.base": "10000"}``."""
     if not isinstance(value, Mapping):
         return {name: str(value)}
-    return {key: text for inner, held in value.items() for key, text in flat(f"{name}.{inner}", held).items()}
+    return {key: text for inner, part in value.items() for key, text in flat(f"{name}.{inner}", part).items()}
 
 
 def named(function: object) -> str:

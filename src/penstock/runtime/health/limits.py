@@ -1,4 +1,4 @@
-"""Time limits for calls that may never return, and what torch's errors say about another rank.
+"""Time limits for calls that may never return, and which of torch's errors are about another rank.
 
 torch's client of the key-value store waits for answers without a limit. Where the store's machine cannot be
 reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 ANSWERS = 3.0  # seconds in which a store answers
 
-# the words of gloo, the store and shared memory; NCCL has two forms
+# texts in the errors of gloo, the store and shared memory; NCCL has two forms
 _LATE = re.compile(r"timed out|timing out|operation timeout|wait timeout", re.IGNORECASE)
-# only the words tell gloo's errors from others
+# gloo's errors have no type of their own, only their text
 _OF_GLOO = re.compile(
     r"gloo|connection (closed|reset)|timed out (waiting|after)|operation timed out", re.IGNORECASE
 )
 
 
 def is_late(cause: BaseException) -> bool:
-    """Whether a wait failed because it took too long, by the words of its error."""
+    """Whether a wait failed because it took too long, by the text of its error."""
     return _LATE.search(str(cause)) is not None
 
 
@@ -71,16 +71,16 @@ def begun(
     call: Callable[[], T],
     start: Callable[[Callable[[], None]], threading.Thread | None] = in_a_thread,
 ) -> Callable[[timedelta], T]:
-    """Begin `call` in another thread. Returns a function that waits for its result.
+    """Begin `call` in another thread. Returns a function that waits for the result, up to a time limit.
 
-    That raises RuntimeError where it takes longer, and may be called again.
+    It raises RuntimeError where the call takes longer, and may be called again. what: for that error
     """
     answer: Future[T] = Future()
 
     def run() -> None:
         try:
             answer.set_result(call())
-        except BaseException as error:  # raised by whoever waits
+        except BaseException as error:  # raised where the result is waited for
             answer.set_exception(error)
 
     def wait(limit: timedelta) -> T:
@@ -107,6 +107,6 @@ def within(
 ) -> T:
     """Return the result of `call`, made in another thread.
 
-    Raises RuntimeError where it takes longer; then that thread is left behind.
+    Raises RuntimeError where the call takes longer than `seconds`; its thread is then left running.
     """
     return begun(what, call, start)(timedelta(seconds=seconds))

@@ -1,13 +1,13 @@
-"""Failure notes: what each process does, in torch's key-value store, for those that outlive it.
+"""Failure notes: what each process does, in torch's key-value store, where others read it after a failure.
 
     note/<process>    every period: the time, the host, what the process does, the wait that has lasted
     failed, silent    the first process that failed, and the first one that was silent for too long
 
-Notes are judged by whether they move while the reader looks on: clocks of other machines may be wrong. Nobody
-waits for the store for long: torch's client has no time limit of its own. Where the store's machine cannot be
-reached, or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
+A process counts as alive while its note changes, as the clocks of other machines may be wrong. Calls to the
+store have a time limit of ours, since torch's client has none: where the store's machine cannot be reached,
+or its process is stopped, a call keeps its thread in the kernel for minutes, or for ever.
 
-A note also names its process, so that others on its machine can look whether that is still there.
+A note also names its process, so that others on its machine can check whether it is still alive.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ T = TypeVar("T")
 
 
 class LimitedStore:
-    """A connection to the store whose calls take `limit` seconds at most. One thread makes them all.
+    """A connection to the store whose calls take `limit` seconds at most, all in one thread.
 
-    After the first one that fails or is late the store counts as gone, and nobody calls it again.
+    After the first call that fails or is late, the store counts as gone and is not called again.
     """
 
     def __init__(self, store: Store, limit: float = ANSWERS) -> None:
         self.limit = limit
-        # torch's own calls hold the connection for as long as they wait, as in making a group
+        # a clone: torch's own calls, as in making a group, keep the connection busy for as long as they wait
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self.gone = False
         self._thread = CallThread("penstock-store")
@@ -79,10 +79,10 @@ class LimitedStore:
 
 
 class ProcessId(NamedTuple):
-    """A process, in a form by which others on its machine can tell whether it lives.
+    """A process, in a form by which others on its machine can check whether it is alive.
 
     machine: the boot and the namespace in which `pid` counts; empty where neither is known
-    began: ticks since the machine started, as the number of a process is used again
+    began: start of the process, in ticks since the machine started, as a pid may be used again
     """
 
     machine: str
@@ -91,14 +91,14 @@ class ProcessId(NamedTuple):
 
 
 class PeerWait(NamedTuple):
-    """A wait that has lasted: for `what`, from the process `peer` (None: from all)."""
+    """A wait of more than a period: for `what`, from the process `peer` (None: from all)."""
 
     what: str
     peer: int | None
 
 
 class FailureNote(NamedTuple):
-    """A process's report of itself.
+    """A process's report on itself.
 
     at: seconds of its machine's clock, which began when that machine did; boot: names the machine
     last: whether the process knew of a failure, and may have ended since
@@ -115,7 +115,7 @@ class FailureNote(NamedTuple):
 
 
 class FirstFailure(NamedTuple):
-    """The first failure of its kind. process: the one that failed; None where nobody knows which"""
+    """The first failure of its kind. process: the one that failed; None where it is not known"""
 
     process: int | None
     host: str
@@ -123,7 +123,7 @@ class FirstFailure(NamedTuple):
 
 
 class FailureNotes:
-    """The notes of `process` and of the others, one each."""
+    """The notes of all processes, one each. `process` is this one."""
 
     def __init__(self, store: LimitedStore, process: int) -> None:
         self._store, self.process = store, process
@@ -136,7 +136,7 @@ class FailureNotes:
         self._store.set(f"note/{self.process}", json.dumps(note))
 
     def read(self, processes: Iterable[int]) -> dict[int, FailureNote]:
-        """The notes of those that have left one."""
+        """The notes of those processes that have left one."""
         asked = [*processes]
         texts = zip(asked, self._store.get([f"note/{process}" for process in asked]), strict=True)
         notes = {process: FailureNote(*json.loads(text)) for process, text in texts if text is not None}
@@ -152,7 +152,7 @@ class FailureNotes:
         """Wait for the first note of each process. Returns those that have left none after that time."""
         names, pause = [f"note/{process}" for process in processes], 0.01
         until = time.monotonic() + seconds
-        while not self._store.has(names):  # not its own wait, which prints a warning and holds up the others
+        while not self._store.has(names):  # the store's own wait prints a warning and blocks other calls
             if self._store.gone or time.monotonic() >= until:
                 come = self.read(processes)
                 return [process for process in processes if process not in come]
@@ -165,7 +165,7 @@ class FailureNotes:
         self._store.set_first(end, json.dumps(failure))
 
     def first_failure(self, *ends: FailureKind, patience: float = 0.0) -> FirstFailure | None:
-        """The first one that ended in one of these ways. Waits up to `patience` seconds."""
+        """The first failure of one of these kinds. Waits up to `patience` seconds for one."""
         until = time.monotonic() + patience
         while (text := next(filter(None, self._store.get(ends)), None)) is None:
             if self._store.gone or time.monotonic() >= until:
@@ -195,7 +195,7 @@ class Pulse:
         return self._seen.get(process)
 
     def still(self, process: int) -> float:
-        """Seconds for which the note has not changed, at the least."""
+        """Seconds since the note was last seen to change."""
         return time.monotonic() - self._changed.get(process, time.monotonic())
 
     def report(self, process: int) -> str | None:
@@ -203,14 +203,14 @@ class Pulse:
         note = self.note(process)
         if note is None:
             return None
-        here = note.boot == boot_id()  # of one machine, whose processes share its clock
+        here = note.boot == boot_id()  # the same machine: its processes share its clock
         ago = time.monotonic() - note.at if here else self.still(process)
         return f"last reported {'' if here else 'at least '}{ago:.1f} s ago: {note.account}"
 
 
 @functools.cache
 def boot_id() -> str:
-    """The name of this machine since it was started."""
+    """Names this boot of this machine."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -226,18 +226,18 @@ def this_process() -> ProcessId:
 
 
 def lives(process: ProcessId) -> bool | None:
-    """Whether it does; a zombie does not. None where that cannot be seen from here."""
+    """Whether `process` is alive; a zombie is not. None where this process cannot see that."""
     if not process.machine or process.machine != machine() or not is_visible(process.pid):
         return None
     return began(process.pid) == process.began
 
 
 def machine() -> str:
-    """Names the boot and the namespace in which a process's number counts; empty where neither is known."""
+    """Names the boot and the namespace in which a pid counts; empty where neither is known."""
     return _machine_of(os.getpid())
 
 
-@functools.cache  # asked for each process of the job in each period; a fork may be in another namespace
+@functools.cache  # called for each process in each period; a fork may be in another namespace
 def _machine_of(pid: int) -> str:
     with suppress(OSError):
         return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"

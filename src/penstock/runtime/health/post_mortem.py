@@ -41,7 +41,7 @@ def write_post_mortem(error: BaseException, executors: Sequence[Executor], folde
 def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
     """The ops that this process's ranks have completed, on the clock that all processes share.
 
-    The shared clock makes the traces of several processes fit together.
+    On this clock the traces of several processes can be compared.
     """
     schedule = executors[0].plan.schedule
     by_rank = {executor.plan.rank: executor for executor in executors}
@@ -52,7 +52,7 @@ def timeline_so_far(executors: Sequence[Executor]) -> Timeline:
 
 
 def write_trace(timeline: Timeline, path: Path, title: str) -> None:
-    """A trace for Perfetto, on the shared clock, so that the ranks' traces fit together."""
+    """A trace for Perfetto, on the shared clock, so that the ranks' traces can be compared."""
     drawing = Drawing(title, (Panel("", timeline),), "s")
     trace = json.loads(perfetto(drawing))
     for event in trace["traceEvents"]:

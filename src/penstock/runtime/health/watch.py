@@ -1,8 +1,8 @@
 """The watch: which rank waits for which, and which failed first. It gives a silent hang a cause.
 
-    every period, each process's thread:   leaves a note (notes.py), and looks whether other processes live
+    every period, each process's thread:   leaves a note (notes.py), and checks that other processes are alive
     a wait that fails:                     follow the notes -> PeerLostError or StalledPeerError
-    a wait without an end of its own:      look at the notes every period -> the same
+    a wait without a time limit:           look at the notes every period -> the same
 
 When a wait times out, the notes lead to the rank that stalled: it waits for no other rank, or it writes no
 notes any more. A step itself sends nothing to the store: the thread reads the executor's records.
@@ -28,9 +28,9 @@ from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op
 from penstock.schedule.order import Message
 
-_PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is left before connections close
-_START = 20.0  # seconds in which the store answers at first, and later at most, as long as nothing has failed
-_LINGERS = 10.0  # seconds that Python's exit waits for a note to be left
+_PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is written before connections close
+_START = 20.0  # seconds: the store's limit at start-up, and the most that it may be until something fails
+_LINGERS = 10.0  # seconds that Python's exit waits for the last note
 _NOTICES = 1.0  # seconds in which a rank notices by itself that another one has failed
 _CEASED = 3  # periods without a note after which a rank counts as stuck
 _GONE = "; the store of the ranks' notes does not answer: this rank may be cut off, or its machine has ended"
@@ -73,10 +73,10 @@ class Watch:
         self._members: Sequence[int] = range(processes)
         self._everyone = range(processes)
         self.gives_up: Callable[[], object] = lambda: None  # called once this rank has left its notes
-        # ends what holds up this rank's host in foreign code, where something can: see `_free_host`
+        # ends a call of torch or NCCL that blocks this rank's host, where that is possible: see `_free_host`
         self.frees: Callable[[], object] | None = None
-        self._over = self._overdue = False  # whether this rank knows of a failure, and of an op of its own
-        self._bereaved = False  # whether it has recorded that a process of its machine has ended
+        self._over = self._overdue = False  # this rank knows of a failure; its own op takes too long
+        self._bereaved = False  # whether it has recorded the end of a process of its machine
         self._op: tuple[int, Op] | None = None
         self._began = 0.0
         self._waiting: Waiting | None = None
@@ -90,7 +90,7 @@ class Watch:
         atexit.register(self._process_ends)
 
     def number_ranks(self, members: Sequence[int]) -> None:
-        """From now on a rank is a place among these processes of the job: those of one pipeline."""
+        """From now on a rank is an index into `members`, the processes of one pipeline of the job."""
         self._members, self._rank = [*members], [*members].index(self._process)
         self._store.limit = max(ANSWERS, min(self.timeout, _START))
 
@@ -99,7 +99,7 @@ class Watch:
         self._progress = progress
 
     def absent(self, seconds: float) -> list[int]:
-        """Wait for the first note of each process. Returns those that have left none after that time."""
+        """Wait for the first note of each process. Returns those without one after that time."""
         return self._notes.absent(self._everyone, seconds)
 
     @property
@@ -125,7 +125,7 @@ class Watch:
     ) -> Iterator[None]:
         """A wait, perhaps within another one. Raises the typed error if it fails.
 
-        ends: whether a RuntimeError is of the wait, and not of what else the block does
+        ends: whether a RuntimeError comes from the wait, and not from other code in the block
         """
         before = self._waiting
         self.begin(what, peer)
@@ -140,9 +140,9 @@ class Watch:
             self._waiting = before
 
     def wait_patiently(self, what: str, wait: Callable[[timedelta], object], limit: timedelta) -> None:
-        """Wait in any thread for all other ranks, which may take up to `limit`: for a disk, say.
+        """Wait in any thread for all other ranks, which may take up to `limit`, for example for a disk.
 
-        wait: waits for some time, and raises RuntimeError where that was too short, or a rank is gone
+        wait: waits for the given time, and raises RuntimeError where that was too short, or a rank is gone
 
         Raises PeerLostError; StalledPeerError where a rank has left no notes for the timeout, or for a few
         periods if this rank knows of a failure.
@@ -160,7 +160,7 @@ class Watch:
                 seconds = self._periods if self._over else self.timeout
                 stuck = [] if self._store.gone else self._ceased(self._everyone, seconds)
                 cut_off = self._store.gone and waiting.seconds > self.timeout
-                over = time.monotonic() - began < self._period / 2  # torch has given up
+                over = time.monotonic() - began < self._period / 2  # torch gave up early
                 if stuck or cut_off or over or waiting.seconds > limit.total_seconds():
                     if not (stuck or self._store.gone):  # the limit may be the timeout itself, as in start-up
                         stuck = self._ceased(self._everyone, self._periods)
@@ -179,13 +179,13 @@ class Watch:
         atexit.unregister(self._process_ends)
         self._stop.set()
         self._thread.join(_LINGERS)
-        self._notes.process_id = None  # it may end from now on
+        self._notes.process_id = None  # this process may end from now on
         self._leave_note()
         self._store.close()
 
     def _process_ends(self) -> None:
-        """Python ends, and the pipeline is open: ranks that still wait for this one learn why."""
-        error = getattr(sys, "last_value", None)  # the one whose traceback Python has printed
+        """Record that Python ends while the pipeline is open, for ranks that still wait for this one."""
+        error = getattr(sys, "last_value", None)  # the error whose traceback Python has printed
         why = "" if error is None else f": {type(error).__name__}: {error}"
         self._record(f"its process ended before it closed its pipeline{why}")
         self.close()
@@ -213,7 +213,7 @@ class Watch:
             self.begin(what, peer)
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())
         self._store.limit = ANSWERS
-        # at once, as the store may go with the first one; a rank may have failed while its process lives on
+        # at once, as the store may end with the first process; a rank may fail while its process lives on
         failed = self._notes.first_failure("failed")
         if (is_late(cause) or self._overdue) and failed is None:
             self._pulse.look()
@@ -227,7 +227,7 @@ class Watch:
         """blamed: processes; chain: how the notes lead to them, in words"""
         named = " and ".join(map(self._name, blamed)) or "some rank"
         culprit: int | None = blamed[0] if blamed else None
-        if self._process in blamed:  # the chain of waits leads back
+        if self._process in blamed:  # the chain of waits is a cycle
             named, culprit = "every rank", None
         silent = f"{'have' if len(blamed) > 1 else 'has'} been silent for {waiting.seconds:.0f} s"
         reason = f"it has been silent for {waiting.seconds:.0f} s, as {self._own_name} noticed"
@@ -251,13 +251,13 @@ class Watch:
         self._freeze()
         self._pulse.look()
         lost = waiting.peer if lost is None else lost
-        # a rank that knows its lost peer says so; where none does, the notes of that one cease
+        # a rank that knows its lost peer records it; otherwise the lost rank's notes stop changing
         patience = _PATIENCE if lost is not None else max(6 * _PATIENCE, self._periods)
         first = first or self._notes.first_failure("failed", "silent", patience=patience)
         self._pulse.look()
         blamed = [] if lost is None else [self._members[lost]]
         if first is None and any(note.last for note in map(self._pulse.note, blamed) if note is not None):
-            # it closed its connections because it has lost another rank, and will say which
+            # it closed its connections because it has lost another rank, which it will record
             first = self._notes.first_failure("failed", "silent", patience=4 * _PATIENCE)
         if first is not None:
             rule, blamed = first.reason, []
@@ -268,7 +268,7 @@ class Watch:
             blamed = blamed or ([] if self._store.gone else self._ceased(self._members, self._periods / 2))
             named = " and ".join(map(self._name, blamed)) or "some rank"
             rule = f"{named} died or closed its connection"
-            if blamed:  # so that the ranks that lose this one next name the first one
+            if blamed:  # so that ranks that lose this one next name the first lost rank
                 self._record_death(blamed[0])
         error = PeerLostError(
             f"rank {self._rank} {waiting.words}",
@@ -292,7 +292,7 @@ class Watch:
         give_account(error, account(progress, waiting.words))
 
     def name_of(self, rank: int) -> str:
-        """A rank and its host, as far as it is known."""
+        """A rank and its host, if the host is known."""
         self._pulse.look()
         return self._name(self._members[rank])
 
@@ -305,7 +305,7 @@ class Watch:
 
     @property
     def _own_name(self) -> str:
-        """This rank in a note, which other pipelines of the job read too: those number their own ranks."""
+        """This rank's name in a note. Other pipelines of the job, with ranks of their own, read it too."""
         if len(self._members) == len(self._everyone):
             return self._name(self._process)
         return f"process {self._process} on {self._notes.host}"
@@ -330,7 +330,7 @@ class Watch:
         looked = -self.timeout
         while not self._stop.wait(self._period):
             self._leave_note()
-            stale = time.monotonic() - looked > self.timeout / 2  # to see by the end of a wait what has moved
+            stale = time.monotonic() - looked > self.timeout / 2  # twice a timeout: which notes change
             if stale or any(self._pulse.note(process) is None for process in self._others(self._everyone)):
                 self._pulse.look()
                 looked = time.monotonic()
@@ -340,13 +340,13 @@ class Watch:
                 self._free_host(self.frees)
 
     def _notice_deaths(self) -> None:
-        """Let all ranks know of a process of this machine that has ended, and did not say why.
+        """Record processes of this machine that have ended without recording why.
 
-        Over NCCL nothing else does: no connection breaks.
+        Over NCCL no other rank would notice: no connection breaks.
         """
         ended = list(filter(self._has_ended, self._others(self._everyone)))
         if ended:
-            self._pulse.look()  # it may have left a note before it ended
+            self._pulse.look()  # a process may have left a note before it ended
         for process in filter(self._has_ended, ended):
             self._record_death(process, "ended without closing its pipeline")
             self._bereaved = True
@@ -358,10 +358,10 @@ class Watch:
         return lives(note.process_id) is False
 
     def _free_host(self, free: Callable[[], object]) -> None:
-        """End an op of this rank that lasts too long, or that another rank's failure may hold up.
+        """End an op of this rank that takes too long, or that another rank's failure may block.
 
-        On NCCL an op may read a value that never comes, which no time limit ends. Once NCCL's groups are
-        aborted it goes on with whatever it reads, and the next wait for another rank raises the error.
+        On NCCL an op may read a value that never arrives, which no time limit ends. Once NCCL's groups are
+        aborted, the op goes on with whatever it reads, and the next wait for another rank raises the error.
         """
         progress, now = self._progress(), time.monotonic()
         op = None if progress is None or progress.current is None else (len(progress.done), progress.current)
@@ -391,7 +391,7 @@ class Watch:
         return [process for process in processes if process != self._process]
 
     def _ceased(self, processes: Sequence[int], seconds: float) -> list[int]:
-        """Those that have left no notes for so long, though they knew of no failure."""
+        """The processes that have left no note for `seconds`, though they knew of no failure."""
         notes = {process: self._pulse.note(process) for process in self._others(processes)}
         return [
             process
@@ -400,7 +400,7 @@ class Watch:
         ]
 
     def _waits(self, process: int) -> PeerWait | None:
-        """The wait that a process reports; None if its reports have stopped: then it is stuck itself."""
+        """The wait that a process reports; None if its notes have stopped, because it is stuck itself."""
         note = self._pulse.note(process)
         stuck = note is None or (not note.last and self._pulse.still(process) > self._periods)
         return None if note is None or stuck else note.wait

@@ -1,4 +1,4 @@
-"""Blocks: where one rank's messages lie in its segment. The sender takes one, the receiver frees it.
+"""Blocks: parts of a rank's segment, each for one message. The sender takes one, the receiver frees it.
 
 sender      take -> copy a message into it -> (the entry of messages.py says where it lies)
 receiver    tensors in it, without a copy -> free, once nothing else holds their storages
@@ -17,7 +17,7 @@ _FREE, _TAKEN = 0, 1
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Its addresses, of which the first `touched` bytes have memory. used: since the last `trim`"""
+    """A range of addresses, of which the first `touched` bytes have memory. used: since the last `trim`"""
 
     index: int
     at: int
@@ -34,7 +34,7 @@ class Blocks:
         self._by_capacity: defaultdict[int, list[Block]] = defaultdict(list)
         self._end = BLOCKS
         self._count = self._largest = 0
-        self.nbytes = 0  # with memory
+        self.nbytes = 0  # that have memory
 
     def take(self, nbytes: int) -> Block:
         """A block that nothing uses, with room for `nbytes`. Its receiver frees it."""
@@ -59,7 +59,7 @@ class Blocks:
         self._largest = 0
 
     def _free_one(self, capacity: int) -> Block | None:
-        """A free block, with memory if there is one. They are freed in about the order of their use."""
+        """A free block, if possible one with memory. Blocks are freed in about the order of their use."""
         blocks = self._by_capacity[capacity]
         without: Block | None = None
         for index, block in enumerate(blocks):
@@ -82,7 +82,7 @@ class Blocks:
     def _drop_idle(self, taken: Block) -> None:
         """Before memory grows: keep no more idle bytes than the largest message since the last `trim`.
 
-        Where lengths differ from message to message, memory would gather that hardly any message fits.
+        Otherwise messages of many lengths would leave many blocks that few messages fit into.
         """
         idle = [
             block
@@ -112,6 +112,6 @@ def free_block(segment: Segment, index: int) -> None:
 
 
 def rounded(nbytes: int) -> int:
-    """The capacity of a block for that many bytes: whole pages, an eighth more at most, to be used again."""
+    """The capacity of a block for that many bytes: whole pages, and up to an eighth more, for reuse."""
     step = max(PAGE, 1 << max(nbytes.bit_length() - 4, 0))
     return max(-(-nbytes // step), 1) * step

@@ -1,14 +1,13 @@
 """Messages between ranks of one host: the sender copies a message, and the receiver computes on that copy.
 
     send     take a block, copy the tensors into it, write an entry, announce one message more
-    receive  wait for the announcement, read the entry: tensors in the sender's memory
+    receive  wait for the announcement, read the entry, and use the tensors in the sender's memory
 
-An entry of a channel says where its message lies. The entries are used anew in every step, as a step begins
-when all messages of the one before have arrived. Nothing is posted ahead, and a message that is sent is free
-at once.
+An entry of a channel gives the position of its message. Entries are reused in every step, as a step begins
+when all messages of the previous one have arrived. Nothing is posted ahead. A sent tensor is free at once.
 
 Autograd keeps a received tensor as long as a backward needs it, and nothing else knows when that ends: so
-the receiver looks at who still holds the storage, as `penstock.runtime.transport.buffers` does.
+the receiver counts the users of its storage, as `penstock.runtime.transport.buffers` does.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _CHANNEL = 8  # words, a cache line
 
 
 class RingEntry(NamedTuple):
-    """Where a message lies: its block, its bytes, and those of the specs in front, if they come with it."""
+    """The position of a message: its block, its bytes, and those of the specs before it, if it has some."""
 
     block: int
     at: int
@@ -57,7 +56,7 @@ class ChannelEnd:
         self.segment, self.words = segment, segment.words
         self.word = CHANNELS + index * _CHANNEL
         self._ring = RINGS // 8 + index * ENTRIES * _ENTRY
-        self.count = self._first = 0  # messages in all, and those before this step
+        self.count = self._first = 0  # messages so far, and before this step
 
     def entry(self) -> int:
         """The first word of the next message's entry."""
@@ -162,7 +161,7 @@ class SharedMessages(Messages):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of messages on their way, and of idle blocks. What has arrived counts where it is."""
+        """Bytes of messages under way, and of idle blocks. The receiver counts messages that have arrived."""
         arrived = 0
         for end in self._outgoing.values():
             arrived += end.words[end.word + _TAKEN] - end.words[end.word + _FREED]
@@ -178,12 +177,12 @@ class SharedMessages(Messages):
 
 
 class Arrivals(ChannelEnd):
-    """The receiver's end of a channel. early: entries that were read before their message was asked for"""
+    """The receiver's end of a channel. early: entries that were read before their message was needed"""
 
     def __init__(self, segment: Segment, index: int, wire: torch.dtype | None) -> None:
         super().__init__(segment, index)
         self._wire = wire
-        self._in_use: list[tuple[RingEntry, list[UntypedStorage]]] = []  # whose blocks are not free
+        self._in_use: list[tuple[RingEntry, list[UntypedStorage]]] = []  # entries whose blocks are in use
         self._taken = self._freed = 0  # bytes
         self.early: dict[int, RingEntry] = {}  # by microbatch
 
@@ -201,7 +200,7 @@ class Arrivals(ChannelEnd):
         self.early[entry.microbatch] = entry
 
     def take(self, microbatch: int, specs: EdgeSpecs | None) -> Payload | None:
-        """The message of that microbatch, if its entry was read. specs: None where they come with it"""
+        """The message of that microbatch, if its entry was read. specs: None where it carries them"""
         entry = self.early.pop(microbatch, None)
         if entry is None:
             return None
@@ -219,7 +218,7 @@ class Arrivals(ChannelEnd):
         return Payload(restored(tensors, specs), specs)
 
     def free(self) -> None:
-        """Free the blocks that nothing holds any more."""
+        """Free the blocks whose tensors have no other user."""
         unused, in_use = list[RingEntry](), []
         for entry, storages in self._in_use:
             if any(storage_use_count(storage._cdata) > 1 for storage in storages):

@@ -1,7 +1,7 @@
-"""Vectors that the ranks of one host exchange through shared memory: each writes its own, all read them all.
+"""All-gathers of vectors over shared memory, between the ranks of one host.
 
-There are two slots. A rank writes its next vector but one only when everyone has written the next, and so has
-read the one that it overwrites.
+Each rank has two slots, which it uses in turn. It writes vector n + 2 over vector n only when all ranks have
+written vector n + 1, and so have read vector n.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SharedVectors:
         self._rank, self._segments, self._spin, self._count = rank, segments, spin, 0
 
     def start(self, mine: Tensor) -> Started | None:
-        """Begin an exchange of vectors, which may differ in length. None where one has no room here."""
+        """Begin an exchange of vectors, which may differ in length. None if one does not fit."""
         if mine.nbytes > SLOT - _HEAD:
             return None
         self._count += 1
@@ -43,7 +43,7 @@ class SharedVectors:
         return _SharedGathering(self, self._count, mine.dtype, everyone), everyone
 
     def read(self, count: int, dtype: torch.dtype, limit: timedelta) -> list[Tensor]:
-        """Everyone's vector of that number, once it is there."""
+        """Vector `count` of every rank, once it is written."""
         at, vectors = self._slot(count), []
         until = time.monotonic() + limit.total_seconds()
         for rank, segment in enumerate(self._segments):
@@ -63,6 +63,6 @@ class _SharedGathering:
         self._vectors, self._count, self._dtype, self._into = vectors, count, dtype, into
 
     def wait(self, limit: timedelta) -> object:
-        """Fill the list."""
+        """Wait for all vectors, and fill the list with them."""
         self._into[:] = self._vectors.read(self._count, self._dtype, limit)
         return True

@@ -6,9 +6,9 @@
     SLOTS      2 slots    vectors for everyone (processes.py)
     BLOCKS     bytes      the messages
 
-Each word has one writer, so that none needs a lock, and x86 shows stores in their order: what a word
-announces is there before it. A segment takes addresses, and memory only where it is touched. It has no name
-in any file system: it is gone with the last process that maps it, killed or not.
+Each word has one writer, so that none needs a lock. x86 makes stores visible in their order: data is visible
+before the word that announces it. A segment takes addresses, and memory only where it is touched. It has no
+name in any file system: the system frees it with the last process that maps it, killed or not.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _LEAST = 1 << 36  # bytes of addresses
 _TOKEN, _ENDED, GATHERED = 0, 1, 2
 CHANNELS = 8
 
-_SLICE = 0.05  # seconds of sleep between two looks at whether the other process lives
-_SPINS = 500  # looks at a word before the sleep: some 0.1 ms, longer than a wake-up takes
+_SLICE = 0.05  # seconds of sleep between two checks that the other process is alive
+_SPINS = 500  # reads of a word before the sleep: some 0.1 ms, longer than a wake-up takes
 _FUTEX, _WAIT, _WAKE, _ALL = 202, 0, 1, (1 << 31) - 1  # on x86-64
 
 
 class EndedError(RuntimeError):
-    """The process of a segment has ended, or will send nothing more. rank: its place; None if unknown"""
+    """The process of a segment has ended, or will send nothing more. rank: of that process, if known"""
 
     def __init__(self, rank: int | None) -> None:
         super().__init__("connection closed: the process at the other end has ended")
@@ -67,7 +67,7 @@ class Segment:
     def __init__(self, descriptor: int, process: int, rank: int | None = None) -> None:
         self.rank = rank
         self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-        self.free(BLOCKS, mmap.PAGESIZE)  # some sandboxes have all but this
+        self.free(BLOCKS, mmap.PAGESIZE)  # fails now where a sandbox lacks it
         self.words = (ctypes.c_uint64 * (SLOTS // 8)).from_buffer(self._memory)
         self._address = ctypes.addressof(self.words)
         self._storage = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
@@ -79,16 +79,16 @@ class Segment:
 
     @property
     def nbytes(self) -> int:
-        """The addresses that it takes."""
+        """The size of its address range."""
         return len(self._memory)
 
     def tensor(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The memory from byte `at` on."""
+        """The memory from byte `at` on, as a tensor."""
         empty = torch.empty(0, dtype=dtype, device="cpu")  # whatever the user's default device
         return empty.set_(self._storage, at // dtype.itemsize, shape)  # type: ignore[call-overload, no-any-return]
 
     def separate(self, at: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The same in a storage of its own, whose users can be counted."""
+        """The same as a tensor with a storage of its own, whose users can be counted."""
         empty = torch.empty(0, dtype=dtype, device="cpu")
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if not nbytes:
@@ -110,10 +110,10 @@ class Segment:
     def wait(self, word: int, least: int, limit: timedelta, spin: bool, also: Sequence[Segment] = ()) -> None:
         """Wait until the word is `least` or more.
 
-        spin: whether to look for a while before the sleep
-        also: segments whose word has to be as large, though this does not wait for them
+        spin: whether to poll for a while before the sleep
+        also: other segments, whose processes may end only after their word has reached `least`
 
-        Raises RuntimeError where this is late, EndedError where the process of one of them has ended.
+        Raises RuntimeError after `limit`, EndedError where the process of a segment has ended.
         """
         words = self.words
         for _ in range(_SPINS if spin else 1):
@@ -124,7 +124,7 @@ class Segment:
         while (seen := words[word]) < least:
             if self._futex(word, _WAIT, seen & 0xFFFFFFFF, pause) == 0:
                 continue
-            # an end counts only if the word, looked at after it, is too small
+            # the end of a process counts only if its word, read afterwards, is still too small
             for segment in (self, *also):
                 if segment._has_ended and segment.words[word] < least:
                     raise EndedError(segment.rank)
@@ -142,11 +142,11 @@ class Segment:
     # ---- end
 
     def end(self) -> None:
-        """Tell those who wait for this process that nothing more will come."""
+        """Announce that this process will send nothing more."""
         self.words[_ENDED] = 1
 
     def close(self) -> None:
-        """The memory goes with its last tensor."""
+        """Close the process's descriptor. The memory lives as long as its last tensor."""
         self._close()
 
 
@@ -177,7 +177,7 @@ def open_segments(ranks: GroupRanks) -> list[Segment] | None:
 
 
 def _create(token: int) -> int:
-    """The descriptor of a new segment's file, or -1 where the system has not all that it takes."""
+    """The descriptor of a new segment's file, or -1 where the system lacks a feature that it needs."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return -1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -198,7 +198,7 @@ def _open(everyone: Sequence[tuple[int, ...]]) -> list[Segment] | None:
     segments: list[Segment] = []
     for rank, (process, descriptor, token) in enumerate(everyone):
         try:
-            # from another host or container it is no such file, or another process's
+            # of a process on another host or container: the file is missing, or another one
             path = f"/proc/{process}/fd/{descriptor}"
             if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
                 raise OSError

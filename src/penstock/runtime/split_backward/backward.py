@@ -1,11 +1,11 @@
 """Backwards of a stage: whole, or split into input gradients (I) and weight gradients (W).
 
 A root of a graph is autograd's own gradient edge: the node that made an output, and which of its outputs.
-The edge in place of the tensor lets the output's storage go as soon as it has been sent, unless the graph
-saved it.
+With an edge in place of the tensor, the output's storage is freed as soon as it has been sent, unless the
+graph saved it.
 
-`input_backward` gives the gradients that other ranks wait for. What it defers runs when the rank has
-nothing better to do.
+`input_backward` computes the gradients that other ranks wait for. The rest, which it defers, runs when the
+schedule has time for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.runtime.split_backward.recording import Tape
 class Live(NamedTuple):
     """One live activation: its inputs, and the roots of its graph.
 
-    roots: of each output that gets a gradient; None where it needs none
+    roots: one for each output that gets a gradient; None where the output needs none
     tape: of a forward under `deferring`
     """
 
@@ -51,7 +51,7 @@ def hold(
 
     Args:
         tape: of the forward, if it ran under `deferring`.
-        carrying: which of the outputs get a gradient; None: each that can have one.
+        carrying: which outputs get a gradient; None: all that can have one.
     """
     if carrying is None:
         carrying = [output.is_floating_point() or output.is_complex() for output in outputs]
@@ -61,17 +61,17 @@ def hold(
 
 def _edge(output: Tensor) -> GradientEdge | None:
     node = output.grad_fn
-    # the graph of a node in Python is kept alive by a token, which get_gradient_edge makes; others need none
+    # get_gradient_edge also makes the token that keeps the graph of a Python node alive; others need none
     if node is None or isinstance(node, FunctionBase):
         return get_gradient_edge(output) if output.requires_grad else None
     return GradientEdge(node, output.output_nr)
 
 
 def whole_backward(live: Live, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """B: accumulate every parameter's gradient; return those of the inputs that have one, in order.
+    """B: accumulate every parameter's gradient; return the gradients of the inputs that have one, in order.
 
     Args:
-        gradients: of each output that gets one, in order.
+        gradients: for each output that gets one, in order.
     """
     roots, paired = _pair(live, gradients)
     if live.tape is None:

@@ -1,8 +1,8 @@
 """Copies of a stage's weights in autocast's dtype: one of each weight for all microbatches of a step.
 
-torch keeps casts too, but that would do only for trained weights and whole backwards: it leaves out frozen
-weights, shows nothing to an autograd function of one's own, forgets all where a thread of the engine runs a
-layer again, and goes on with the first step's weights in a region around several steps.
+torch's own cache of casts would do only for trained weights and whole backwards: it leaves out frozen
+weights, is not visible to a custom autograd function, is empty in an engine thread that runs a layer again,
+and keeps the first step's weights in an autocast region around several steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SHARD = "is_shard_of_weight"  # the name of a mark
 
 
 def marked_as_weight(shard: Tensor) -> Tensor:
-    """`shard`, which each forward makes anew of a weight: its casts are shared as those of a weight are."""
+    """Mark `shard`, which each forward makes anew from a weight: its cast is shared like that of a weight."""
     setattr(shard, _SHARD, True)
     return shard
 
@@ -28,7 +28,7 @@ def is_weight(tensor: Tensor) -> bool:
 
 
 class _Cast(NamedTuple):
-    """A cast of `weight` as it was in `state`. The weight is held: another one could take over its id."""
+    """A cast of `weight` as of `state`. It keeps the weight, as another tensor could get the same id."""
 
     weight: Tensor
     state: tuple[int, int, bool]
@@ -38,7 +38,7 @@ class _Cast(NamedTuple):
 class WeightCasts:
     """The casts of a stage's weights, from the first use of each to the end of the step.
 
-    All microbatches share the node of autograd that made a cast. It saves nothing, so that each backward may
+    All microbatches share the autograd node of a cast. The node saves no tensor, so that every backward may
     pass through it.
     """
 
@@ -51,9 +51,9 @@ class WeightCasts:
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         """`weight`, which `is_weight`, in `dtype`. Cast anew if modified in place, frozen or unfrozen since.
 
-        What is written into the memory of `weight.data` shows to nobody, as in autograd.
+        Writes through `weight.data` are not noticed, as in autograd.
         """
-        memory = weight.untyped_storage()._cdata  # another one after `weight.data = new`
+        memory = weight.untyped_storage()._cdata  # changes with `weight.data = new`
         owner = id(weight) if isinstance(weight, nn.Parameter) else memory
         key, state = (owner, dtype), (memory, weight._version, weight.requires_grad)
         known = self._casts.get(key)
@@ -71,6 +71,6 @@ class WeightCasts:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in `dtype`, with a gradient even where none is recorded: the next user may need it."""
+    """`tensor` in `dtype`, recorded by autograd even under no_grad: the next user may need a gradient."""
     with torch.inference_mode(False), torch.enable_grad():
         return tensor.to(dtype)

@@ -1,8 +1,8 @@
 """Layers compiled around their products, so that split backwards defer the weights' gradients.
 
 A layer that is compiled whole is one node of autograd's graph: its backward computes all gradients at once,
-and leaves W nothing. Here the graph ends at each product. Norms, activations and residuals, which a compiler
-fuses, lie between products in either case; the products are the same kernels.
+and W has nothing to do. Here a compiled graph ends at each product. Norms, activations and residuals, which a
+compiler fuses, lie between products in either case; the products are the same kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.runtime.around import around
 def compile_around_products(layer: nn.Module, **options: Any) -> None:
     """Compile `layer` in place, but for its modules that hold a weight of a product, such as nn.Linear.
 
-    Zero-bubble schedules gain by what a split backward defers: of a layer compiled whole, nothing.
+    Zero-bubble schedules gain from deferred gradients: a layer compiled whole defers none.
 
     Args:
         options: of torch.compile, such as backend and mode
@@ -40,7 +40,7 @@ def _check(layer: nn.Module, options: Mapping[str, Any]) -> None:
     if options.get("fullgraph"):
         raise ConfigError(f"fullgraph=True in {name}", "the graph ends at each product", "Leave it out")
     if getattr(layer, "is_checkpointed", False):
-        rule = "torch compiles a checkpointed forward as one graph, and this one ends at each product"
+        rule = "torch compiles a checkpointed forward as one graph, and here graphs end at each product"
         remedy = "Compile the layer whole, by layer.compile(), or leave its checkpointing out"
         raise ConfigError(f"{name} with activation checkpointing", rule, remedy)
     if any(parameter.dim() > 2 for parameter in layer.parameters()):

@@ -26,8 +26,8 @@ Edge = tuple[Node, int] | GradientEdge
 LEAF = "torch::autograd::AccumulateGrad"
 CAST = "ToCopyBackward0"
 _WIDE = (torch.float32, torch.float64)  # in these, one rounding fewer is within the rounding of a sum
-# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor stands for a plain tensor
-# where an estimate runs a stage without values: what a step defers, it defers too.
+# Subclasses (DTensor, quantised weights) have products of their own. A FakeTensor takes the place of a plain
+# tensor where an estimate runs a stage without values: it defers as a step does.
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 
@@ -35,7 +35,7 @@ class Product(NamedTuple):
     """A deferred weight gradient, with the versions that x and dy had in I.
 
     edge: where the gradient enters the views that made the weight; None where it is the parameter itself
-    counts: whether x takes memory; a parameter is held anyway
+    counts: whether x takes memory; a parameter is in memory anyway
     """
 
     parameter: Tensor
@@ -70,7 +70,7 @@ class Deferral(NamedTuple):
     rows: int
 
     def after(self, first: Deferral | None) -> Deferral:
-        """`first`, with the weights that only a later microbatch uses: one of images, or of other experts."""
+        """`first`, and the weights that only this later microbatch uses, as for images or other experts."""
         return self if first is None else Deferral({**self.flops, **first.flops}, first.rows or self.rows)
 
     @property
@@ -79,7 +79,7 @@ class Deferral(NamedTuple):
 
 
 class Deferred:
-    """The work that an I leaves for its W."""
+    """The weight gradients that an I defers to its W."""
 
     def __init__(self, products: Sequence[Product] = ()) -> None:
         groups: dict[int, list[Product]] = {}
@@ -89,7 +89,7 @@ class Deferred:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held only for W, each storage counted once, parameters left out."""
+        """Bytes kept only for W, with each storage counted once, and without parameters."""
         storages = {
             storage._cdata: storage.nbytes()
             for group in self._groups
@@ -109,11 +109,11 @@ class Deferred:
         return Deferral(flops, max(rows))
 
     def run(self) -> None:
-        """Accumulate the deferred weight gradients, and free all that was held.
+        """Accumulate the deferred weight gradients, and free x and dy.
 
-        A parameter's pieces and uses enter together, so that it accumulates once, as in a whole backward; one
-        parameter after the other, so that one new gradient at a time is held. Raises RuntimeError where
-        what was held has been modified in place since I.
+        All products of a parameter are summed first, so that it accumulates once, as in a whole backward;
+        parameters follow one another, so that one new gradient at a time is in memory. Raises RuntimeError
+        where an x or dy has been modified in place since I.
         """
         with without_autocast():
             while self._groups:
@@ -121,7 +121,7 @@ class Deferred:
 
 
 def _accumulate(products: list[Product]) -> None:
-    """Everything for one parameter. Empties `products`, so that x and dy are freed after their use."""
+    """Accumulate one parameter's gradient. Empties `products`, so that x and dy are freed after their use."""
     parameter = products[0].parameter
     if not parameter.requires_grad:  # frozen since: autograd drops its gradient as well
         products.clear()
@@ -165,11 +165,11 @@ def _accumulate(products: list[Product]) -> None:
 
 
 def _enters(products: Sequence[Product]) -> str | None:
-    """The node where the gradients of all of them enter, if W need not pass through it.
+    """The node that the gradients of all products enter, if W need not run it.
 
-    LEAF: the weight is the parameter itself. CAST: it is one copy of it in half precision, as under autocast:
-    the sum of gradients may be added as it is. Autograd widens it first, which changes no value and is one
-    more pass over memory.
+    LEAF: the weight is the parameter itself. CAST: the weight is one half-precision copy of the parameter, as
+    under autocast: the sum of gradients may be added as it is. Autograd converts it to the parameter's dtype
+    first, which changes no value and is one more pass over memory.
     """
     first = products[0]
     if first.edge is None:
@@ -188,7 +188,7 @@ def _enters(products: Sequence[Product]) -> str | None:
 
 
 def _is_like(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether autograd would take it as the parameter's gradient as it is."""
+    """Whether autograd would keep `gradient` itself as the parameter's gradient."""
     return (
         gradient.dtype is parameter.dtype is getattr(parameter, "grad_dtype", gradient.dtype)
         and gradient.device == parameter.device
@@ -199,7 +199,7 @@ def _is_like(gradient: Tensor, parameter: Tensor) -> bool:
 
 
 def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
-    """By way of the views that made weights of the parameter, and of its hooks."""
+    """Run the engine through the views between the parameter and the weights, and the parameter's hooks."""
     roots: list[GradientEdge] = []
     gradients: list[Tensor] = []
     products.reverse()  # autograd sums in the order of I
@@ -224,8 +224,8 @@ def _accumulate_in_engine(parameter: Tensor, products: list[Product]) -> None:
 def run_engine(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -> None:
     """Accumulate the gradients of all leaves behind `roots`.
 
-    Not torch.autograd.backward: it compares shapes in Python first, at a third of the cost of a small
-    backward, and the engine compares them again.
+    torch.autograd.backward would compare shapes in Python first, at a third of the cost of a small backward;
+    the engine compares them again.
     """
     Variable._execution_engine.run_backward(
         roots, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -233,7 +233,7 @@ def run_engine(roots: tuple[GradientEdge, ...], gradients: tuple[Tensor, ...]) -
 
 
 def _sum(products: list[Product]) -> Tensor:
-    """The sum of their gradients, from the last product on. Empties `products`."""
+    """The sum of the products' weight gradients, from the last one on. Empties `products`."""
     total = products.pop().gradient()
     while products:
         total += products.pop().gradient()
@@ -241,9 +241,9 @@ def _sum(products: list[Product]) -> Tensor:
 
 
 class _Gate(torch.autograd.Function):
-    """Computes a weight's gradient inside the engine, which may then keep it as it is.
+    """Computes a weight's gradient inside the engine, which may then keep it without a copy.
 
-    A gradient that is passed in is held by Python as well, so that autograd would have to copy it.
+    Autograd would have to copy a gradient that is passed in, because Python has a reference to it too.
     """
 
     @staticmethod
@@ -257,16 +257,16 @@ class _Gate(torch.autograd.Function):
 
 
 def _owned(products: Sequence[Product]) -> Sequence[Product]:
-    """The products, with a copy of each dy that something else holds as well.
+    """The products, with a copy of each dy that has another user.
 
-    A parameter's gradient may be the very memory of a dy (autograd passes gradients on as they are), and
-    the next microbatch's gradient is added to it in place. What dy is a view of is held by dy as well, so
-    autograd never makes a gradient of it.
+    A parameter's gradient may share the memory of a dy (autograd passes gradients on without a copy), and the
+    next microbatch's gradient is added to it in place. If dy is a view, its base has dy as a user, so
+    autograd never makes the base a gradient.
     """
     shared = []
     for product in products:
         storage = product.dy.untyped_storage()
-        if _use_count(storage._cdata) > 2 + product.dy._is_view():  # `storage`, dy, and what dy is a view of
+        if _use_count(storage._cdata) > 2 + product.dy._is_view():  # `storage`, dy, and the base of dy
             shared.append(product)
     if not shared:
         return products
@@ -294,7 +294,7 @@ _PLAIN_CONTEXT = nullcontext()
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """No autocast: a step runs inside the caller's, and each op's backward works in its forward's dtypes."""
+    """Autocast off: a step may run inside the caller's region, but a backward uses its forward's dtypes."""
     if not is_any_autocast_enabled():
         return _PLAIN_CONTEXT
     stack = ExitStack()
@@ -304,5 +304,5 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def is_hooked(tensor: Tensor) -> bool:
-    """Whether a hook looks at its gradient: it must see all of it, with what other ops add in I."""
+    """Whether a hook reads its gradient, and so must see all of it, with what other ops add in I."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)

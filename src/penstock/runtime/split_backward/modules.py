@@ -1,13 +1,13 @@
-"""The modules of a stage that make products with a weight: during a step, each asks for the tape itself.
+"""The modules of a stage that compute products with a weight: during a step, each records them on the tape.
 
-A torch function mode sees every call of a forward, of which one in twenty is a product. So during a step
-the forward of each nn.Linear takes the tape, and any other module with a matrix of its own runs under the
-mode, as does an nn.Linear that somebody has changed. The first forward of a stage runs under the mode as a
-whole: a product that the mode sees is made in another place, as by a head that takes the embedding's weight.
-A stage with one of these goes on under the mode.
+A torch function mode would see every call of a forward, of which one in twenty is a product. So during a step
+the forward of each nn.Linear uses the tape directly. Any other module with a matrix of its own runs under the
+mode, and so does an nn.Linear that a user has changed. The first forward of a stage runs under the mode as a
+whole. If the mode sees a product outside of these modules, as of a head with the embedding's weight, the
+stage's later forwards run under it too.
 
-The forwards are attributes of the modules from the begin of a step to its end. What a user replaces, hooks
-or wraps between steps counts; a module that has a forward of its own keeps it.
+The forwards are attributes of the modules from the beginning of a step to its end. Changes that a user makes
+between steps take effect; a module that has a forward of its own keeps it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from penstock.private import len_torch_function_stack as _modes
 from penstock.runtime.split_backward.products import LINEAR
 from penstock.runtime.split_backward.recording import Tape, current, thread
 
-# torch's own; users replace them, some before they import penstock
+# torch's own functions: users replace them, some before they import penstock
 _FORWARD = nn.Linear.forward
 _KEEPS_FORWARD = _FORWARD.__globals__ is vars(nn.modules.linear)
 
 
 class ProductModules:
-    """Those of one stage.
+    """The modules with products of one stage.
 
     Args:
-        module: what holds the stage's parameters
+        module: the module with the stage's parameters
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -50,7 +50,7 @@ class ProductModules:
         return not (self._all_ask and self._installed)
 
     def begin_step(self, all_ask: bool | None = None) -> None:
-        """Let the modules ask. all_ask: whether these make all products; None: the first forward shows it"""
+        """Replace the forwards. all_ask: whether they make all products; None: the first forward shows it"""
         modules = all_modules(self._module)
         known = [(id(module), type(module), "forward" in module.__dict__) for module in modules]
         if known != self._modules:
@@ -77,7 +77,7 @@ class ProductModules:
 
 
 def all_modules(module: nn.Module) -> list[nn.Module]:
-    """`module.modules()`, without its several calls for each: this runs in each step."""
+    """`module.modules()` with fewer Python calls: this runs in every step."""
     modules: dict[int, nn.Module] = {}
     todo = [module]
     while todo:
@@ -89,7 +89,7 @@ def all_modules(module: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile runs `module`, perhaps with what is in it."""
+    """Whether torch.compile compiles `module`."""
     dynamo = sys.modules.get(DYNAMO)  # not imported means not used
     return module._compiled_call_impl is not None or (
         dynamo is not None and isinstance(module, dynamo.OptimizedModule)
@@ -97,7 +97,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def _asking(module: nn.Module) -> MethodType | None:
-    """A forward of `module` that asks for the tape; None where it makes no product, or has one of its own."""
+    """A forward of `module` that uses the tape; None where it makes no product, or has its own forward."""
     kind = type(module)
     if "forward" in module.__dict__ or kind is nn.Embedding:
         return None
@@ -120,7 +120,7 @@ def _linear(self: nn.Linear, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     attributes = self.__dict__
     parameters = attributes["_parameters"]
-    if (  # it is torch's, with parameters: a hook may change it, or its class, at any time
+    if (  # a hook may change torch's own module, or its class, at any time
         type(self) is nn.Linear
         and nn.Linear.forward is _FORWARD
         and _KEEPS_FORWARD
@@ -157,4 +157,4 @@ def _under_mode(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 ASKING = frozenset((_linear, _under_mode))  # the functions of such forwards
 
 for _function in (_linear, _under_mode):
-    _function.__name__ = "forward"  # pickle looks for it: what is saved during a step is loaded plain
+    _function.__name__ = "forward"  # for pickle: a module saved during a step loads with its plain forward

@@ -1,17 +1,17 @@
 """Recording the products of a forward, so that its backward may defer their weight gradients.
 
 While a stage's forward runs under `deferring`, each product of activations with a weight goes through one
-autograd function: the modules that make products ask for it (modules.py), and where one is made in another
-way, a torch function mode sees every call (`EveryCall`). It computes what torch would, and keeps its
-forward's `Tape`. In a whole backward that function gives all gradients. In a split one (`input_backward`, in
-backward.py) it gives those of the activations and the bias, and defers the weight's:
+autograd function: the modules that make products call it (modules.py), and for products elsewhere a torch
+function mode sees every call (`EveryCall`). The function computes what torch would, and keeps its forward's
+`Tape`. In a whole backward it gives all gradients. In a split one (`input_backward`, in backward.py) it gives
+those of the activations and the bias, and defers the weight's:
 
     y = x Wᵀ + b        I:  dx = dy W,  db = Σ dy        W:  dW = dyᵀ x
 
 A gradient that might be wrong later is computed at once; docs/split-backward.md lists the cases.
 
-Under autocast any forward takes the casts of weights from its stage (casts.py): `casting` is for those whose
-backward stays whole.
+Under autocast every forward takes the casts of weights from its stage (casts.py): `casting` is for forwards
+whose backward is not split.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _product: Callable[..., Product] = tuple.__new__
 
 _PLAIN = nullcontext()
 
-# Between a weight and the parameter that it is a piece of: linear, and without saved tensors, so that I may
-# pass through them without a gradient, and W again with one.
+# Nodes between a weight and the parameter that it is a part of: linear and without saved tensors, so that I
+# may pass through them without a gradient, and W again with one.
 VIEWS = frozenset(
     f"{name}Backward{version}"
     for name in ("Alias", "Permute", "Select", "Slice", "Split", "SplitWithSizes", "Squeeze", "T", "ToCopy",
@@ -56,21 +56,21 @@ VIEWS = frozenset(
 class Tape:
     """The products of one forward, and those that its backward defers.
 
-    An object rather than a thread variable: on a GPU the engine's threads run the backward.
+    It is an object rather than a thread variable, as on a GPU the engine's threads run the backward.
 
     Args:
-        weights: the casts of weights that the forward shares with others.
-        defers: whether a backward may be split; else the products stay torch's.
-        every_call: whether torch shows it each call; else only those modules that ask for it.
+        weights: the casts of weights that the forward shares with other forwards.
+        defers: whether a backward may be split; else torch computes the products.
+        every_call: whether the mode sees every call; else only modules that ask for the tape record products.
     """
 
     def __init__(self, weights: WeightCasts, *, defers: bool, every_call: bool = True) -> None:
         self._weights, self._defers, self.every_call = weights, defers, every_call
-        self.saw_product = False  # made by no module that asks for the tape
-        self.modules = 0  # that ask, and whose forward runs now
+        self.saw_product = False  # outside of the modules that ask for the tape
+        self.modules = 0  # nested modules that ask, and whose forward runs now
         self._recomputes = self._recomputes_every_call = False
-        self._hooks: object = None  # on saved tensors, as the innermost of these modules found them
-        # of activations; only in the forward: a part of it that runs again must hold only its own casts
+        self._hooks: object = None  # on saved tensors, at the start of the innermost of these modules
+        # casts of activations, in the forward only: a part of it that runs again must keep only its own casts
         self._casts: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] | None = {}
         self._task: int | None = None  # the engine's number of the I that is running
         self._products: list[Product] = []
@@ -80,7 +80,7 @@ class Tape:
     # ---- in the forward
 
     def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, form: ProductForm) -> Tensor | None:
-        """The product, or None where torch's own call does all that there is to do."""
+        """The product, or None where the caller should make torch's own call."""
         if not (
             type(weight) in PLAIN
             and type(x) in PLAIN
@@ -90,7 +90,7 @@ class Tape:
             and not _in_functorch()
             and forward_ad._current_level < 0
         ):
-            return None  # something other than autograd looks at it
+            return None  # something other than autograd transforms it
         casts = form.cast and _in_autocast() and _is_cast(x.device.type)
         defers = self._defers and weight.requires_grad and is_grad_enabled()
         if defers and not weight.is_leaf:
@@ -102,7 +102,7 @@ class Tape:
         if casts:
             dtype = torch.get_autocast_dtype(x.device.type)
             weight, bias = self.lowered(weight, dtype), None if bias is None else self.lowered(bias, dtype)
-            if defers or (x.is_leaf and x.requires_grad):  # any other x torch casts in the same way
+            if defers or (x.is_leaf and x.requires_grad):  # torch casts any other x in the same way
                 x = self.lowered(x, dtype)
         if not defers:
             return form.product(x, weight, bias)
@@ -113,7 +113,7 @@ class Tape:
         """Apply autocast's cast before the product, where autograd records it.
 
         A leaf is cast once, as by autocast, so that the gradients of all its uses are summed in `dtype`. An
-        activation without a gradient is a leaf too, but may be modified in place, and is freed after its use.
+        activation without a gradient is a leaf too, but its cast is not kept: it may be modified in place.
         """
         if not tensor.is_floating_point() or tensor.dtype in (torch.float64, dtype):
             return tensor
@@ -133,11 +133,11 @@ class Tape:
 
     @contextmanager
     def in_module(self) -> Iterator[None]:
-        """The forward of a module that asks, and makes products in its own way."""
+        """Around the forward of a module that asks for the tape but makes products in its own way."""
         before, self._hooks = self._hooks, _saving_hooks(True)
         self.modules += 1
         try:
-            # one mode and not two: what torch.cond compiles is made for modes as they are
+            # one mode and not two, as torch.cond compiles for the modes that are active
             with nullcontext() if self.every_call else EveryCall(self):
                 yield
         finally:
@@ -145,30 +145,30 @@ class Tape:
             self._hooks = before
 
     def seen(self) -> None:
-        """The mode has seen a product, and recorded it."""
+        """Note that the mode has recorded a product."""
         self.saw_product |= not self.modules
         if self.modules and self._recomputes and not self._recomputes_every_call:
-            # a part of the module runs again alone, where nobody asks
+            # a part of the module runs again by itself, without the module's forward that asks
             self._recomputes_every_call = _saving_hooks(True) != self._hooks
 
     def end_forward(self) -> None:
-        """Share no cast of an activation any more."""
+        """Stop sharing casts of activations."""
         self._casts = None
 
     # ---- in the backward
 
     def replaying(self) -> AbstractContextManager[object]:
-        """Around any backward: a checkpointed forward that runs again must save what it saved before."""
-        # the engine takes torch's modes, and no thread variable of Python, to its own threads
+        """Around any backward: a checkpointed forward that runs again must save the same tensors again."""
+        # the engine passes torch's modes to its own threads, but no thread variable of Python
         if not self._recomputes:
             return _PLAIN
         every_call = self.every_call or self._recomputes_every_call
         return EveryCall(self) if every_call else _Carries(self)
 
     def begin_collecting(self, roots: Sequence[GradientEdge], inputs: Sequence[Tensor] = ()) -> list[Product]:
-        """From now on a backward from `roots` fills the list instead of computing weight gradients.
+        """From now on, a backward from `roots` fills the returned list instead of computing weight gradients.
 
-        inputs: what the stage received. Its gradient is never deferred, even if it is a factor of a product.
+        inputs: of the stage. Their gradients are never deferred, even if one is the weight of a product.
         """
         self._products, self._inputs = [], frozenset(map(id, inputs))
         self._handles = [root.node.register_prehook(self._note_task) for root in roots]
@@ -184,12 +184,12 @@ class Tape:
             self._task = _current_task()
 
     def defer(self, weight: Tensor | Edge, x: Tensor, dy: Tensor, form: ProductForm) -> bool:
-        """Take over the weight gradient, unless it must be computed now.
+        """Defer the weight gradient. Returns False if it must be computed now.
 
-        weight: the parameter itself, or the edge at which the gradient of what was made of it enters
+        weight: the parameter itself, or the edge that the gradient of a tensor made from it enters
         """
-        # A task other than I's own is a backward within the backward: it may ask for this very gradient.
-        # One with gradients enabled will be differentiated itself.
+        # A graph task other than I's own is a backward within the backward, which may need this gradient. One
+        # with gradients enabled will be differentiated itself.
         if self._task is None or self._task != _current_task() or is_grad_enabled():
             return False
         parameter, edge = (weight, None) if isinstance(weight, Tensor) else (_parameter(weight[0]), weight)
@@ -205,9 +205,9 @@ class Tape:
             owner = x
         counts = not isinstance(owner, nn.Parameter) or not owner.is_leaf
         versions = x._version, dy._version
-        if dy.requires_grad:  # of a backward of one's own, which enables gradients
+        if dy.requires_grad:  # from a custom backward that enables gradients
             dy = dy.detach()
-        # detached: x would hold the graph that made it
+        # detached, or x would keep the graph that made it
         self._products.append(_product(Product, (parameter, edge, x.detach(), dy, versions, counts, form)))
         return True
 
@@ -222,7 +222,7 @@ thread = _Thread()
 
 
 class _Recorded:
-    """This thread records on `tape` inside. first: it is the forward itself, and no part that runs again"""
+    """Inside, this thread records on `tape`. first: this is the forward itself, not a part that runs again"""
 
     def __init__(self, tape: Tape, *, first: bool) -> None:
         self._tape, self._first = tape, first
@@ -243,7 +243,7 @@ class _Recorded:
 
 
 class _Carries(TorchFunctionMode):
-    """Takes the tape to where modules ask for it."""
+    """A mode that carries the tape, for modules that ask for it."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -256,13 +256,13 @@ class _Carries(TorchFunctionMode):
 
 
 class EveryCall(_Carries):
-    """Finds products among all calls of torch."""
+    """Records the products among all calls of torch."""
 
     def __torch_function__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Every call of a forward comes here, so the test that most of them fail comes first. Compiled code
-        # keeps torch's own products: the compiler must see them.
+        # Every call of a forward passes here, so the test that most calls fail comes first. Compiled code
+        # keeps torch's own products, which the compiler must see.
         if func in CALLS and not torch.compiler.is_dynamo_compiling():
             product = find(*CALLS[func], args, kwargs or {})
             if product is not None:
@@ -274,17 +274,17 @@ class EveryCall(_Carries):
 
 
 def recording_again() -> AbstractContextManager[object]:
-    """For a part of this forward that may run again: enter it there, and it is recorded as it is now.
+    """A context for a part of this forward when it runs again: it is recorded as it is now.
 
-    A backward that this forward itself runs, by torch.autograd.grad, may run the part again, and torch has
-    taken the recording off the stack then.
+    The part may run again in a backward inside this forward, by torch.autograd.grad, for which torch has
+    taken the recording mode off the stack.
     """
     tape = current()
     return nullcontext() if tape is None else _RecordingAgain(tape)
 
 
 def current() -> Tape | None:
-    """The tape that records now: this thread's, or in a backward that replays, that of torch's mode."""
+    """The tape that records now: that of this thread, or in a backward that replays, that of torch's mode."""
     if (tape := thread.tape) is not None or not _modes():
         return tape
     modes = reversed(get_current_function_mode_stack())  # type: ignore[no-untyped-call]
@@ -319,7 +319,7 @@ def casting(weights: WeightCasts, *, every_call: bool = True) -> AbstractContext
 
 
 def lowered(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in autocast's dtype, for a product that is no call of torch: of a weight, the stage's cast."""
+    """`tensor` in autocast's dtype, for a product that is no call of torch; a weight's cast is cached."""
     tape = current()
     return tensor.to(dtype) if tape is None else tape.lowered(tensor, dtype)
 
@@ -337,11 +337,11 @@ class _Product(torch.autograd.Function):
         if weight.is_leaf:
             root = weight
         elif isinstance(weight.grad_fn, FunctionBase):
-            # torch 2.11 lets a node of Python go, which made a weight, unless its edge is held
+            # torch 2.11 frees a Python node that made a weight, unless something keeps its edge
             root = get_gradient_edge(weight)
         ctx.of_product = form, tape, None if bias is None else bias.shape, root
         result = form.product(x, weight, bias)
-        # a view made here could not be modified in place later, as torch's own result can
+        # a view made here could not be modified in place later, while torch's own result can
         return result.detach() if result._is_view() else result
 
     @staticmethod
@@ -357,13 +357,13 @@ class _Product(torch.autograd.Function):
         return dx, None if later else form.weight_gradient(x, dy), db, None, None
 
 
-# as `_Product.apply`, and the backward that the engine calls, without the calls of Python around them
+# `_Product.apply`, and the backward that the engine calls, without the Python functions around them
 _apply: Any = super(torch.autograd.Function, _Product).apply
 _Product._backward_cls.apply = _Product.backward  # type: ignore[attr-defined]
 
 
 def _parameter(node: Node | None) -> Tensor | None:
-    """The parameter that the weight made by `node` is a view of; None where it is computed in another way."""
+    """The parameter of which the weight made by `node` is a view; None where it is computed otherwise."""
     while node is not None and node.name() in VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != LEAF:

@@ -1,7 +1,7 @@
-"""Receive buffers: a pool that uses memory again, and staging through host memory.
+"""Receive buffers: a pool that reuses memory, and staging through host memory.
 
 A received tensor becomes the start of a stage's graph, and autograd keeps it as long as the backward needs
-it: nothing else knows when that ends. So a buffer is free when the pool alone holds its storage.
+it: nothing else knows when that ends. So a buffer is free when the pool is the only user of its storage.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from penstock.private import storage_use_count
 from penstock.runtime.device.copies import Copies
 from penstock.runtime.device.stream import Moment
 
-_WASTE = 1.125  # a buffer this much larger than what is asked for will do: ragged lengths share buffers
+_WASTE = 1.125  # a buffer may be this much larger than needed, so that ragged lengths share buffers
 _ALIGNED = 64  # bytes
 
 
 class Pool:
-    """Memory for receives on `device`. Between steps it keeps what the last step used, and no more.
+    """Memory for receives on `device`. Between steps it keeps the buffers of the last step, and no more.
 
-    pinned: whether it is host memory that a GPU copies asynchronously
+    pinned: whether it is host memory that a GPU can copy asynchronously
     """
 
     def __init__(self, device: torch.device, pinned: bool = False) -> None:
@@ -58,10 +58,10 @@ class Pool:
         self._largest = 0
 
     def drop_idle(self, taken: UntypedStorage | None = None) -> None:
-        """Keep no more free bytes than the largest buffer taken since the last `trim`: where lengths differ
-        from message to message, buffers would gather that hardly any message fits.
+        """Keep no more free bytes than the largest buffer taken since the last `trim`: otherwise messages of
+        many lengths would leave many buffers that few messages fit into.
 
-        taken: a buffer that is in use, though nothing else holds it yet
+        taken: a buffer in use that nothing else refers to yet
         """
         idle = [buffer for buffer in self._buffers if buffer is not taken and _is_free(buffer)]
         while idle and sum([buffer.nbytes() for buffer in idle]) > self._largest:

@@ -3,11 +3,11 @@
     post --> receive buffer from the pool --> receive --> wait --> payload
     send --> contiguous, narrowed, staged tensors --> send --> completion frees them
 
-Which messages pair up on a channel depends on nothing else. On NCCL each channel has a process group of its
+Messages on a channel pair up independently of other channels. On NCCL each channel has a process group of its
 own, or all share one where messages go in batches. On gloo each has a tag, in one group for activations and
 one for gradients: with one group for both, steps of small ops took half as long again, and each further group
-keeps a thread that wakes a hundred times a second while the rank computes. Here a wait is one of the host; in
-stream_channels.py it is one of the GPU's stream.
+keeps a thread that wakes a hundred times a second while the rank computes. Here the host waits for a message;
+in stream_channels.py the GPU's stream does.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.runtime.transport.point_to_point import (
 )
 from penstock.schedule.order import Channel, Message
 
-# ahead of a message whose receiver does not know its specs: their length, and the specs if they fit
+# sent before a message whose receiver does not know its specs: their length, and the specs if they fit
 _HEADER_BYTES = 1024
 _LENGTH_BYTES = 4
 
@@ -116,10 +116,9 @@ class Channels(Messages):
         self._posted: dict[Message, Receiving] = {}
         self._posted_bytes = 0
         self._sending: dict[Message, Sending] = {}
-        # by channel, the posted messages that carry their specs; only the first one's header is being
-        # received
+        # by channel, the posted messages that carry their specs; only the first one's header is posted
         self._unknown: dict[Channel, deque[Message]] = {}
-        self._early: dict[Message, Payload] = {}  # received because they came before another one
+        self._early: dict[Message, Payload] = {}  # received before they were needed
 
     # ---- receiving
 
@@ -127,7 +126,7 @@ class Channels(Messages):
         if specs is None:
             queue = self._unknown.setdefault(message.channel, deque())
             queue.append(message)
-            if len(queue) > 1:  # the channel's next tensors belong to the message before
+            if len(queue) > 1:  # the channel's next tensors belong to an earlier message
                 return
         self._post(message, specs)
 
@@ -182,7 +181,7 @@ class Channels(Messages):
         return unpack_specs(_bytes(text))
 
     def _finish(self, works: Sequence[Work], message: Message, read: bool = False) -> None:
-        """Wait for the works that bring `message`. read: whether this host reads the values next"""
+        """Wait for the works that receive `message`. read: whether the host reads the values next"""
         with self._watch.waiting(message, self._hosts[message.op.stage]):
             for work in works:
                 work.wait(self._limit)
@@ -199,7 +198,7 @@ class Channels(Messages):
             hosts, ready = self._staging.down(tensors)
             tensors = [*ahead, *hosts]
 
-            def start() -> Sequence[Work]:  # in the thread: this one goes on while the GPU still computes
+            def start() -> Sequence[Work]:  # in the send thread, as the GPU may still compute the payload
                 ready.synchronize()
                 return self._p2p.send(self._p2p_groups[message.channel], tensors)
 
@@ -209,7 +208,7 @@ class Channels(Messages):
         self._threads[message.channel].put(sending.run)
 
     def _outgoing(self, payload: Payload, with_specs: bool) -> tuple[list[Tensor], list[Tensor], int]:
-        """What goes ahead of a payload, its tensors as they travel, and the bytes held only to be sent."""
+        """The header of a payload, its tensors as they are sent, and the bytes kept only to be sent."""
         ahead = list(self._headers(payload.specs)) if with_specs else []
         tensors = [tensor.contiguous() for tensor in narrowed(payload.tensors, self._wire)]
         pairs = zip(tensors, payload.tensors, strict=True)
@@ -249,7 +248,7 @@ class Channels(Messages):
 
     @property
     def pending(self) -> int:
-        """Messages posted, or not yet known to have left."""
+        """Messages posted, or sent and not yet known to have left."""
         queued = sum([max(0, len(queue) - 1) for queue in self._unknown.values()])
         return len(self._posted) + queued + len(self._early) + len(self._sending)
 

@@ -46,7 +46,7 @@ class DistributedTransport(Transport):
 
     Args:
         timeout: seconds that a wait for another rank may take.
-        watch: of all processes of the job; None makes one of this pipeline's.
+        watch: of all processes of the job; None makes one for the processes of this pipeline.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class DistributedTransport(Transport):
         self._sharing: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._segments: list[Segment] | None = None
         self._spin = False
-        if watch is None:  # other pipelines of the job may be anything
+        if watch is None:  # the job's other processes may not run penstock
             drawn = GroupRanks(groups.host, groups.limit).gather(secrets.token_hex(8))
             watch = watch_of(drawn[0], self.rank, groups.size, timeout)
         else:
@@ -75,11 +75,11 @@ class DistributedTransport(Transport):
     def open(self, schedule: Schedule, wire: torch.dtype | None, *, batched: bool) -> None:
         """Make the channels of a schedule, which is the same on all ranks. Collective.
 
-        batched: whether messages go in batches, where their carrier has some: over NCCL
+        batched: whether messages go in batches; only over NCCL
         """
         edges, hosts = channels(schedule), schedule.placement.rank_of
         if self._segments is not None:
-            # which other pipelines of the mesh may need
+            # other pipelines of the mesh may need these groups
             self._groups.pass_over("pp gradients", lambda: self.ranks.gather(None))
             self.messages = SharedMessages(
                 self.rank, self._segments, edges, hosts, wire, self.watch, self._limit, self._spin
@@ -98,9 +98,9 @@ class DistributedTransport(Transport):
         if self._segments is None:
             return
         self.closers += [segment.close for segment in self._segments]
-        # as a broken connection would: who waits for this rank asks why, and finds its notes
+        # ends the waits of other ranks, as a broken connection would; they then read this rank's notes
         self.watch.gives_up = _unless_gone(self._segments[self.rank].end)
-        # a rank that looks for a message keeps its core from others
+        # a rank that polls for a message occupies its core
         self._spin = len(os.sched_getaffinity(0)) >= dist.get_world_size()
         self.ranks.shared = SharedVectors(self.rank, self._segments, self._spin).start
 
@@ -111,20 +111,20 @@ class DistributedTransport(Transport):
     def _sum_first(self, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> None:
         if len(ranks) == 1:
             return
-        peer, what = next(rank for rank in ranks if rank != self.rank), "its part of a shared gradient"
+        peer, awaited = next(rank for rank in ranks if rank != self.rank), "its part of a shared gradient"
         on_stream, works = self._groups.backend == "nccl", list[dist.Work]()
         for bucket in take_tensors(tensors, _BUCKET_BYTES):  # type: ignore[no-untyped-call]  # same on all ranks
             joined = flatten_dense_tensors(bucket)  # type: ignore[no-untyped-call]  # no copy of a single one
-            with self.watch.waiting(what, peer):
+            with self.watch.waiting(awaited, peer):
                 work = dist.all_reduce(joined, group=self._sharing[ranks], async_op=True)
                 assert work is not None
-                # with a limit NCCL holds up the host, once for each bucket
+                # with a limit, NCCL would block the host in every bucket
                 work.wait() if on_stream else work.wait(self._limit)
             works.append(work)
             sums = unflatten_dense_tensors(joined, bucket)  # type: ignore[no-untyped-call]
             foreach_copy_(bucket, list(sums))
-        if on_stream:  # once: an error comes before an optimizer uses the gradients
-            hold_up_until(Transfer(what, peer, works).over, what, peer, self.watch, self._limit)
+        if on_stream:  # once for all buckets, before an optimizer uses the gradients
+            hold_up_until(Transfer(awaited, peer, works).over, awaited, peer, self.watch, self._limit)
 
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
         if not is_of_peer(cause):
@@ -159,7 +159,7 @@ def _unless_gone(method: Callable[[], None]) -> Callable[[], None]:
 
 
 def watch_of(name: str, process: int, processes: int, timeout: float) -> Watch:
-    """A watch whose notes lie in the job's store under `name`."""
+    """A watch whose notes are in the job's store under `name`."""
     return Watch(PrefixStore(f"penstock-watch/{name}", get_default_store()), process, processes, timeout)
 
 

@@ -19,10 +19,10 @@ from penstock.private import set_pg_timeout
 from penstock.runtime.health.limits import begun, is_of_peer, within
 from penstock.runtime.health.watch import Watch
 
-# where no rank waits: a thread of sends, and NCCL, whose deadlines its callers keep
+# where no limit is needed: for the send threads, and for NCCL, whose callers check their own deadlines
 FOREVER = datetime.timedelta(days=30)
-_LINGERS = datetime.timedelta(seconds=5)  # in which a process that ends lets NCCL end
-_SPARE = 2.0  # seconds after its own limit in which gloo gives up making a group
+_LINGERS = datetime.timedelta(seconds=5)  # that an ending process waits for NCCL to end
+_SPARE = 2.0  # seconds that gloo may take after its own limit to give up making a group
 
 
 class Groups:
@@ -60,7 +60,7 @@ class Groups:
         return len(self._members)
 
     def new_on_host(self, name: str) -> dist.ProcessGroup:
-        """Make a group of gloo of all ranks: it leaves GPUs alone. Collective."""
+        """Make a gloo group of all ranks, which does not use GPUs. Collective."""
         return self.new(range(self.size), name, backend="gloo")
 
     def new(
@@ -68,8 +68,8 @@ class Groups:
     ) -> dist.ProcessGroup:
         """Make a group of these ranks in every pipeline of the mesh; return this pipeline's. Collective.
 
-        Every process of the job makes all of them in one order: torch names a group by how many there are,
-        so that groups made by their members alone would not match.
+        Every process of the job makes all of them in one order: torch names a group by a counter, so that
+        groups made by their members alone would not match.
 
         messages: whether it moves messages while the ranks compute
         backend: "gloo" or "nccl"; None takes that of the pipeline
@@ -87,7 +87,7 @@ class Groups:
             return new_group(ranks, self.limit, name)
         group: dist.ProcessGroup = dist.new_group(
             ranks,
-            # NCCL's own count begins when the host queues an op, which may be long before it can run
+            # NCCL's own timeout begins when the host queues an op, which may be long before it can run
             timeout=FOREVER,
             backend=backend,
             pg_options=message_options() if messages else None,
@@ -107,26 +107,26 @@ class Groups:
             dist.destroy_process_group(group)
 
     def control_device(self, device: torch.device) -> torch.device:
-        """Where the tensors of collectives have to be."""
+        """The device that tensors of collectives must be on."""
         return torch.device("cpu") if self.backend == "gloo" else device
 
     def abort(self) -> None:
-        """Begin to end what is under way in these groups and may never complete. For NCCL alone.
+        """Begin to abort collectives of these groups that may never complete. For NCCL only.
 
-        gloo ends what waits for a rank that has closed its connections. Does not wait: where a process was
-        killed or stopped, torch takes a minute and more.
+        gloo itself ends collectives with a rank that has closed its connections. Does not wait: where a
+        process was killed or stopped, torch takes a minute and more.
         """
         if self.backend != "nccl" or self._aborted:
             return
         self._aborted = True
-        made = [each for each in self._made if isinstance(each, dist.ProcessGroup)]
-        groups = [each for each in (self.pipeline, *made) if backend_for(each, "cuda") == "nccl"]
+        made = [group for group in self._made if isinstance(group, dist.ProcessGroup)]
+        groups = [group for group in (self.pipeline, *made) if backend_for(group, "cuda") == "nccl"]
         for group in groups:
             never_free(group)
         _aborts.append(begun("NCCL's abort", lambda: _abort(groups)))
 
     def close(self) -> None:
-        """Where nothing has failed, NCCL first completes what is under way: nothing is."""
+        """Destroy the groups. Nothing is under way in them, so NCCL does not wait."""
         for group in () if self._aborted else self._made:
             if isinstance(group, dist.ProcessGroup):  # otherwise this rank is not a member of it
                 dist.destroy_process_group(group)
@@ -144,13 +144,13 @@ def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
         backend._group_end()
 
 
-# what waits for each that has begun in this process
+# for each abort that this process has begun, a function that waits for it
 _aborts: list[Callable[[datetime.timedelta], object]] = []
 
 
-@atexit.register  # before anybody has a pipeline, so that it runs after what they register
+@atexit.register  # before any pipeline exists, so that it runs after the functions that pipelines register
 def _end_process() -> None:
-    """Python ends: let NCCL end first, or end without it, as torch would wait for it with no limit."""
+    """When Python ends, wait a little for NCCL's aborts; then exit, as torch would wait without a limit."""
     try:
         for ended in _aborts:
             ended(_LINGERS)
@@ -162,9 +162,9 @@ def _end_process() -> None:
 
 
 def never_free(group: dist.ProcessGroup) -> None:
-    """Keep the group until the process is gone.
+    """Keep the group until the process has ended.
 
-    As one is freed in which a collective may not complete, torch waits for that, and holds Python's lock.
+    To free a group, torch waits for its collectives with Python's lock held, and one may never complete.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -172,8 +172,8 @@ def never_free(group: dist.ProcessGroup) -> None:
 def new_group(ranks: Sequence[int], limit: datetime.timedelta, name: str) -> dist.ProcessGroup:
     """A gloo group of these processes of the job. Collective.
 
-    Raises RuntimeError where a process does not come, or where the store does not answer: torch itself waits
-    for that without a limit.
+    Raises RuntimeError where a process does not join, or where the store does not answer: torch itself waits
+    for an answer without a limit.
     """
     group: dist.ProcessGroup = within(
         limit.total_seconds() + _SPARE,
@@ -184,31 +184,31 @@ def new_group(ranks: Sequence[int], limit: datetime.timedelta, name: str) -> dis
 
 
 def naming_peers(watch: Watch, what: str) -> AbstractContextManager[None]:
-    """Raise the typed error where the block fails because of another process. Other errors pass."""
+    """Raise the typed error if the block fails because of another process. Other errors are not changed."""
     return watch.waiting(what, None, is_of_peer)
 
 
 def backend_for(group: dist.ProcessGroup, device: str) -> str:
-    """The backend that a group has for a type of device; for the group torch may say 'undefined'."""
+    """The backend of a group for a type of device; for the whole group torch may say 'undefined'."""
     name: str = group._get_backend(torch.device(device)).name()
     return name
 
 
-_CTAS = 8  # at most, of a communicator: messages are small, and each takes a processor from the kernels
+_CTAS = 8  # the most thread blocks of a communicator: messages are small, and a block occupies an SM
 
 
 def message_options() -> Any:
-    """NCCL's options of a group for messages: few processors of the GPU, and first in turn for them."""
+    """NCCL's options of a group for messages: few SMs of the GPU, and a stream of high priority."""
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = FOREVER  # torch takes the group's own, and warns where this is another one
+    options._timeout = FOREVER  # torch uses the group's timeout, and warns where this one differs
     options.config.min_ctas, options.config.max_ctas = 1, _CTAS
     return options
 
 
 def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
-    """Give groups that a mesh made a timeout of `timeout` seconds in place of torch's 30 minutes.
+    """Set the timeout of groups that a mesh made to `timeout` seconds, in place of torch's 30 minutes.
 
-    The group of the whole job keeps its own: whoever made it waits in it for other things too.
+    The group of the whole job keeps its own: the user may wait in it for other things too.
     """
     for group in groups:
         if group is not dist.group.WORLD:
@@ -218,7 +218,7 @@ def limit_waits(groups: Iterable[dist.ProcessGroup], timeout: float) -> None:
 def pipelines(mesh: DeviceMesh) -> list[list[int]]:
     """The world ranks of every pipeline, in the same order on all processes.
 
-    It works for a slice of a larger mesh too, whose `mesh.mesh` has only this process's own pipeline.
+    A slice of a larger mesh works too, although its `mesh.mesh` has only this process's pipeline.
     """
     one = mesh["pp"]
     grid = one._layout.remap_to_tensor(one._rank_map)

@@ -1,4 +1,4 @@
-"""What a transport offers to the ranks of a pipeline, and the transport within one process."""
+"""The interface of a transport between the ranks of a pipeline, and the transport within one process."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.schedule.order import Message
 class Messages:
     """Moves messages over channels, first in first out.
 
-    needless: the actions of a plan that have no effect here
-    carried_by: what carries messages between processes, in words; empty where there is one process
+    needless: the types of a plan's actions that have no effect here
+    carried_by: the carrier of messages between processes, for people; empty within one process
     """
 
     needless: frozenset[type[Action]] = frozenset()
@@ -31,7 +31,7 @@ class Messages:
         """Post a receive. specs: None where the message carries its own"""
 
     def arrived(self, message: Message) -> bool:
-        """Whether `receive` returns it, if need be after waiting."""
+        """Whether `receive` will return the message, perhaps after a wait."""
         raise NotImplementedError
 
     def receive(self, message: Message) -> Payload | None:
@@ -39,9 +39,9 @@ class Messages:
         raise NotImplementedError
 
     def send(self, message: Message, payload: Payload, with_specs: bool) -> None:
-        """Start sending; never waits for the receiver. What arrives is not part of the sender's graph.
+        """Start sending, without waiting for the receiver. It gets tensors outside of the sender's graph.
 
-        with_specs: whether to send the payload's specs ahead, for a receiver that does not know them
+        with_specs: whether to send the payload's specs first, for a receiver that does not know them
         """
         raise NotImplementedError
 
@@ -65,19 +65,19 @@ class Messages:
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Free what only a step like the last one would need."""
+        """Free memory that only a step like the last one would need."""
 
     def reset(self) -> None:
         """Forget a failed step, where another one may follow."""
 
     def close(self) -> None:
-        """Free threads."""
+        """End threads."""
 
 
 class LocalMessages(Messages):
-    """All ranks in one process: a message is handed over as it is, and takes no buffer.
+    """Messages between ranks of one process: handed over without a buffer.
 
-    wire: the dtype that floating-point tensors are rounded to on their way; None leaves them as they are
+    wire: the dtype that floating-point tensors are rounded to; None leaves them as they are
     """
 
     needless: frozenset[type[Action]] = frozenset({Post, Exchange, Free})
@@ -107,12 +107,12 @@ class LocalMessages(Messages):
 
 
 class Transport:
-    """How the ranks of a pipeline communicate: their messages, and values between all of them.
+    """How the ranks of a pipeline communicate: their messages, and collectives over all of them.
 
-    The values are those of a process that holds all ranks; `DistributedTransport` joins several.
+    Here one process has all ranks; `DistributedTransport` connects several processes.
 
     Attributes:
-        messages: of the schedule that is run.
+        messages: of the current schedule.
         closers: called by `close`.
         ranks: the processes that the ranks live in.
     """
@@ -131,7 +131,7 @@ class Transport:
         """Prepare for sums over these ranks, before the first step. Collective over all ranks."""
 
     def sum_shared(self, ranks: tuple[int, ...], weights: Sequence[Sequence[Tensor]]) -> None:
-        """Replace each weight's tensors, this process's copies, by the sum of those on all of `ranks`."""
+        """Replace each weight's tensors, one per copy in this process, by the sum over copies on `ranks`."""
         with torch.no_grad():
             for copies in weights:
                 for other in copies[1:]:
@@ -145,10 +145,10 @@ class Transport:
         """Sum the first copy of each weight over the ranks of other processes."""
 
     def follow(self, progress: Callable[[], Progress | None]) -> None:
-        """From now on, let the other ranks know how far this one is."""
+        """From now on, publish this rank's progress to the other ranks."""
 
     def broke_off(self, doing: Op | str, cause: RuntimeError) -> Exception:
-        """The error to raise where `cause` ended an op: a typed one if another rank caused it."""
+        """The error to raise after `cause` ended an op: a typed one if another rank caused it."""
         return cause
 
     def name_of(self, rank: int) -> str:
@@ -160,7 +160,7 @@ class Transport:
         self.messages.reset()
 
     def close(self) -> None:
-        """Free threads and process groups."""
+        """End threads and process groups."""
         while self.closers:
             self.closers.pop()()
 
@@ -174,7 +174,7 @@ class LocalTransport(Transport):
 
 
 def on_wire(specs: EdgeSpecs, wire: torch.dtype | None) -> Sequence[TensorSpec]:
-    """The specs of the tensors as they travel: floating-point ones in dtype `wire`, unless it is None."""
+    """The specs of the tensors as they are sent: floating-point ones in dtype `wire`, unless it is None."""
     if wire is None:
         return specs.tensors
     return [replace(spec, dtype=wire) if spec.dtype.is_floating_point else spec for spec in specs.tensors]
@@ -195,8 +195,8 @@ def restored(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
 def detached(tensors: Sequence[Tensor], specs: EdgeSpecs) -> tuple[Tensor, ...]:
     """The tensors for a stage of the same process, as if they had come from another one.
 
-    A tensor without a gradient is copied: a stage may modify it in place, and it may be an entry of the
-    batch, or held by another stage. For tensors with a gradient, autograd raises an error.
+    A tensor without a gradient is copied: a stage may modify it in place, and the batch or another stage may
+    use it too. For tensors with a gradient, autograd raises an error on such a modification.
     """
     pairs = zip(tensors, specs.carrying, strict=True)
     return tuple([t.detach() if carries else t.detach().clone() for t, carries in pairs])

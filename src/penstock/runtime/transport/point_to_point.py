@@ -1,8 +1,8 @@
 """Sends and receives over torch.distributed: one by one or in batches, and when a send is complete.
 
-A channel is addressed by a `P2PGroup`. `OneByOne` starts each tensor at once. `Batches`, of NCCL, start
-together what was posted and sent since the last `start`, as penstock.schedule.order has proven possible: NCCL
-moves a batch in one kernel, and batches one after the other.
+A channel is addressed by a `P2PGroup`. `OneByOne` starts each tensor at once. `Batches`, for NCCL, starts
+everything that was posted and sent since the last `start` together, as penstock.schedule.order has proven
+possible: NCCL moves a batch in one kernel, and batches one after the other.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class P2PGroup(NamedTuple):
 
 
 class OneByOne:
-    """Each tensor starts at once; on each P2PGroup they pair up in the order of the calls.
+    """Starts each tensor at once; sends and receives of a P2PGroup pair up in the order of the calls.
 
-    Raises RuntimeError where a connection is gone.
+    Raises RuntimeError where a connection is lost.
     """
 
     def send(self, p2p: P2PGroup, tensors: Sequence[Tensor]) -> Sequence[Work]:
-        """The works to wait for until the tensors have left."""
+        """Start to send the tensors. Returns works, which are complete once these have left."""
         return [p2p.group.send([tensor], p2p.target, p2p.tag) for tensor in tensors]
 
     def receive(self, p2p: P2PGroup, buffers: Sequence[Tensor]) -> Sequence[Work]:
-        """The works to wait for until the tensors are here."""
+        """Start to receive into `buffers`. Returns works, which are complete once these are filled."""
         return [p2p.group.recv([buffer], p2p.source, p2p.tag) for buffer in buffers]
 
     def start(self) -> None:
-        """Start, at the latest, what was sent and received since the last call: here it has started."""
+        """Start the sends and receives since the last call, unless they have started, as here."""
 
 
 class P2PBatch:
-    """Transfers that start together, waited for as one. On NCCL they come after those of the batch before."""
+    """Transfers that start together and complete together; NCCL runs batches one after the other."""
 
     def __init__(self) -> None:
         self._works: Sequence[Work] | None = None
@@ -101,13 +101,13 @@ class Batches(OneByOne):
 
 # ---- Send completion
 #
-# A message is held until it has been sent, and no longer. gloo cannot be asked whether a send is complete;
-# it can only be waited for, and only once. So a thread waits, one for each channel: a slow channel must not
-# hold up the memory of another one. NCCL can be asked, and needs no thread.
+# A message is freed as soon as it has been sent. On gloo one cannot poll whether a send is complete, but only
+# wait for it, and only once. So a thread waits, one for each channel, since a slow channel must not keep the
+# memory of others. A send over NCCL can be polled, and needs no thread.
 
 
 class Sending:
-    """A message on its way over gloo, with the tensors that it is read from.
+    """A message under way over gloo, with the tensors that it is read from.
 
     Args:
         nbytes: the bytes that completion frees.
@@ -140,8 +140,8 @@ class Sending:
         try:
             for work in self._start():
                 work.wait(FOREVER)
-                del work  # it holds the tensors too, and they must be gone when `over` is set
-        except Exception as error:  # nothing may end the thread: a Free would wait for ever
+                del work  # it refers to the tensors too, which must be free when `over` is set
+        except Exception as error:  # no error may end the thread: a Free would wait for ever
             self._error = error if isinstance(error, RuntimeError) else RuntimeError(repr(error))
         self._tensors, self._start, self.nbytes = (), list, 0
         self._over.set()

@@ -1,11 +1,11 @@
 """Channels over NCCL, where messages move on streams of the GPU and the host runs ahead of them.
 
     receive    the compute stream waits for the message; the host goes on
-    free       drops what has left, and keeps the rest until it has
-    complete   once a step: the host waits until all has moved, and keeps the deadline
+    free       drops a send that has left, or keeps it until it has
+    complete   once a step: the host waits until all messages have moved, up to the time limit
 
-NCCL connects two ranks in the first message between them, and holds up both hosts until they have come to
-it. In the order of a schedule two ranks may each come to another one first. So all channels are connected
+NCCL connects two ranks in the first message between them, and blocks both hosts until both have reached it.
+In the order of a schedule each of two ranks may reach another message first. So all channels are connected
 when they are made, in one order on all ranks: both ranks of the first channel that is not connected yet wait
 for each other, and for nothing else.
 """
@@ -29,11 +29,11 @@ from penstock.runtime.transport.groups import Groups
 from penstock.runtime.transport.point_to_point import Batches, Work
 from penstock.schedule.order import Channel, Message
 
-# The host keeps what a send reads until the send is complete, so it may not run ahead at will: this many
-# messages that the plan has proven to have arrived, and that have not left yet.
+# The host keeps the tensors of a send until it is complete, so it may not run ahead without limit: this is
+# the most messages that the plan has proven to have arrived, but that are not known to have left.
 _AHEAD = 8
-_SHORTEST, _LONGEST = 2e-5, 2e-4  # seconds between two looks at whether something is complete
-_ASK = 0.2  # seconds between two looks at whether another rank has failed
+_SHORTEST, _LONGEST = 2e-5, 2e-4  # seconds between two polls of a transfer
+_ASK = 0.2  # seconds between two checks for the failure of another rank
 
 
 class Transfer:
@@ -45,11 +45,11 @@ class Transfer:
         self._works, self._tensors = works, tensors
 
     def over(self) -> bool:
-        """Whether it is complete; frees its tensors then. Raises RuntimeError where it failed."""
+        """Whether the transfer is complete; its tensors are then freed. Raises RuntimeError if it failed."""
         if not all(work.is_completed() for work in self._works):
             return False
         for work in self._works:
-            work.wait()  # raises what NCCL found
+            work.wait()  # raises NCCL's error
         self._works, self._tensors, self.nbytes = (), (), 0
         return True
 
@@ -82,7 +82,7 @@ class StreamChannels(Channels):
 
     def _batches(self, groups: Groups) -> Batches:
         group = next(iter(self._p2p_groups.values())).group if self._p2p_groups else groups.pipeline
-        # torch: the first call in a group is one of all its ranks
+        # torch: all ranks of a group take part in its first call
         GroupRanks(group, self._limit, self._at).all_gather(torch.zeros(1, device=self._at))
         return Batches(group)
 
@@ -95,11 +95,11 @@ class StreamChannels(Channels):
             peer = target if groups.rank == source else source
             moves = self._p2p.send if groups.rank == source else self._p2p.receive
             byte = self._pool.take(TensorSpec((1,), torch.uint8))
-            what = f"the connection of stages {channel.source} and {channel.target}"
-            with self._watch.waiting(what, peer):
+            connection = f"the connection of stages {channel.source} and {channel.target}"
+            with self._watch.waiting(connection, peer):
                 works = moves(self._p2p_groups[channel], [byte])
                 self._p2p.start()
-            self._reach(Transfer(what, peer, works, [byte]))
+            self._reach(Transfer(connection, peer, works, [byte]))
 
     # ---- receiving
 
@@ -129,7 +129,7 @@ class StreamChannels(Channels):
         self._drop_complete()
 
     def free(self, message: Message) -> None:
-        """Drop a message that has left; else it is kept until it has, as its receiver has asked for it."""
+        """Drop a message that has left, or else keep it until it has."""
         self._freed.append(self._sent.pop(message))
         self._drop_complete()
         while len(self._freed) > _AHEAD:
@@ -166,16 +166,16 @@ class StreamChannels(Channels):
             raise self._watch.error(cause, transfer.what, transfer.peer) from cause
 
     def _reach(self, transfer: Transfer) -> None:
-        """Hold up the host until the transfer is complete."""
+        """Make the host wait until the transfer is complete."""
         hold_up_until(transfer.over, transfer.what, transfer.peer, self._watch, self._limit)
 
 
 def hold_up_until(
     over: Callable[[], bool], what: Message | str, peer: int | None, watch: Watch, limit: timedelta
 ) -> None:
-    """Hold up the host until something has happened that other ranks bring about.
+    """Make the host wait until `over` returns True, which depends on other ranks.
 
-    Raises the typed error where that takes too long, fails, or can never be as another rank has failed.
+    Raises the typed error where that takes too long, fails, or cannot happen because another rank has failed.
     """
     with watch.waiting(what, peer):
         began, pause = time.monotonic(), _SHORTEST

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 
 from penstock.errors import ConfigError
-from penstock.schedule.ops import Op, Pair, Placement, Schedule, both_ways, wave
+from penstock.schedule.builders.one_f_one_b import row
+from penstock.schedule.ops import Kind, Op, Pair, Placement, Schedule, both_ways, wave
 
-OpOrPair = tuple[Op, ...]  # one op, or an overlapped pair
+_WHOLE: tuple[Kind, ...] = ("F", "B")
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
@@ -41,52 +41,62 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     P. Rank r holds min(2P+1, 2m, m+1+r) live activations.
     """  # noqa: E501
 
-    def entries(rank: int) -> Iterator[OpOrPair]:
+    def of_rank(rank: int) -> tuple[list[Op], list[Pair]]:
         return eight_phases(ranks, rank, microbatches, [(rank, 0), (2 * ranks - 1 - rank, 0)])
 
-    return paired("dualpipe_v", wave(ranks), microbatches, map(entries, range(ranks)))
+    return paired("dualpipe_v", wave(ranks), microbatches, map(of_rank, range(ranks)))
 
 
 def paired(
-    name: str, placement: Placement, microbatches: int, entries: Iterable[Iterable[OpOrPair]]
+    name: str, placement: Placement, microbatches: int, ranks: Iterable[tuple[list[Op], list[Pair]]]
 ) -> Schedule:
-    """A schedule from programs whose entries are single ops or overlapped pairs."""
-    programs, overlaps = [], set[Pair]()
-    for of_rank in map(list, entries):
-        programs.append(tuple(chain.from_iterable(of_rank)))
-        overlaps.update(Pair(*entry) for entry in of_rank if len(entry) == 2)
-    return Schedule(name, placement, microbatches, tuple(programs), frozenset(overlaps))
+    """A schedule from the program and the overlapped pairs of each rank."""
+    programs, pairs = zip(*ranks, strict=True)
+    return Schedule(name, placement, microbatches, (*map(tuple, programs),), frozenset(chain(*pairs)))
 
 
 def eight_phases(
     ranks: int, rank: int, microbatches: int, chunks: Sequence[tuple[int, int]]
-) -> Iterator[OpOrPair]:
-    """The program of one rank, overlapped pairs together.
+) -> tuple[list[Op], list[Pair]]:
+    """The program of one rank, and its overlapped pairs.
 
     chunks: the stage of chunk 0 and of chunk 1, and the first microbatch that goes through it
     """
     left_out = max(0, 2 * ranks - microbatches)  # the phases are those of 2P without the first ones
-    forwards, backwards = [-left_out] * 2, [-left_out] * 2
-    reached: dict[str, list[int]] = {"F": forwards, "B": backwards, "I": backwards}
-    deferred = deque[Op | None]()
-    phases = _phases(ranks, rank, microbatches + left_out)
-    steps = {entry: entry.split("&") for entry in set(phases)}
-    for entry in phases:
-        ops = []
-        for step in steps[entry]:
-            if step == "W":
-                op = deferred.popleft()
-            else:
-                kind, chunk = step[0], int(step[1])
-                at, (stage, first) = reached[kind][chunk], chunks[chunk]
-                reached[kind][chunk] += 1
-                op = Op(stage, kind, first + at) if at >= 0 else None  # type: ignore[arg-type]
-                if kind == "I":
-                    deferred.append(op and op._replace(kind="W"))
-            if op:
-                ops.append(op)
-        if ops:
-            yield tuple(ops)
+    entries = [entry.split("&") for entry in _phases(ranks, rank, microbatches + left_out)]
+    steps = [*chain.from_iterable(entries)]
+    none: list[Op | None] = [None] * left_out
+    rows = {
+        f"{kind}{chunk}": [*none, *row(stage, kind, range(first, first + microbatches))]
+        for chunk, (stage, first) in enumerate(chunks) for kind in _WHOLE
+    }  # fmt: skip
+    ops = [*map(next, map(_in_order(steps, rows).__getitem__, steps))]
+    ends = accumulate(map(len, entries))
+    seconds = [end - 1 for end, entry in zip(ends, entries, strict=True) if len(entry) == 2]
+    pairs = (Pair(ops[at - 1], ops[at]) for at in seconds if ops[at - 1] and ops[at])  # type: ignore[arg-type]
+    return [*filter(None, ops)], [*pairs]
+
+
+def _in_order(steps: Sequence[str], rows: Mapping[str, list[Op | None]]) -> dict[str, Iterator[Op | None]]:
+    """By step, a kind and a chunk, its ops in order; W is the oldest that is deferred, of either chunk.
+
+    rows: of F and B, by chunk: an op for each microbatch, or None where it is left out
+    """
+    iterators = {step: iter(rows[step]) for step in ("F0", "F1")}
+    weights: dict[str, Iterator[Op | None]] = {}
+    for chunk in "01":
+        backwards = [step[0] for step in steps if step in (f"B{chunk}", f"I{chunk}")]
+        ops = rows[f"B{chunk}"][: len(backwards)]
+        split = [at for at, kind in enumerate(backwards) if kind == "I"]  # few
+        weights[f"I{chunk}"] = iter([_of_kind("W", ops[at]) for at in split])
+        for at in split:
+            ops[at] = _of_kind("I", ops[at])
+        iterators[f"B{chunk}"] = iterators[f"I{chunk}"] = iter(ops)
+    return iterators | {"W": iter([next(weights[step]) for step in steps if step[0] == "I"])}
+
+
+def _of_kind(kind: Kind, op: Op | None) -> Op | None:
+    return op and op._replace(kind=kind)
 
 
 def _phases(ranks: int, rank: int, microbatches: int) -> list[str]:
@@ -144,14 +154,14 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
     _check(ranks, microbatches)
     each_way = microbatches // 2
 
-    def entries(rank: int) -> Iterator[OpOrPair]:
+    def of_rank(rank: int) -> tuple[list[Op], list[Pair]]:
         from_end = min(rank, ranks - 1 - rank)
-        copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # of each the stage, and the first microbatch
+        copies = [(rank, 0), (2 * ranks - 1 - rank, each_way)]  # each copy's stage and first microbatch
         if rank >= ranks // 2:  # chunk 0 is of the copy whose data enters at the nearer end
             copies.reverse()
         return eight_phases(ranks // 2, from_end, each_way, copies)
 
-    return paired("dualpipe", both_ways(ranks), microbatches, map(entries, range(ranks)))
+    return paired("dualpipe", both_ways(ranks), microbatches, map(of_rank, range(ranks)))
 
 
 def _check(ranks: int, microbatches: int) -> None:

@@ -48,8 +48,8 @@ def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Sched
     A stage's ops follow each other, so that sharded weights are gathered once per stage and direction.
     Backwards go in the order of the forwards, as in `gpipe`; torch reverses them, which takes as long.
 
-    The bubble is (P-1) / (v m + P-1) from m = P on. With fewer, each lap waits for microbatch 0 to come
-    round, and the makespan is 3(v P + m-1) in unit times. Every rank holds v m live activations.
+    The bubble is (P-1) / (v m + P-1) from m = P on. With fewer, each lap waits for microbatch 0 to return
+    to rank 0, and the makespan is 3(v P + m-1) in unit times. Every rank holds v m live activations.
     """  # noqa: E501
     placement = loop(ranks, stages_per_rank)
 
@@ -73,9 +73,9 @@ def inference(ranks: int, microbatches: int, stages_per_rank: int = 1) -> Schedu
 
         for each group of up to P microbatches, for each of the rank's stages:  F_g F_{g+1} ... F_{g+P-1}
 
-    With several stages per rank the microbatches go round in groups of P: a group comes back to rank 0 when
-    its last microbatch has left. The bubble is (P-1) / (v m + P-1) for v stages per rank, if m is a multiple
-    of P or v = 1.
+    With several stages per rank the microbatches pass through the ranks in groups of P: a group returns to
+    rank 0 when its last microbatch has left it. The bubble is (P-1) / (v m + P-1) for v stages per rank, if m
+    is a multiple of P or v = 1.
     """
     return forwards(loop(ranks, stages_per_rank), microbatches)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders.one_f_one_b import row, turns
@@ -32,8 +33,8 @@ def interleaved_1f1b(
         steady     F_{w+k} B_k          for k = 0 ... vm-w-1
         cool-down  B_{vm-w} ... B_{vm-1}
 
-    In a group of fewer than P microbatches the first one must come round before the group can go on, and
-    ranks idle. So m is divided evenly into as many groups as can have P each, as in torch. With
+    In a group of fewer than P microbatches the first one must return to rank 0 before the group can go
+    on, and ranks idle. So m is divided evenly into as many groups as can have P each, as in torch. With
     microbatch_group_size (Megatron's microbatch_group_size_per_vp_stage) all groups have that size and the
     last takes the rest; P holds the fewest activations. Megatron forbids a last group of fewer than P,
     since it could deadlock; here it keeps the order of a full group, with gaps, and cannot. With one stage
@@ -87,4 +88,6 @@ def in_groups(kind: Kind, stages: Sequence[int], groups: Iterable[range]) -> lis
 
 def existing(ops: tuple[Op, ...], microbatches: int) -> tuple[Op, ...]:
     """Drop the microbatches that only fill up the last group; that adds no deadlock."""
+    if max(map(itemgetter(2), ops)) < microbatches:  # at most one group is filled up, and often none
+        return ops
     return tuple(op for op in ops if op.microbatch < microbatches)

@@ -22,12 +22,14 @@ from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import count, islice, product
 from math import inf
+from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
 from penstock.schedule.builders.one_f_one_b import row
 from penstock.schedule.ops import Kind, Op, Schedule, wave
 from penstock.schedule.simulation.costs import Costs, Row
+from penstock.schedule.simulation.timeline import Objective, check_objective
 
 Slots = list[tuple[int, int]]  # a program: (slot, microbatch)
 WAIT = -1
@@ -64,7 +66,7 @@ class VDurations:
         return cls(ranks, microbatches, takes, delays)
 
     def first(self, microbatches: int) -> VDurations:
-        """The same for the first `microbatches` only."""
+        """The durations of the first `microbatches` only."""
         takes, delays = (
             [[row[:microbatches] for row in rows] for rows in by_rank]
             for by_rank in (self.takes, self.delays)
@@ -143,6 +145,25 @@ def in_order(orders: Sequence[Sequence[int]]) -> DispatchRule:
     return next_slot
 
 
+def ending_early(orders: Sequence[Sequence[int]], microbatches: int) -> DispatchRule:
+    """`in_order`, except for W in the last phase of rank 0, which fills every wait there.
+
+    From its last leg 2 on, no rank waits for rank 0: it ends as early as the gradients that reach it allow.
+    """
+    follow = in_order(orders)
+
+    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
+        if rank.index or rank.reached[2] < microbatches:
+            return follow(rank, time)
+        arrivals, i = rank.arrivals[3], rank.reached[3]
+        expected = arrivals[i] if i < len(arrivals) else inf
+        if expected <= time:
+            return 3, time
+        return (rank.deferred[0][0], time) if rank.deferred else (WAIT, expected)
+
+    return next_slot
+
+
 def by_block(work: VDurations, spread: float, gap: float, lead: float) -> DispatchRule:
     """A repeating block: microbatch i reaches leg l of rank r at ``starts[r][l] + i * interval``.
 
@@ -179,14 +200,18 @@ def by_block(work: VDurations, spread: float, gap: float, lead: float) -> Dispat
 
 @dataclass(frozen=True)
 class TimedPrograms:
-    """Programs and their makespan, which is inf if the ranks got stuck."""
+    """Programs with their makespan and extent (`Timeline`), which are inf if the ranks got stuck."""
 
     makespan: float
+    extent: float
     programs: list[Slots]
 
+    def length(self, objective: Objective) -> float:
+        return self.makespan if objective == "makespan" else self.extent
 
-# of each rank, until the last microbatch has entered it and after that: a W of length w gives way to an input
-# that is expected within ``patience * w``
+
+# per rank, until its last microbatch has entered and after that: a rank does not begin a W of length w if an
+# input is expected within ``patience * w``
 Patience = Sequence[tuple[float, float]]
 
 
@@ -226,28 +251,32 @@ def run(
             arrival = end + work.delays[index][slot][microbatch]
             other = ranks[taker]
             other.arrivals[slot].append(arrival)
-            if arrival > other.free_at or other.free_at <= time:  # else it looks when it is free
+            if arrival > other.free_at or other.free_at <= time:  # a busy rank looks once it is free
                 heappush(events, (max(arrival, other.free_at), taker))
         elif slot < 3:  # the V turns here, or a new leg begins
             rank.arrivals[slot + 1].append(end)
-    makespan = inf if left else max(rank.free_at for rank in ranks)
-    return TimedPrograms(makespan, [rank.done for rank in ranks])
+    programs = [rank.done for rank in ranks]
+    if left:
+        return TimedPrograms(inf, inf, programs)
+    makespan = max(rank.free_at for rank in ranks)
+    # a rank begins with the first forward that arrives: all else comes after it
+    return TimedPrograms(makespan, max(rank.free_at - rank.arrivals[0][0] for rank in ranks), programs)
 
 
 def schedule(name: str, work: VDurations, programs: Iterable[Slots]) -> Schedule:
-    """The programs as ops."""
+    """The programs as ops. Every slot has its microbatches in order."""
 
     def program(rank: int, slots: Slots) -> tuple[Op, ...]:
         pairs = zip(_stages(work.ranks, rank), _KINDS, strict=True)
-        table = [row(stage, kind, range(work.microbatches)) for stage, kind in pairs]
-        return tuple(table[slot][microbatch] for slot, microbatch in slots)
+        ops = [iter(row(stage, kind, range(work.microbatches))) for stage, kind in pairs]
+        return tuple(map(next, map(ops.__getitem__, map(itemgetter(0), slots))))
 
     placement = wave(work.ranks)
     return Schedule(name, placement, work.microbatches, tuple(program(r, s) for r, s in enumerate(programs)))
 
 
 def _stages(ranks: int, rank: int) -> tuple[int, ...]:
-    """By slot."""
+    """The stage of each slot."""
     out, home = rank, 2 * ranks - 1 - rank
     return (out, home, home, out, home, out)
 
@@ -293,27 +322,47 @@ def form(
     limits: Sequence[int],
     usual: Callable[[VDurations], TimedPrograms],
     costs: Costs | None,
+    objective: Objective = "makespan",
 ) -> Schedule:
     """The programs that `usual` makes for unit times; with `costs`, the best found for them.
 
-    That is never slower, at these costs, than the programs for unit times.
+    That is never longer, at these costs and by the objective, than the programs for unit times.
 
     limits[r]: the most live activations of rank r, whatever the costs
+    objective: which length of a step is to be small
     """
+    check_objective(objective)
     unit = VDurations.of(ranks, microbatches, Costs())
     chosen = _repeated(usual, unit)
     if costs is not None:
         work = VDurations.of(ranks, microbatches, costs)
-        slots = [[slot for slot, _ in program] for program in chosen.programs]
-        as_usual = run(work, limits, in_order(slots), patience=None)
-        sample = work.first(2 * ranks + 4)  # enough for all phases, few enough to try many
-        affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
-        tried = islice([usual, *_candidates(limits, chosen)], affordable)
-        best = min(tried, key=lambda candidate: candidate(sample).makespan)
-        chosen = min(as_usual, best(work), key=lambda variant: variant.makespan)
-        refined = _refined(chosen, limits, sample, min(affordable, _WALK))(work)
-        chosen = min(chosen, refined, key=lambda variant: variant.makespan)
+        chosen = _formed(usual, chosen, limits, work, objective)
     return schedule(name, unit, chosen.programs)
+
+
+def _formed(
+    usual: Callable[[VDurations], TimedPrograms],
+    at_unit_times: TimedPrograms,
+    limits: Sequence[int],
+    work: VDurations,
+    objective: Objective,
+) -> TimedPrograms:
+    """The best of many programs for `work`, that `at_unit_times` among them."""
+
+    def shortest(*variants: TimedPrograms) -> TimedPrograms:
+        return min(variants, key=lambda variant: variant.length(objective))
+
+    slots = [[slot for slot, _ in program] for program in at_unit_times.programs]
+    chosen = run(work, limits, in_order(slots), patience=None)
+    if objective == "extent":
+        chosen = shortest(chosen, run(work, limits, ending_early(slots, work.microbatches), patience=None))
+    sample = work.first(2 * work.ranks + 4)  # enough for all phases, few enough to try many
+    affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
+    tried = islice([usual, *_candidates(limits, at_unit_times)], affordable)
+    best = min(tried, key=lambda candidate: candidate(sample).length(objective))
+    chosen = shortest(chosen, best(work))
+    refined = _refined(chosen, limits, sample, min(affordable, _WALK), objective)
+    return shortest(chosen, refined(work))
 
 
 _SETTLED = 3  # microbatches per rank after which the middle of every program is its steady state
@@ -337,15 +386,15 @@ def _repeated(rule: Callable[[VDurations], TimedPrograms], work: VDurations) -> 
         return rule(work)
     extended = [program[:middle] + interval * more + program[middle:]
                 for program, interval in zip(slots, intervals, strict=True)]  # fmt: skip
-    return TimedPrograms(
-        short_run.makespan + more * work.interval, [_numbered(program) for program in extended]
-    )
+    longer = more * work.interval
+    programs = [_numbered(program) for program in extended]
+    return TimedPrograms(short_run.makespan + longer, short_run.extent + longer, programs)
 
 
 def _numbered(slots: Iterable[int]) -> Slots:
     """Each slot with its microbatches in order."""
-    reached = [count() for _ in _KINDS]
-    return [(slot, next(reached[slot])) for slot in slots]
+    slots, reached = [*slots], [count() for _ in _KINDS]
+    return [*zip(slots, map(next, map(reached.__getitem__, slots)), strict=True)]
 
 
 def _legs_in_order(
@@ -361,17 +410,17 @@ _PAIRS = ((0.5, 0.1), (1.0, 0.1), (0.1, 1.0), (0.25, 0.0), (0.1, 0.1))
 
 
 def _refined(
-    usual: TimedPrograms, limits: Sequence[int], sample: VDurations, tries: int
+    usual: TimedPrograms, limits: Sequence[int], sample: VDurations, tries: int, objective: Objective
 ) -> Callable[[VDurations], TimedPrograms]:
     """The order of the legs in `usual`, with a patience of each rank's own: the best of a random walk."""
     draw, patience = random.Random(0), [(0.5, 0.5)] * sample.ranks
-    best = _legs_in_order(usual, limits, patience, sample).makespan
+    best = _legs_in_order(usual, limits, patience, sample).length(objective)
     for _ in range(tries):
         changed = patience.copy()
         changed[draw.randrange(sample.ranks)] = draw.choice(_PAIRS)
-        makespan = _legs_in_order(usual, limits, changed, sample).makespan
-        if makespan <= best:
-            best, patience = makespan, changed
+        length = _legs_in_order(usual, limits, changed, sample).length(objective)
+        if length <= best:
+            best, patience = length, changed
     return partial(_legs_in_order, usual, limits, patience)
 
 

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from penstock.schedule.builders.v_list import BlockRule, TimedPrograms, VDurations, form, in_order, run
 from penstock.schedule.ops import Schedule
 from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.timeline import Objective
 
 
-def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+def zb_v(
+    ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan"
+) -> Schedule:
     """ZB-V: a V of two stages per rank and split backwards, with 1F1B's memory and no bubble inside.
 
     Qi et al., "Zero Bubble Pipeline Parallelism", 2023 (arXiv 2401.10241), section 6. P = 3 ranks,
@@ -33,7 +36,8 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
 
     With fewer than 2P - 1 microbatches the phases are those of 2P - 1 without the missing microbatches. A W
     runs where its rank would wait otherwise, or where it must free memory. With `costs`, W is placed for
-    those costs and other orders are tried; the result is never slower than this program.
+    those costs and other orders are tried. The result is never longer than this program by `objective`: the
+    makespan, or the extent where steps follow each other (`Timeline.extent`), as in the paper.
 
     With equal lengths the step takes 6m + P - 1 for m >= P, a bubble of (P-1) / (6m+P-1), all of it at the
     two ends: from m = 2P - 1 on no rank waits between its first op and its last. Rank r holds at most
@@ -44,7 +48,7 @@ def zb_v(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
     def usual(work: VDurations) -> TimedPrograms:
         return run(work, limits, in_order([_legs(ranks, work.microbatches, rank) for rank in range(ranks)]))
 
-    return form("zb_v", ranks, microbatches, limits, usual, costs)
+    return form("zb_v", ranks, microbatches, limits, usual, costs, objective)
 
 
 def _legs(ranks: int, microbatches: int, rank: int) -> list[int]:
@@ -72,7 +76,9 @@ def _of_the_first(legs: list[int], microbatches: int) -> Iterator[int]:
 _V_HALF = BlockRule(spread=2, gap=1 / 3, lead=1 / 6)
 
 
-def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+def v_half(
+    ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan"
+) -> Schedule:
     """V-Half: a V of two stages per rank with half of 1F1B's memory.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv 2405.15362). P = 4 ranks, m = 3
@@ -97,8 +103,8 @@ def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedul
     otherwise, or where it must free memory.
 
     With `costs`, the block and T follow from them. Other blocks are tried too, with another pause in the
-    middle, another pace outwards, another look-ahead, and later W. The result is never slower than this
-    program.
+    middle, another pace outwards, another look-ahead, and later W. The result is never longer than this
+    program by `objective`, the makespan or the extent.
 
     A rank holds at most min(2m, 2 floor(P/2) + 2) live activations, for any costs, and exactly that from
     m = P on: P+2 for even P and P+1 for odd P, where 1F1B holds 2P of this size. With equal lengths and
@@ -106,13 +112,17 @@ def v_half(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedul
     bubble is 1 - 6m / (6m + P - 1 + x).
     """
     limits = [min(2 * microbatches, 2 * (ranks // 2) + 2)] * ranks
-    return form("v_half", ranks, microbatches, limits, lambda work: _V_HALF.run(work, limits), costs)
+    return form(
+        "v_half", ranks, microbatches, limits, lambda work: _V_HALF.run(work, limits), costs, objective
+    )
 
 
 _V_MIN = BlockRule(spread=1, gap=7 / 12, lead=1 / 2)
 
 
-def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule:
+def v_min(
+    ranks: int, microbatches: int, costs: Costs | None = None, objective: Objective = "makespan"
+) -> Schedule:
     """V-Min: a V of two stages per rank with a third of 1F1B's memory.
 
     Qi et al., "Pipeline Parallelism with Controllable Memory", 2024 (arXiv 2405.15362). P = 3 ranks, m = 3
@@ -133,8 +143,8 @@ def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule
     in `v_half`, with a look-ahead of T/2 in place of T/6.
 
     With `costs`, the block and T follow from them and other blocks are tried, as for `v_half`; the result is
-    never slower than this program. With so little memory, lengths that differ much still cost time: `v_half`
-    suffers less.
+    never longer than this program by `objective`. With so little memory, lengths that differ much still cost
+    time: `v_half` suffers less.
 
     A rank holds at most min(2m, 2 floor((P+1)/3) + 2) live activations, for any costs, and exactly that from
     m = P on, where 1F1B holds 2P of this size. With equal lengths and m >= P the step takes 6m + P - 1 + x,
@@ -142,4 +152,4 @@ def v_min(ranks: int, microbatches: int, costs: Costs | None = None) -> Schedule
     1 - 6m / (6m + P - 1 + x).
     """
     limits = [min(2 * microbatches, 2 * ((ranks + 1) // 3) + 2)] * ranks
-    return form("v_min", ranks, microbatches, limits, lambda work: _V_MIN.run(work, limits), costs)
+    return form("v_min", ranks, microbatches, limits, lambda work: _V_MIN.run(work, limits), costs, objective)

@@ -69,7 +69,7 @@ def shades(panel: Panel) -> tuple[Shade, ...]:
 
 
 def used_shades(panels: tuple[Panel, ...]) -> list[Shade]:
-    """Those of all panels: forward first, light to dark."""
+    """The shades of all panels: forward first, light to dark."""
     used = {shade for panel in panels for shade in shades(panel)}
     return sorted(used, key=lambda shade: (list(KINDS).index(shade.kind), shade.darkness))
 
@@ -80,8 +80,8 @@ def meaning(panels: tuple[Panel, ...]) -> str:
     if stages <= 1:
         return ""
     copies = max(panel.copies for panel in panels)
-    what = "the copies of the model" if copies == stages else "the rank's stages in order"
-    return f"light to dark: {what}"
+    shaded = "the copies of the model" if copies == stages else "the rank's stages in order"
+    return f"light to dark: {shaded}"
 
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
@@ -110,7 +110,7 @@ class Panel:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """With times from the start of the step."""
+        """The timeline, with times from the start of the step."""
         return self.raw.from_zero()
 
     @cached_property
@@ -171,7 +171,7 @@ class Drawing:
 
     @property
     def makespan(self) -> float:
-        """That of the longest panel."""
+        """The makespan of the longest panel."""
         return max(panel.timeline.makespan for panel in self.panels)
 
     @property

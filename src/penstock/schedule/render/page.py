@@ -144,7 +144,7 @@ def page(drawing: Drawing) -> str:
 
 
 def parts(drawing: Drawing, *, embedded: bool = False) -> dict[str, str]:
-    """What a page that shows the drawing is made of: head, style, toolbar and timeline, as HTML.
+    """The parts of a page that shows the drawing: head, style, toolbar and timeline, as HTML.
 
     embedded: in a longer page, which scrolls where the pointer is over the ops
     """

@@ -55,7 +55,7 @@ def replaced(problem: Problem, programs: Programs) -> Programs | None:
 
 ProgramPosition = tuple[int, int]  # rank, position
 
-_ENDS_WEIGHT = 0.3  # of the mean of the ranks' ends, which tells programs of one value apart
+_ENDS_WEIGHT = 0.3  # weight of the mean of the ranks' ends, which orders programs of equal value
 _HEAT = 0.15  # at the beginning, in cycles
 _ON_THE_PATH = 0.7  # share of the moves that are of a critical op
 

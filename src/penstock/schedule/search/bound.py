@@ -32,9 +32,9 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _of_copies(problem: Problem) -> int:
-    """For any distribution of the microbatches over the copies of the model: the work of each rank.
+    """The work of each rank, for any distribution of the microbatches over the copies of the model.
 
-    If they are alike, the rank also waits for the first of them.
+    If microbatches are alike, the rank also waits for its first one to arrive.
     """
     arrival, depth = problem.arrival, problem.placement.depth
     used = set(problem.copies) == set(range(problem.placement.replicas))

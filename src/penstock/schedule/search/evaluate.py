@@ -112,7 +112,7 @@ def tails(problem: Problem, programs: Programs) -> list[int]:
 
 
 def key(problem: Problem, programs: Programs, ends: list[int]) -> Key:
-    """That of programs that run. ends: their `times`"""
+    """The key of programs that do not deadlock. ends: their `times`"""
     last = [ends[program[-1]] if program else 0 for program in programs]
     return Key(max(end - offset for end, offset in zip(last, problem.offset, strict=True)), sum(last))
 

@@ -48,13 +48,13 @@ class Part(NamedTuple):
 
 
 def solve(best: Best, programs: Programs, part: Part, aim: Aim, seconds: float) -> Solved:
-    """The best order of `part` found in so many deterministic seconds. best: for all but its programs"""
+    """The best order of `part` within `seconds`, as CP-SAT counts them. best: all of it but its programs"""
     from ortools.sat.python import cp_model
 
     problem, budget, least = best.problem, best.budget, best.least
     model = _Model(cp_model.CpModel(), problem, programs, part, aim, least)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # more of them race
+    solver.parameters.num_workers = 1  # several race, and results would differ
     solver.parameters.random_seed = best.random.randrange(2**30)
     solver.parameters.max_deterministic_time = seconds
     solver.parameters.max_time_in_seconds = max(0.1, budget.wall_left)
@@ -115,7 +115,7 @@ class _Model:
         self._aim(aim, least)
 
     def _rank(self, rank: int) -> None:
-        """Its ops, one at a time, none earlier than the ops before the part allow."""
+        """Run the rank's ops one at a time, none earlier than the ops before the part allow."""
         problem, intervals = self.problem, []
         before = self.part.starts[rank]
         free_at = self.ends[self.programs[rank][before - 1]] if before else 0
@@ -158,7 +158,7 @@ class _Model:
         self._room_over_time(rank)
 
     def _room_by_order(self, stage: int, alone: bool) -> bool:
-        """If k fit, F of microbatch i + k waits for W of i. Returns True if that is all about memory."""
+        """If k fit, F of microbatch i + k waits for W of i. Returns True if memory needs nothing else."""
         forwards = list(self.problem.lines[3 * stage + F])
         if not forwards:
             return True

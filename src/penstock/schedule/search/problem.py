@@ -64,12 +64,12 @@ class Problem:
 
     @property
     def row(self) -> int:
-        """Numbers per stage."""
+        """The number of indices per stage."""
         return 3 * self.microbatches
 
     @cached_property
     def count(self) -> int:
-        """The count of numbers, including those without an op: their microbatch goes through another copy."""
+        """The number of indices, with those of no op: their microbatch goes through another copy."""
         return self.row * self.placement.stages
 
     @cached_property
@@ -96,13 +96,13 @@ class Problem:
 
     @cached_property
     def lines_of(self) -> list[list[int]]:
-        """By rank."""
+        """By rank, the lines of its stages."""
         stages = [self.placement.stages_of(rank) for rank in range(self.ranks)]
         return [[3 * stage + kind for stage in hosted for kind in (F, I, W)] for hosted in stages]
 
     @cached_property
     def ops_of(self) -> list[list[int]]:
-        """By rank."""
+        """By rank, its ops, line by line."""
         return [[op for line in lines for op in self.lines[line]] for lines in self.lines_of]
 
     @cached_property
@@ -146,7 +146,7 @@ class Problem:
         return max(self.work) / self.microbatches
 
     def schedule(self, programs: Programs) -> Schedule:
-        """With every backward split."""
+        """The schedule of `programs`, with every backward split."""
 
         def as_op(op: int) -> Op:
             stage, within = divmod(op, self.row)
@@ -243,7 +243,7 @@ def _quanta(values: Sequence[float]) -> tuple[float, bool]:
     return float(per_unit), True
 
 
-# ---- `seconds` of search are counted work, so that the same call does the same on any machine
+# ---- `seconds` of search are counted as work, so that a call gives the same result on any machine
 
 _PER_SECOND = 4_000_000  # of the steps below, on one core of 2024
 OP_TIMED = 1  # one op run once

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil, isfinite
 from random import Random
-from typing import Any, Literal
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
@@ -32,12 +32,14 @@ from penstock.schedule.search.problem import OP_TIMED, Budget, F, I, Problem, Pr
 from penstock.schedule.search.repeat import extend, fewer
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
-from penstock.schedule.simulation.timeline import Timeline
+from penstock.schedule.simulation.timeline import Objective, Timeline, check_objective
 
 # ---- The builders' schedules: a search starts from them
 
 
-def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterator[tuple[str, Schedule]]:
+def candidates(
+    placement: Placement, microbatches: int, costs: Costs, objective: Objective = "makespan"
+) -> Iterator[tuple[str, Schedule]]:
     """Name and schedule of every builder for training on this placement, for each choice of options."""
     laps = placement.stages // placement.ranks
     choices: dict[str, tuple[Any, ...]] = {
@@ -46,6 +48,7 @@ def candidates(placement: Placement, microbatches: int, costs: Costs) -> Iterato
         "zero_bubble": (False, True),
         "paired": (False, True) if costs.overlaps else (False,),
         "costs": (costs,),
+        "objective": (objective,),
     }
     for name, builder in BUILDERS.items():
         known = [option for option in choices if option in inspect.signature(builder).parameters]
@@ -120,8 +123,6 @@ def _improve(best: Best, policies: list[Policy]) -> None:
         exact.solve_windows(best, 1.0)
 
 
-Objective = Literal["makespan", "extent"]
-
 _DIGITS = 1e-9  # relative: what sums of floats may differ by
 
 
@@ -172,10 +173,13 @@ def search(
         Only `activation` and `held_for_weight` count: leave room for buffers
     placement: "loop", "v", or a Placement; stages_per_rank: None means 1 for a loop and 2 for a V
     objective: "makespan": the end of the last rank, and among equals early ends of all ranks.
-        "extent": the longest time from a rank's first op to its last, which is what a step takes if steps
-        follow each other without a pause; it counts from when the first op can start at best
-    seconds: about how long, counted as work, so that the same call gives the same schedule. The search ends
-        early once its result is proven optimal
+        "extent": `Timeline.extent`, the longest time from a rank's first op to its last, which is what a
+        step takes if no rank waits for all others between steps. A rank counts from when its first op can
+        start at best
+    seconds: approximate length, counted as work, so that the same call gives the same schedule. The search
+        ends early once its result is proven optimal
+
+    What a stage does once a step, `gather` and `reduction` of the costs, is left out of all times.
 
     The search itself runs one op at a time. Pairs that run side by side, which `costs.exchange` makes faster,
     come only from builders; the best builder is returned if nothing found beats it.
@@ -186,13 +190,13 @@ def search(
     check_size(ranks, microbatches, stages_per_rank if type(stages_per_rank) is int else 1)
     where = _placement(placement, ranks, stages_per_rank)
     _check(seconds, objective)
-    ignored: dict[str, Any] = {"buffer": 0.0, "sent": None, "held_in_backward": None, "offloaded": 0.0}
-    costs = replace(costs or Costs(), **ignored, gather=0.0, reduction=0.0)
+    ignored: dict[str, Any] = {"buffer": 0.0, "sent": None, "held_in_forward": None, "held_in_backward": None}
+    costs = replace(costs or Costs(), **ignored, offloaded=0.0, gather=0.0, reduction=0.0)
     limits = _limits(memory_limit, where.ranks)
     task = problem(where, microbatches, costs, limits, from_first_op=objective == "extent")
     _check_limits(task, memory_limit, costs, limits)
-    builders = _fitting(task, costs, limits)
-    if where.replicas > 1 and builders:  # as the best of them deals the microbatches out
+    builders = _fitting(task, costs, limits, objective)
+    if where.replicas > 1 and builders:  # distribute microbatches as the best builder does
         copies = _copies(builders[0][1])
         task = problem(where, microbatches, costs, limits, copies, objective == "extent")
     best = find(task, _seeds(task, builders), Random(seed), Budget(seconds))
@@ -230,11 +234,9 @@ def _placement(choice: str | Placement, ranks: int, stages_per_rank: int | None)
 
 def _check(seconds: float, objective: str) -> None:
     if not (isinstance(seconds, int | float) and isfinite(seconds) and seconds > 0):
-        rule = "a search takes some time, and ends"
+        rule = "it is a finite number above 0"
         raise ConfigError(f"seconds={seconds!r}", rule, "Give more than 0, say 30")
-    if objective not in ("makespan", "extent"):
-        rule = "a search makes the makespan or the extent small"
-        raise ConfigError(f"objective={objective!r}", rule, "Give 'makespan' or 'extent'")
+    check_objective(objective)
 
 
 def _limits(memory_limit: float | Sequence[float] | None, ranks: int) -> list[float | None]:
@@ -291,11 +293,11 @@ def _copies(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _fitting(
-    task: Problem, costs: Costs, limits: Sequence[float | None]
+    task: Problem, costs: Costs, limits: Sequence[float | None], objective: Objective
 ) -> list[tuple[str, Schedule, float]]:
     """The builders' names, schedules and values within the limits, best first."""
     fitting = []
-    for name, schedule in candidates(task.placement, task.microbatches, costs):
+    for name, schedule in candidates(task.placement, task.microbatches, costs, objective):
         timeline = simulate(schedule, costs)
         if not _beyond(limits, timeline):
             fitting.append((name, schedule, _value(task, timeline)))

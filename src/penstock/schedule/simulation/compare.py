@@ -20,8 +20,9 @@ from penstock.schedule.simulation.costs import Cost, Costs
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Timeline
 
-_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_backward",
-            "exchange", "exchange_in_backward", "offloaded", "gather", "reduction")  # fmt: skip
+_DIVIDED = ("forward", "input_grad", "weight_grad", "activation", "held_for_weight", "held_in_forward",
+            "held_in_backward", "recomputed", "exchange", "exchange_in_backward", "offloaded",
+            "gather", "reduction")  # fmt: skip
 _CROSSING = ("bytes", "buffer", "sent")
 _STAGES_TRIED = (1, 2)
 _ROUNDING = 1e-9

@@ -19,10 +19,11 @@ Row = list[float]  # one number per microbatch
 
 # the costs that may differ between stages; and those that equal another one if they are None
 COSTS = ("forward", "input_grad", "weight_grad", "bytes", "activation", "held_for_weight", "buffer", "sent",
-         "held_in_backward", "exchange", "exchange_in_backward", "offloaded", "gather",
-         "reduction")  # fmt: skip
-_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_backward": "activation",
-              "exchange_in_backward": "exchange"}  # fmt: skip
+         "held_in_forward", "held_in_backward", "exchange", "exchange_in_backward", "offloaded",
+         "recomputed", "gather", "reduction")  # fmt: skip
+_OTHERWISE = {"held_for_weight": "activation", "sent": "buffer", "held_in_forward": "activation",
+              "held_in_backward": "activation", "exchange_in_backward": "exchange",
+              "recomputed": "forward"}  # fmt: skip
 _OF_A_STEP = ("gather", "reduction")  # once for a stage, whatever the microbatches
 
 
@@ -44,6 +45,8 @@ class Costs:
         until it has arrived; a runtime that notices later holds it longer
     sent: held by the sender of a forward result instead: less than `buffer`, down to 0, if the graph keeps
         the result anyway. None: `buffer`
+    held_in_forward: held while F runs: the activation, and what its ops need meanwhile, such as the whole
+        logits of a loss. None: `activation`
     held_in_backward: held while I or B runs: more than the activation if the forward runs again. None:
         `activation`
     exchange: the part of F that waits for other ranks within the op, such as for expert parallelism. Above 0,
@@ -53,7 +56,10 @@ class Costs:
         microbatches that gain by it
     host_bandwidth: sizes per unit of time that a rank's link to host memory moves, in each of the two
         directions at once. None: copies take no time
-    offload_ahead: ops in whose time a copy should be over
+    offload_ahead: number of ops during which a copy may run
+    recomputed: how much longer I or B takes where the forward runs again
+        (penstock.schedule.simulation.recompute): less than F if a part of its results was kept. None:
+        `forward`
     gather: how much longer a stage's first F of a step takes, for the weights that other ranks of the mesh
         hold (FSDP). A number, or one per stage
     reduction: how long a rank sums a stage's gradients over the mesh, after the last op that adds to them. A
@@ -70,12 +76,14 @@ class Costs:
     held_for_weight: Cost | None = None
     buffer: Cost = 0.0
     sent: Cost | None = None
+    held_in_forward: Cost | None = None
     held_in_backward: Cost | None = None
     exchange: Cost = 0.0
     exchange_in_backward: Cost | None = None
     offloaded: Cost = 0.0
     host_bandwidth: float | None = None
     offload_ahead: int = 1
+    recomputed: Cost | None = None
     gather: Cost = 0.0
     reduction: Cost = 0.0
 
@@ -87,7 +95,7 @@ class Costs:
                 rule = "it divides bytes, and is a number above 0"
                 raise ConfigError(f"Costs({name}={value!r})", rule, "Give bytes a unit of time")
         if type(self.offload_ahead) is not int or self.offload_ahead < 1:
-            rule = "it is how many ops a copy may take, a whole number from 1 on"
+            rule = "it is the number of ops during which a copy may run, from 1 on"
             raise ConfigError(f"Costs(offload_ahead={self.offload_ahead!r})", rule, "Give 1 or more")
         if self.offloads and self.overlaps:
             rule = "the copies of pairs that run side by side are not simulated"
@@ -152,12 +160,12 @@ class Costs:
         durations = {kind: self.durations(kind, placement, microbatches) for kind in waits}
 
         def checked(op: Op) -> tuple[float, float]:
-            """Its duration, and how much of that it waits."""
+            """The duration of `op`, and how much of it is its exchange."""
             stage, kind, microbatch = op
             duration, wait = durations[kind][stage][microbatch], waits[kind][stage][microbatch]
             if wait > duration:
-                rule = f"what {op} waits within itself, {wait:g}, is a part of what it takes, {duration:g}"
-                raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give as much at most")
+                rule = f"the exchange of {op}, {wait:g}, is a part of its duration, {duration:g}"
+                raise ConfigError(f"Costs(exchange={self.exchange!r})", rule, "Give at most the duration")
             return duration, wait
 
         def length(pair: Pair) -> float:
@@ -175,11 +183,11 @@ class Costs:
 
     @classmethod
     def measured(cls, timeline: Timeline, communication: float = 0.0) -> Costs:
-        """The median durations of each stage's ops in `timeline`; what the device takes, where that is known.
+        """The median durations of each stage's ops in `timeline`, on the device where these are known.
 
         If no backward of a stage is split, its whole backwards count as `input_grad`. An op that ran next to
-        another took longer for it, so it counts only if no op of its stage and kind ran alone. A timeline
-        has no `exchange` of an op: set it with `dataclasses.replace`, or pairs run one after the other.
+        another took longer, so it counts only if no op of its stage and kind ran alone. A timeline does not
+        show the `exchange` of an op: set it with `dataclasses.replace`, or pairs run one after the other.
         """
         overlapped = timeline.side_by_side
         seen: dict[tuple[int, Kind], list[float]] = defaultdict(list)

@@ -74,7 +74,7 @@ class HostLinks:
 
 
 class _Link:
-    """The link of one rank, which has come to some op."""
+    """The link of one rank, up to the op that the rank has reached."""
 
     def __init__(self, rank: int, run: HostLinks) -> None:
         self._rank, self._run = rank, run

@@ -28,8 +28,8 @@ _ROUNDING = 1e-9  # of sums in another order
 def first_in_flight(schedule: Schedule, counts: Counts) -> StageMicrobatches:
     """The (stage, microbatch) pairs that are recomputed, if each rank recomputes its first ones in flight.
 
-    counts: how many of a rank's live activations are recomputed: an F is if fewer are when it starts.
-        One number, or one per rank; None: all
+    counts: how many of a rank's live activations are recomputed: an F is if fewer than that are live and
+        recomputed at its start. One number, or one per rank; None: all
 
     Raises ConfigError for another number of counts than ranks, or negative ones.
     """
@@ -53,8 +53,8 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: StageMicro
     kept: the costs without recomputation
     recomputed: the sizes of a recomputed forward: `activation` from F on, usually its inputs;
         `held_in_backward` from the start of its I or B, and `held_for_weight` after I, both as in `kept` if
-        None; and `offloaded`, the part of the activation that waits in host memory. Its I takes the time of
-        the forward longer; the durations here are not used
+        None; `held_in_forward` while F runs; and `offloaded`, the part of the activation that waits in host
+        memory. Its I takes `kept.recomputed` longer; the durations here are not used
     """
     placement, microbatches = schedule.placement, schedule.microbatches
 
@@ -71,12 +71,15 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: StageMicro
         own = rows(kept if getattr(recomputed, name) is None else recomputed, name)
         return chosen(own, rows(kept, name))
 
-    once, again = rows(kept, "input_grad"), rows(kept, "forward")
+    plain = (kept.held_in_forward, recomputed.held_in_forward) == (None, None)
+    in_forward = None if plain else chosen(rows(recomputed, "held_in_forward"), rows(kept, "held_in_forward"))
+    once, again = rows(kept, "input_grad"), rows(kept, "recomputed")
     longer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(once, again, strict=True)]
     return replace(
         kept,
         input_grad=chosen(longer, once),
         activation=size("activation"),
+        held_in_forward=in_forward,
         held_in_backward=size("held_in_backward"),
         held_for_weight=size("held_for_weight"),
         offloaded=size("offloaded") if kept.offloads or recomputed.offloads else 0.0,

@@ -105,7 +105,7 @@ def sample(
     proof = schedule if isinstance(schedule, Proof) else verify(schedule)
     _check(proof.schedule, costs, jitter, spread, slow)
     _check_size(replicas, samples, seed)
-    with collector_paused():
+    with collector_paused(all_stay=True):
         run = _Sweep(proof, costs)
         undisturbed, *alone = _slow_steps(run, slow)
         steps = _drawn_steps(run, jitter, spread, slow, replicas, samples, seed)
@@ -127,7 +127,7 @@ def slow_rank_costs(
     proof = schedule if isinstance(schedule, Proof) else verify(schedule)
     slow = dict.fromkeys(range(proof.schedule.ranks), factor)
     _check(proof.schedule, costs, 0.0, 0.0, slow)
-    with collector_paused():
+    with collector_paused(all_stay=True):
         undisturbed, *alone = _slow_steps(_Sweep(proof, costs), slow)
     return tuple(_longer(step, undisturbed) for step in alone)
 
@@ -237,21 +237,19 @@ class _Durations:
             return 0.0
         if op - 1 in run.pairs:
             return self._side_by_side(op - 1, rank)
-        factor, duration = self._factor(rank), run.durations[op]
+        factor, duration = self._factor(rank), float(run.durations[op])
         return duration if factor is None else duration * factor
 
     def _side_by_side(self, one: int, rank: int) -> Floats | float:
         """A pair takes what both compute, or the longer of its ops."""
         import numpy as np
 
-        run, factors = self._run, (self._factor(rank), self._factor(rank))
-        if factors[0] is None or factors[1] is None:
+        run, (in_forward, in_backward) = self._run, self._run.waits[one]
+        of_forward, of_backward = self._factor(rank), self._factor(rank)
+        if of_forward is None or of_backward is None:
             return run.pairs[one]
-        forward, backward = run.durations[one] * factors[0], run.durations[one + 1] * factors[1]
-        in_forward, in_backward = (
-            wait * factor for wait, factor in zip(run.waits[one], factors, strict=True)
-        )
-        compute = forward - in_forward + backward - in_backward
+        forward, backward = run.durations[one] * of_forward, run.durations[one + 1] * of_backward
+        compute = forward - in_forward * of_forward + backward - in_backward * of_backward
         longest: Floats = np.maximum(np.maximum(forward, backward), compute)
         return longest
 
@@ -294,7 +292,8 @@ def _drawn_steps(
 ) -> tuple[float, ...]:
     import numpy as np
 
-    random, steps = np.random.default_rng(seed), []
+    random = np.random.default_rng(seed)
+    steps: list[float] = []
     at_once = max(1, _AT_ONCE // replicas)
     if not (jitter or spread):
         at_once = samples = 1

@@ -7,12 +7,13 @@
 
 Each op starts as soon as its rank has ended the one before and its input has arrived. A rank holds
 
-    an activation   from the start of F to the end of B or W (with sizes of its own in between, see `Costs`)
+    an activation   from the start of F to the end of B or W (with sizes of its own while F, I or B runs, and
+                    between I and W, see `Costs`)
     a receive       from its post, at the op that `order.posts` says, until an op has taken it:
                     F keeps it as a part of its activation, I and B drop it at their end
     a send          from the end of its op until it has arrived
 
-What waits in host memory meanwhile, it does not hold (`penstock.schedule.offload`).
+Activations do not count while they are in host memory (`penstock.schedule.offload`).
 
 A rank sums a stage's gradients over the mesh when the last of them is there (`Costs.reduction`), and does
 nothing else meanwhile. Replicas of the pipeline take the same time, so that one stands for all: they meet in
@@ -44,7 +45,7 @@ Times = list[tuple[float, float]]  # start and end of each op of a program
 
 
 def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline:
-    """Predict one step of `schedule`, or of its proof, which saves another one. Times begin at 0.
+    """Predict one step of `schedule`, or of its proof, which need not be made again. Times begin at 0.
 
     costs: of each op, in one unit of time; None: unit times
 
@@ -54,7 +55,7 @@ def simulate(schedule: Schedule | Proof, costs: Costs | None = None) -> Timeline
     """
     costs = costs or Costs()
     proof = schedule if isinstance(schedule, Proof) else verify(schedule)
-    with collector_paused():
+    with collector_paused(all_stay=True):
         run = _Run(proof, costs)
         return Timeline(
             proof.schedule.name,
@@ -119,7 +120,7 @@ class _Run:
         return tuple(map(partial(tuple.__new__, Span), zip(*columns, strict=True)))  # in half of Span's time
 
     def waits(self) -> tuple[Wait, ...]:
-        """By rank, in the order of its program."""
+        """The waits of all ranks, by rank and in the order of its program."""
         import numpy as np
 
         waited = np.flatnonzero(self.there > self.free_at)
@@ -255,16 +256,20 @@ class _Held:
         import numpy as np
 
         arrays, schedule = self._arrays, self._schedule
-        names = ("activation", "held_in_backward", "held_for_weight")
+        names = ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
         rows = (costs.rows(name, schedule.placement, schedule.microbatches) for name in names)
-        kept, in_backward, for_weight = (np.array(row)[arrays.stage, arrays.microbatch] for row in rows)
+        kept, in_forward, in_backward, for_weight = (
+            np.array(row)[arrays.stage, arrays.microbatch] for row in rows
+        )
         nothing = np.zeros_like(kept)
         if not schedule.trains:  # no backward needs it
             return nothing, nothing
         is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(len(KINDS)))
-        at_start = np.select([is_f, is_b | is_i], [kept, in_backward - kept], nothing)
+        at_start = np.select([is_f, is_b | is_i], [in_forward, in_backward - kept], nothing)
         at_end = np.select(
-            [is_b, is_i, is_w], [nothing - in_backward, for_weight - in_backward, -for_weight], nothing
+            [is_f, is_b, is_i, is_w],
+            [kept - in_forward, nothing - in_backward, for_weight - in_backward, -for_weight],
+            nothing,
         )
         return at_start, at_end
 
@@ -275,9 +280,7 @@ class _Held:
         times = np.stack([run.start, run.end], axis=1)
         changes = np.stack([self._at_start, self._at_end], axis=1)
         by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
-        return tuple(
-            curve(time[change != 0].tolist(), change[change != 0].tolist()) for time, change in by_rank
-        )
+        return tuple(curve(time.ravel(), change.ravel()) for time, change in by_rank)
 
     def of_rank(self, rank: int) -> list[Change]:
         """By position, what the start and the end of the op change."""

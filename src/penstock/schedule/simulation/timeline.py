@@ -5,15 +5,45 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, compress, groupby
+from itertools import groupby
 from math import inf
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
+from penstock.errors import ConfigError
 from penstock.schedule.ops import Kind, Op, Pair
+
+if TYPE_CHECKING:
+    from penstock.schedule.op_arrays import Floats
 
 # (time, what is held from then on) in order of time; a time may come twice for a peak that lasts no time
 Curve = tuple[tuple[float, float], ...]
 _LIVE = {"F": 1.0, "B": -1.0, "I": 0.0, "W": -1.0}
+
+
+# The two measures of a step's length, and what a schedule is formed for: `Timeline.makespan` and `.extent`
+Objective = Literal["makespan", "extent"]
+
+
+def check_objective(objective: object) -> None:
+    """Raise ConfigError for another objective."""
+    if objective not in get_args(Objective):
+        rule = "a schedule is formed for a small makespan or a small extent"
+        raise ConfigError(f"objective={objective!r}", rule, "Give 'makespan' or 'extent'")
+
+
+def measure_of(*, reports: bool = True, max_norm: float = inf, checks_gradients: bool = False) -> Objective:
+    """The measure that says how long the steps of a run take if they follow each other.
+
+    A step takes its makespan if all ranks wait for each other before the next one: then the last rank counts.
+    It takes its extent if no rank waits for all others: a rank that ends early begins the next step early.
+
+    reports: every rank learns the loss and the times of all others at the end of a step. `Pipeline.step`
+        does that (penstock.runtime.step_report), so the measure of penstock's own runs is the makespan. Give
+        False for a system that does not wait, as in the zero-bubble paper (arXiv 2401.10241, section 4)
+    max_norm: the norm of all gradients is known before the optimizer steps, for clipping; inf clips nothing
+    checks_gradients: all gradients are known to be finite before any optimizer steps
+    """
+    return "makespan" if reports or checks_gradients or max_norm != inf else "extent"
 
 
 class Span(NamedTuple):
@@ -132,6 +162,27 @@ class Timeline:
         return max(ends, default=0.0) - self.start
 
     @cached_property
+    def rank_extent(self) -> tuple[float, ...]:
+        """From a rank's own first start to its own last end, of ops and of reductions, per rank."""
+        ends = [max((span.end for span in spans), default=0.0) for spans in self._by_rank]
+        for reduction in self.reductions:
+            ends[reduction.rank] = max(ends[reduction.rank], reduction.end)
+        both = zip(ends, self._by_rank, strict=True)
+        return tuple(end - spans[0].start if spans else 0.0 for end, spans in both)
+
+    @cached_property
+    def extent(self) -> float:
+        """The longest `rank_extent`: the time of a step if ranks that end early begin the next one early.
+
+        Zero-bubble papers measure a schedule by this. `measure_of` says which runs have it.
+        """
+        return max(self.rank_extent, default=0.0)
+
+    def length(self, objective: Objective) -> float:
+        """The makespan or the extent."""
+        return self.makespan if objective == "makespan" else self.extent
+
+    @cached_property
     def busy(self) -> tuple[float, ...]:
         """Time spent in ops, per rank; what runs side by side counts once."""
         return tuple(covered((span.start, span.end) for span in spans) for spans in self._by_rank)
@@ -166,17 +217,19 @@ class Timeline:
         return sum(self.rank_bubble) / self.ranks
 
     @cached_property
-    def rank_inner_bubble(self) -> tuple[float, ...]:
-        """The idle share of the time from a rank's first op to the end of its last.
+    def extent_bubble(self) -> float:
+        """1 - busy / extent, over all ranks: the bubble rate of the zero-bubble papers."""
+        return 1 - sum(self.busy) / (self.ranks * self.extent) if self.extent else 0.0
 
-        Zero-bubble papers count this: if steps follow each other, a rank that ends early begins early.
-        """
-        return tuple(1 - b / e if e else 0.0 for b, e in zip(self.busy, self._extent, strict=True))
+    @cached_property
+    def rank_inner_bubble(self) -> tuple[float, ...]:
+        """The idle share of `rank_extent`, per rank."""
+        return tuple(1 - b / e if e else 0.0 for b, e in zip(self.busy, self.rank_extent, strict=True))
 
     @cached_property
     def inner_bubble(self) -> float:
-        """`rank_inner_bubble` over all ranks."""
-        return 1 - sum(self.busy) / sum(self._extent) if sum(self._extent) else 0.0
+        """`rank_inner_bubble` over all ranks: the average rank counts, in `extent_bubble` the longest one."""
+        return 1 - sum(self.busy) / sum(self.rank_extent) if sum(self.rank_extent) else 0.0
 
     @cached_property
     def inner_waits(self) -> tuple[Wait, ...]:
@@ -194,7 +247,7 @@ class Timeline:
             wire[wait.rank] += wait.end - turn
         for reduction in self.reductions:
             reduce[reduction.rank] += reduction.end - reduction.start
-        figures = zip(peer, wire, reduce, self.busy, self._extent, strict=True)
+        figures = zip(peer, wire, reduce, self.busy, self.rank_extent, strict=True)
         return tuple(Idle(p, w, extent - busy - p - w - r, self.makespan - extent, r)
                      for p, w, r, busy, extent in figures)  # fmt: skip
 
@@ -306,14 +359,6 @@ class Timeline:
         by_rank = {rank: tuple(spans) for rank, spans in groupby(self.spans, lambda span: span.rank)}
         return tuple(by_rank.get(rank, ()) for rank in range(self.ranks))
 
-    @cached_property
-    def _extent(self) -> tuple[float, ...]:
-        ends = [max((span.end for span in spans), default=0.0) for spans in self._by_rank]
-        for reduction in self.reductions:
-            ends[reduction.rank] = max(ends[reduction.rank], reduction.end)
-        both = zip(ends, self._by_rank, strict=True)
-        return tuple(end - spans[0].start if spans else 0.0 for end, spans in both)
-
 
 def covered(times: Iterable[tuple[float, float]]) -> float:
     """The total time covered by intervals (start, end)."""
@@ -327,12 +372,30 @@ def covered(times: Iterable[tuple[float, float]]) -> float:
     return total
 
 
-def curve(times: Iterable[float], changes: Sequence[float]) -> Curve:
-    """The amount held over time, from the changes at these times, in order."""
+def curve(times: Sequence[float] | Floats, changes: Sequence[float] | Floats) -> Curve:
+    """The amount held over time, from the changes at these times, in order.
+
+    Of points at one time the last stays, and before it a peak that lasts no time.
+    """
+    import numpy as np
+
+    time, change = np.asarray(times, float), np.asarray(changes, float)
+    time, change = time[change != 0], change[change != 0]
+    held = change.cumsum()
+    same = np.diff(time) == 0
+    if (same[1:] & same[:-1]).any():  # more than two at once
+        return _one_by_one(time.tolist(), held.tolist())
+    before = np.append(0.0, held)[:-2]
+    stays = np.append(~same | ((held[:-1] > before) & (held[:-1] > held[1:])), len(held) > 0)[: len(held)]
+    return tuple(zip(time[stays].tolist(), held[stays].tolist(), strict=True))
+
+
+def _one_by_one(times: Sequence[float], amounts: Sequence[float]) -> Curve:
+    """The points of `curve`, of any amounts at one time."""
     points: list[tuple[float, float]] = []
     before = last = 0.0  # what is held at the last two points
     latest = -inf
-    for time, held in zip(compress(times, changes), accumulate(filter(None, changes)), strict=True):
+    for time, held in zip(times, amounts, strict=True):
         if time == latest and (last <= before or last <= held):
             points[-1] = time, held
         else:

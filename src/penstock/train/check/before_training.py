@@ -1,15 +1,15 @@
 """Before the first step: compare the split model with the reference model, the same model in one process.
 
 1. Every rank cuts the batch to one row a microbatch and at most 64 tokens, and steps the pipeline on it. On a
-   mesh every pipeline takes the same rows, so that the mean over them is that of one pipeline.
+   mesh every pipeline has the same rows, so that the mean over them is that of one pipeline.
 2. Every rank takes a digest of each weight and gradient (digests.py).
 3. Process 0 builds the reference model, runs the same microbatches through it and compares loss and digests.
-4. Where ranks add up in another order (cp, ep, tp), process 0 measures how far rounding alone moves the
-   gradients, and how many router choices it may flip (rounding.py).
+4. If ranks sum in another order (cp, ep, tp), process 0 measures how far rounding alone moves the gradients,
+   and how many router choices it may flip (rounding.py).
 5. Every rank raises the same DifferenceError, or process 0 shows one line.
 
-Only digests are kept, so no process but process 0 holds more than its stages.
-Weights, gradients and random state are left as they were.
+Only digests are kept, so only process 0 holds more than its stages. Weights, gradients and random state are
+the same after the check.
 """
 
 from __future__ import annotations
@@ -57,22 +57,22 @@ from penstock.train.check.rounding import Scores, explained_by_flips, near_ties,
 TOKENS = 64  # of each row
 SHARE = 0.5  # of the free memory that the reference model may take
 LARGEST = 32 * 2**30  # bytes; a larger model takes minutes to load, while all other ranks wait
-_NUDGES = 2  # a bias with few entries may hardly move in one of them
+_NUDGES = 2  # in a single one, a bias with few entries may hardly move
 _NARROW_ROUNDS = 4.0  # how often a narrower dtype may round, in units of its tolerance
 _REMEDY = "Do not train; report it as a bug (see penstock check). train.check=off trains all the same"
 
 
 @dataclass(frozen=True)
 class Reference:
-    """How process 0 builds the reference model, and how close the split model has to be to it.
+    """How process 0 builds the reference model, and how close the split model must be to it.
 
     Attributes:
         source: the model on the meta device, and the files with its values, if any
         seed: of initial values
         loss: the run's loss
-        dtypes: what the split model sends, gathers and reduces in; None for the model's dtype
+        dtypes: in which the split model sends, gathers and reduces; None for the model's dtype
         axes: the mesh's axes other than the pipeline's, without -1
-        trained: the folder of the adapter's values; None where they are to be initialised
+        trained: the folder of the adapter's values; None to initialise them
         autocast: the dtype of torch.autocast in forwards; None for none
     """
 
@@ -85,7 +85,7 @@ class Reference:
     autocast: torch.dtype | None = None
 
     def build(self, device: torch.device) -> PreTrainedModel:
-        """The model with its values. Does not use what splits a model, as that is what the check is for."""
+        """The model with its values. It does not use the code that splits a model, which the check tests."""
         whole, adapter = self.source.model, self.source.adapter
         model: PreTrainedModel = copy.deepcopy(whole)
         self.source.fill(model, self.seed)
@@ -103,12 +103,12 @@ class Reference:
 
     @property
     def reorders(self) -> bool:
-        """Whether the split model adds up in another order."""
+        """Whether the split model sums in another order."""
         return (self.axes.cp, self.axes.ep, self.axes.tp) != (1, 1, 1)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a row, at most: as many as the ranks of cp and tp can share evenly."""
+        """The most tokens of a row, a number that the ranks of cp and tp divide evenly."""
         shared = 2 * self.axes.cp * self.axes.tp
         return max(TOKENS // shared, 1) * shared
 
@@ -134,11 +134,11 @@ def check_split(
 
     Args:
         batch: the same on every rank
-        mode: with "auto" the check is skipped where memory is short
-        free: free bytes of a device, None where unknown
+        mode: with "auto" the check is skipped if memory is short
+        free: free bytes of a device; None if unknown
 
-    Returns: a line that says what was checked, or why nothing was.
-    Raises: DifferenceError where they differ; ConfigError where mode is "always" and the check is impossible.
+    Returns: a line on the check, or on why it was skipped.
+    Raises: DifferenceError if they differ; ConfigError if mode is "always" and the check is impossible.
     """
     began = time.perf_counter()
     short = shorten(batch, pipe.schedule.microbatches, reference.tokens)
@@ -150,22 +150,22 @@ def check_split(
         return skipped(
             f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
         )
-    # plain code on both sides: what is compiled rounds in another order, and a split is what is compared
+    # both sides run eagerly: compiled code rounds in another order, and the check is for the split alone
     with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
         with without_gradients(pipe.parameters()):
             with evaluating(*pipe.modules.values()):
                 loss = pipe.step(short).loss
-            digests = [(place, digests_of(place[0], p)) for place, p in placed_parameters(pipe)]
+            digests = [(where, digests_of(where[0], p)) for where, p in placed_parameters(pipe)]
         everyone = pipe.processes.gather(digests)
         result: Any = None
         if pipe.processes.index == 0 and pipe.reductions.is_first:
-            split = [(tuple(place), Digests(*each)) for process in everyone for place, each in process]
+            split = [(tuple(where), Digests(*pair)) for process in everyone for where, pair in process]
             result = compare_with_reference(reference, device, microbatches, loss, split)
     result = _from_first(pipe, result)
     if isinstance(result, str):
         return skipped(result, mode)
     report, near, tokens = _report(result["report"]), result["near"], result["tokens"]
-    if report.losses and not isfinite(report.losses[1]):  # the run finds the same, and says what to do
+    if report.losses and not isfinite(report.losses[1]):  # the first step raises an error with a remedy
         return skipped(f"its own loss is {report.losses[1]}", "auto")
     if not report.passed and explained_by_flips(report, near, tokens):
         return skipped(
@@ -184,7 +184,7 @@ def _from_first(pipe: Pipeline, value: Any) -> Any:
 
 
 def skipped(reason: str, mode: str) -> str:
-    """A line that says why nothing was checked. Raises ConfigError with train.check=always."""
+    """A line that says why the check was skipped. Raises ConfigError with train.check=always."""
     if mode == "always":
         remedy = "Set train.check=auto, or off" + (", or free memory" if "memory" in reason else "")
         raise ConfigError("train.check=always", reason, remedy)
@@ -192,7 +192,7 @@ def skipped(reason: str, mode: str) -> str:
 
 
 def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
-    """Why the reference model is not built; empty where it is."""
+    """Why the reference model is not built; empty if it is."""
     need = f"the whole model and its gradients take {size(reference.bytes)}"
     if free is not None and reference.bytes > SHARE * free:
         return f"{need}, more than half of the {size(free)} that are free to process 0"
@@ -209,7 +209,7 @@ def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str
     if isinstance(batch, Mapping):
         rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
         return [_cut(row, length) for row in rows]
-    return [dict(each) if _has_images(each) else _cut(_first_row(each), length) for each in batch]
+    return [dict(one) if _has_images(one) else _cut(_first_row(one), length) for one in batch]
 
 
 def _first_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,14 +248,14 @@ def compare_with_reference(
         if not ran_out_of_memory(error):
             raise
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # only here nothing refers to the model any more
+        torch.cuda.empty_cache()  # here, as nothing refers to the model any more
     if reference_run is None:
         return "memory ran out"
     loss, expected, rounding, near = reference_run
     dtype = reference.source.model.dtype
     report = compare_digests((split_loss, loss), split, expected, reference.tolerance, dtype, rounding)
     report = replace(report, note=not_own(reference.loss, microbatches))
-    tokens = sum(each["input_ids"].numel() for each in microbatches)
+    tokens = sum(microbatch["input_ids"].numel() for microbatch in microbatches)
     return {"report": asdict(report), "near": near, "tokens": tokens}
 
 
@@ -284,13 +284,13 @@ def _run_reference(
 
 
 def _report(fields: dict[str, Any]) -> Report:
-    losses, tensors = fields["losses"], tuple(Compared(**each) for each in fields["tensors"])
+    losses, tensors = fields["losses"], tuple(Compared(**tensor) for tensor in fields["tensors"])
     return Report(**{**fields, "losses": None if losses is None else tuple(losses), "tensors": tensors})
 
 
 def _passed(report: Report) -> str:
-    gradients = [each for each in report.tensors if each.kind == "gradient"]
-    shares = [each.difference / each.size for each in gradients if each.size]
+    gradients = [tensor for tensor in report.tensors if tensor.kind == "gradient"]
+    shares = [gradient.difference / gradient.size for gradient in gradients if gradient.size]
     close = max((share for share in shares if share <= report.tolerance), default=0.0)
     largest = f"{close:.1e} of a gradient's norm" if close else "none"
     wider = [share for share in shares if share > report.tolerance]

@@ -1,4 +1,4 @@
-"""A few numbers for each tensor, by which two models are compared without holding both.
+"""A few numbers for each tensor, by which two models are compared without both in memory.
 
 A digest is the tensor's norm and its projections on 16 random directions. The directions follow from the
 parameter's name and shape, so the digests of the split and of the reference model are comparable, and the
@@ -26,14 +26,14 @@ from penstock.train.check.rounding import ROUNDS
 
 _PROJECTIONS = 16  # so that none of hundreds of distances is off by a factor of two
 _AT_ONCE = 1 << 22  # entries that are converted to double precision at once
-_LARGEST_SHARE = 0.5  # of a gradient that may be rounding: a missing or a different one is always found
-_DIGITS = 1e-9  # equal weights have equal digests except for the order of summation
+_LARGEST_SHARE = 0.5  # of a gradient that may be rounding: a missing or another one is always detected
+_DIGITS = 1e-9  # equal weights have equal digests up to the order of summation
 
 Digest = Sequence[float]  # the norm, then the projections; a list after a trip through JSON
 
 
 class Digests(NamedTuple):
-    """The digests of one parameter and of its gradient, None where it has none."""
+    """The digests of one parameter and of its gradient; None without a gradient."""
 
     weight: Digest
     gradient: Digest | None
@@ -92,7 +92,7 @@ def compare_digests(
     dtype: torch.dtype,
     rounding: Mapping[str, float],
 ) -> Report:
-    """Compare the split model's digests with the reference model's. Where weights differ, report only them.
+    """Compare the split model's digests with the reference model's. If weights differ, report only them.
 
     Args:
         losses: of the split and of the reference model
@@ -104,7 +104,7 @@ def compare_digests(
     """
     expected = {name: digests.weight for name, digests in reference.items()}
     weights = [
-        compared_weight(place, own.weight, expected.get(place[0]), norms, _DIGITS) for place, own in split
+        compared_weight(at, digests.weight, expected.get(at[0]), norms, _DIGITS) for at, digests in split
     ]
     if wrong := [weight for weight in weights if weight.wrong]:
         return Report.of(None, wrong, tolerance, "norm")
@@ -112,14 +112,14 @@ def compare_digests(
     least = torch.finfo(dtype).eps * max((norm for norm, *_ in filter(None, gradients.values())), default=0.0)
 
     def room(name: str) -> float:
-        """A difference that is no more than rounding: of a gradient's norm a share at most."""
+        """The largest difference that counts as rounding: at most a share of the gradient's norm."""
         norm = (gradients[name] or [0.0])[0]
         return min(ROUNDS * rounding.get(name, 0.0), max(_LARGEST_SHARE * norm, ROUNDS * least))
 
     tensors = [
         compared_gradient(
-            place, own.gradient, gradients[place[0]], norms, tolerance, rounding=least, room=room(place[0])
+            at, digests.gradient, gradients[at[0]], norms, tolerance, rounding=least, room=room(at[0])
         )
-        for place, own in split
+        for at, digests in split
     ]
     return Report.of(losses, tensors, tolerance, "norm")

@@ -1,11 +1,11 @@
-"""Which differences rounding explains: gradients that it moves, and router flips.
+"""The differences that rounding explains: gradients that it moves, and router flips.
 
-Ranks of cp, ep and tp add up in another order than one process does, so a correct split differs from the
-reference model by rounding, the more the deeper the model is. A router may also choose another one of two
+Ranks of cp, ep and tp sum in another order than one process does, so a correct split differs from the
+reference model by rounding, the more the deeper the model is. A router may also choose the other one of two
 experts whose scores are nearly tied, after which one token gets another expert's output in one layer.
 
-Neither is known beforehand, so both are measured: the reference model runs again with the last digit of each
-weight changed. What that moves, the order of summation may move too.
+Neither effect is known beforehand, so both are measured: the reference model runs again with the last digit
+of each weight changed. A gradient that moves with that may also move with the order of summation.
 
 A router flip may change anything in the gradients of the mixture in which it happens. In every other gradient
 it is one token among many, and the loss is the mean over all tokens.
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from penstock.pipeline.compare import Report
 
-ROUNDS = 4.0  # how many times the measured rounding passes
+ROUNDS = 4.0  # times the measured rounding: the largest difference that passes
 LOSS = 0.05  # of the loss; flipping every token's last choice moved the loss of small models by 0.034
 _UNEVEN = 10.0  # how much more than its share one token may add to a gradient; in small models up to 8.4
 _TOPK = (torch.topk, Tensor.topk)
@@ -34,11 +34,11 @@ def nudge(model: nn.Module, turn: int) -> None:
     """Move each entry of each weight by about its dtype's epsilon, up or down, in place.
 
     Args:
-        turn: from 0; each one moves the entries in other directions
+        turn: from 0; each turn moves the entries in other directions
     """
-    for number, parameter in enumerate(model.parameters()):
+    for index, parameter in enumerate(model.parameters()):
         if parameter.is_floating_point():
-            generator = torch.Generator(parameter.device).manual_seed(turn * 10**6 + number)
+            generator = torch.Generator(parameter.device).manual_seed(turn * 10**6 + index)
             options: dict[str, Any] = {"generator": generator, "device": parameter.device}
             signs = torch.randint(0, 2, parameter.shape, dtype=torch.int8, **options).to(parameter.dtype)
             parameter.mul_(1 + torch.finfo(parameter.dtype).eps * (2 * signs - 1))
@@ -48,7 +48,7 @@ class Scores(TorchFunctionMode):
     """A context that records the scores of every top-k, in float32 on the host.
 
     Attributes:
-        calls: the scores with the choices along the last dimension, and how many are chosen
+        calls: the scores with the choices along the last dimension, and the number of chosen ones
     """
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ class Scores(TorchFunctionMode):
 
 
 def near_ties(before: Scores, after: Scores) -> int:
-    """How many choices rounding may flip.
+    """The number of choices that rounding may flip.
 
-    Those whose last chosen score leads the next one by no more than ROUNDS times what the scores moved by
+    In these, the last chosen score leads the next one by at most ROUNDS times the change of the scores
     between `before` and `after` a nudge.
     """
     pairs = zip(before.calls, after.calls, strict=False)
@@ -90,22 +90,22 @@ def explained_by_flips(report: Report, near: int, tokens: int) -> bool:
 
     Args:
         report: the comparison, with tensors measured by their norms
-        near: how many choices may flip
-        tokens: how many tokens the batch has
+        near: the number of choices that may flip
+        tokens: the number of tokens in the batch
     """
     if not near or report.losses is None:
         return False
     split, reference = report.losses
     if not abs(split - reference) <= LOSS * max(1.0, abs(reference)):  # also true for NaN
         return False
-    mixtures = mixture_weights(each.name for each in report.tensors)
+    mixtures = mixture_weights(tensor.name for tensor in report.tensors)
     share = _UNEVEN * sqrt(2 * near / tokens)  # a random sum: each flip takes one summand and adds another
-    for each in report.wrong:
-        if each.remark:  # a gradient that one of the two lacks, as of an expert that got no token
-            if not any(map(_is_experts, each.name.split("."))):
+    for tensor in report.wrong:
+        if tensor.remark:  # a gradient that one of the two lacks, as of an expert that got no token
+            if not any(map(_is_experts, tensor.name.split("."))):
                 return False
-        elif not isfinite(each.difference) or (
-            each.name not in mixtures and each.difference > share * each.size
+        elif not isfinite(tensor.difference) or (
+            tensor.name not in mixtures and tensor.difference > share * tensor.size
         ):
             return False
     return True

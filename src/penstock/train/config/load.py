@@ -1,4 +1,4 @@
-"""A TrainConfig from a YAML file and overrides, or one ConfigError with everything that is wrong."""
+"""Reads a TrainConfig from a YAML file and overrides, or raises one ConfigError with everything wrong."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def is_override(argument: str) -> bool:
     return bool(equals) and "/" not in name
 
 
-# what a shell leaves of a value, and YAML takes for null, or for a list that holds null
+# what a shell may leave of a value, and YAML reads as null, or as a list of null
 _UNSAID = {
-    "": "nothing follows the =, as where a shell's variable is not set",
+    "": "nothing follows the =, as if a shell's variable is not set",
     "~": "~ alone would be null, and not your home",
     "-": "- alone would be a list, and nothing is read from standard input",
 }
@@ -109,7 +109,7 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return finding(entry, name or "config", "See the keys and their types in penstock.train.config.sections")
 
 
-# what is written here for keys of other trainers
+# our words for the keys of other trainers
 _HERE = {
     "optimizer.learning_rate": "lr peak_lr",
     "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
@@ -141,10 +141,10 @@ _ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in ke
 
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     *path, key = entry["loc"]  # the key itself may hold a dot
-    section = ".".join(str(each) for each in path if each not in _TAGGED)
+    section = ".".join(str(part) for part in path if part not in _TAGGED)
     names = list(dict.fromkeys(_names(TrainConfig)))
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
-    if path and path[-1] in _TAGGED:  # not the keys of the other one
+    if path and path[-1] in _TAGGED:  # the keys of this member of the union alone
         known = _TAGGED[path[-1]].keys_in_order()
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what might be a number: PyYAML writes YAML 1.1, in which other texts are numbers."""
+    """Quotes text that might be read as a number: PyYAML writes YAML 1.1, in which more texts are numbers."""
 
     def represent_str(self, text: str) -> yaml.ScalarNode:
         style = "'" if text[:1] in "-+.0123456789" else None
@@ -73,12 +73,12 @@ class ModelSection(Section, ModelOptions):
 
     # a local Hugging Face folder: config.json, perhaps with weights; or a name of the Hub, Qwen/Qwen3-8B
     path: PathText | None = None
-    # of a Hub name: what the revision stood for when the run began. Its records have it, and a resume takes
-    # it from there; leave it out
+    # of a Hub name: the commit of the revision when the run began. The run records it, and a resume reads it
+    # there; leave it out
     commit: str | None = None
     config: dict[str, Any] | None = None  # the same keys as config.json, model_type among them
-    weights: Literal["auto", "random"] = "auto"  # auto: those of `path` where it has some
-    # of the weights; left out, that of train.precision: bfloat16, or float32
+    weights: Literal["auto", "random"] = "auto"  # auto: those of `path`, if it has some
+    # of the weights; if left out, that of train.precision: bfloat16, or float32
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
 
     def check_keys(self) -> None:
@@ -116,7 +116,7 @@ class RecordSection(Section):
     """What files hold: text, chats or tokens."""
 
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
-    # tokens where a record has input_ids. chat: messages, prompts with completions, or instructions, and
+    # tokens if a record has input_ids. chat: messages, prompts with completions, or instructions, and
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. dummy: made up
     kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "megatron", "dummy"] = (
         "auto"
@@ -130,7 +130,7 @@ class RecordSection(Section):
     # Of chats and tokens: fields of a record, or of a message, that are not to be read, as [id, source]. Any
     # other field that has no meaning here is refused
     ignored_fields: Patterns = ()
-    columns: ColumnsSection | None = None  # with kind: chat: prompt and completion in fields of other names
+    columns: ColumnsSection | None = None  # with kind: chat: the fields of prompt and completion
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
@@ -140,10 +140,10 @@ class RecordSection(Section):
         for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
             if (value := getattr(self, key)) != wanted:
                 rule = (
-                    f"columns name the fields of a prompt and its completion, and {key}={value} another way"
+                    f"columns name the fields of a prompt and its completion, and {key}={value} another form"
                 )
                 remedy = "set kind=chat" if key == "kind" else f"leave {key} out"
-                raise ValueError(f"{rule} to read a record; {remedy}, or leave columns out")
+                raise ValueError(f"{rule} of a record; {remedy}, or leave columns out")
 
 
 class SourceSection(RecordSection):
@@ -156,13 +156,13 @@ class MixtureSection(SourceSection):
     """Files, and how much of the batches comes from them."""
 
     weight: NotNegative = 1.0  # share of the rows, over the sum of all weights
-    epochs: Count | None = None  # how often its rows are taken at most; null: no limit
+    epochs: Count | None = None  # how often its rows are trained on at most; null: no limit
 
 
 class StreamingSection(Section):
     """Read and tokenise while training, in the order of the files, mixed by a buffer."""
 
-    buffer: Count = 1000  # records, from which each next one is drawn; 1: in the files' order
+    buffer: Count = 1000  # records, from which the next one is drawn at random; 1: in the files' order
 
 
 class DataSection(RecordSection):
@@ -174,35 +174,35 @@ class DataSection(RecordSection):
     # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
     tokenizer: PathText | None = None
     chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own
-    # Chats show images: the folder that their paths are relative to. A processor takes the tokenizer's place
+    # Chats show images: the folder that their paths are relative to. A processor replaces the tokenizer
     images: PathText | None = None
     # Which tokens of a chat the loss counts. assistant: those of its turns, or of the completion; last: of
     # the last turn; all: every one
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
     sequence_length: Length = 128  # tokens a row; the first one predicts nothing
-    # tokens of a document, at most, where rows hold several and may be longer than the model's positions:
-    # each document begins at position 0; null: sequence_length
+    # tokens of a document, at most, if rows hold several documents and may be longer than the model's
+    # positions: each document begins at position 0; null: sequence_length
     document_length: Length | None = None
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
     # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
-    # fit; best_fit: the longest first, each where it leaves the least room
+    # fit; best_fit: the longest first, each into the row where it leaves the least room
     packing: Literal["stream", "none", "sequential", "best_fit"] = "stream"
     # A document that is too long, unless packing is stream. cut: into pieces; truncate: its end is left out
     # (the default of chats); drop: all of it is (the default of chats that show images)
     overlong: Literal["cut", "truncate", "drop"] = "cut"
     streaming: StreamingSection | None = None  # null: tokenise all before training, once, into the cache
-    # Of a resumed run, where the data is not that of its checkpoint. refuse: it does not start; accept: its
-    # steps take the rows that they have in the data as it is now: some may come twice, and some never
+    # If the data of a resumed run is not that of its checkpoint. refuse: the run does not start; accept: its
+    # steps take their rows from the data as it is now: some rows may come twice, and some never
     changed: Literal["refuse", "accept"] = "refuse"
     cache: PathText | None = None  # a folder for tokens; null: $PENSTOCK_CACHE, or ~/.cache/penstock
-    workers: SmallNatural | None = None  # processes that tokenise; null: one a core where the files are large
+    workers: SmallNatural | None = None  # processes that tokenise; null: one a core if the files are large
 
     @model_validator(mode="before")
     @classmethod
     def with_defaults(cls, keys: Any) -> Any:
-        """Fill in keys that follow from the kind of a source, and in sources the keys of the section."""
+        """Fill in the defaults of a source's kind, and in each source the keys of the section."""
         if not isinstance(keys, dict):
             return keys
         mixture = keys["mixture"] if isinstance(keys.get("mixture"), list | tuple) else ()
@@ -237,19 +237,19 @@ class DataSection(RecordSection):
             )
         if self.mixture and not sum(source.weight for source in self.mixture):
             raise ValueError(
-                "the weights of data.mixture sum to 0, so that no row is taken; "
+                "the weights of data.mixture sum to 0, so that no source gives a row; "
                 "give one of them a weight above 0"
             )
         length = self.document_length
         if length is not None and self.packing not in ("sequential", "best_fit"):
             raise ValueError(
-                f"data.document_length={length} is of rows that hold several documents, and "
-                f"data.packing={self.packing} makes others; take sequential or best_fit, or leave it out"
+                f"data.document_length={length} is for rows of several documents, and data.packing="
+                f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
             )
         if length is not None and length > self.sequence_length:
             raise ValueError(
-                f"data.document_length={length} is above data.sequence_length={self.sequence_length}, a "
-                "whole row; give that or less"
+                f"data.document_length={length} is above data.sequence_length={self.sequence_length}, the "
+                "length of a row; give that or less"
             )
         if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
             raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
@@ -273,7 +273,7 @@ class DataSection(RecordSection):
             raise ValueError("data.images with data.streaming=on would cut images apart; leave it out")
         everything = [*self.sources, *([self.validation] if self.validation else [])]
         if odd := next((source.kind for source in everything if source.kind != "chat"), None):
-            raise ValueError(f"data.images is of chats, and here is data.kind={odd}; set data.kind=chat")
+            raise ValueError(f"data.images needs chats, and here data.kind={odd}; set data.kind=chat")
         if self.tokenizer == "bytes":
             raise ValueError(
                 "data.images with data.tokenizer=bytes, which reads no image; give a processor's folder"
@@ -281,22 +281,21 @@ class DataSection(RecordSection):
 
     def _check_streaming(self) -> None:
         if self.validation is None:
-            raise ValueError("data.streaming knows no end to hold out; give data.validation")
+            raise ValueError("data.streaming has no end to hold out; give data.validation")
         if self.packing == "best_fit":
             raise ValueError(
-                "data.packing=best_fit sorts all documents, which a stream never has; take sequential"
+                "data.packing=best_fit sorts all documents, and a stream never has all; take sequential"
             )
         if any(source.epochs for source in self.mixture):
-            raise ValueError("epochs of data.mixture count rows, which a stream has not; leave epochs out")
+            raise ValueError("epochs of data.mixture need the number of rows, which a stream does not know; "
+                             "leave epochs out")  # fmt: skip
         if self.changed == "accept":
             raise ValueError(
                 "data.changed=accept with data.streaming: a stream goes on from numbers of records, which "
-                "say nothing in other files; leave one of them out"
+                "mean nothing in other files; leave one of them out"
             )
         if any(source.kind == "megatron" for source in self.sources):
-            raise ValueError(
-                "Megatron's files are tokens that are read where they lie; leave data.streaming out"
-            )
+            raise ValueError("Megatron's files are tokens that are read in place; leave data.streaming out")
 
     @property
     def sources(self) -> tuple[MixtureSection, ...]:
@@ -311,13 +310,13 @@ class PipelineSection(Section, SplitOptions, RunOptions):
     """Over how many ranks the model is split, and where, and in which order its microbatches run.
 
     One key at most describes which layers each stage holds, or both weights do, or both first and last.
-    Without any, the slowest rank becomes as fast as possible, by multiply-adds.
+    By default, the split makes the slowest rank as fast as possible, by multiply-adds.
     """
 
     ranks: RankCount = 1
     schedule: str | dict[str, Any] = "1f1b"
     microbatches: Count = 4
-    # measured: layers go to stages by the time that each takes in a few steps here
+    # measured: layers go to stages by their measured times, over a few steps before the run
     balance: Literal["measured"] | None = None
     timeout_seconds: Seconds = 300  # how long a rank waits for a silent peer
     shapes: Literal["inferred", "exchanged", "padded"] = "inferred"
@@ -341,14 +340,14 @@ class PipelineSection(Section, SplitOptions, RunOptions):
             check_one_description(self, balance=self.balance)
         if self.padding is not None and self.shapes != "padded":
             raise ValueError(
-                f"pipeline.padding is given with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
+                f"pipeline.padding is set with pipeline.shapes={self.shapes}; set pipeline.shapes=padded"
             )
 
 
 class ParallelSection(Section, ShardingOptions, MeshOptions, AxisSizes):
     """How many processes each axis has. Under torchrun one, or pipeline.ranks, may be -1: all the rest."""
 
-    param_dtype: Dtype | None = None  # deprecated, see train.precision: the dtype of all that is computed
+    param_dtype: Dtype | None = None  # deprecated, see train.precision: the dtype of all computation
     reduce_dtype: Dtype | None = None
 
     def check_keys(self) -> None:
@@ -388,29 +387,29 @@ class ProfileSection(Section):
 
 
 class PhaseSection(Section):
-    """The first steps of a run, with fewer rows or with shorter ones; others follow it."""
+    """The first steps of a run, with fewer rows or with shorter ones. Full steps follow the last phase."""
 
     until: Count  # the last step of the phase
-    batch_size: Count | None = None  # in as many fewer microbatches; null: train.batch_size
+    batch_size: Count | None = None  # with fewer rows, fewer microbatches; null: train.batch_size
     # tokens after which a row is cut; the rest of it is not trained on; null: data.sequence_length
     sequence_length: Length | None = None
 
 
 class EarlyStopSection(Section):
-    """When a run ends before its last step: where evaluations do not lower the held-out loss any more."""
+    """When a run ends before its last step: if evaluations do not lower the held-out loss any more."""
 
     patience: Count  # so many evaluations in a row
     min_delta: NotNegative = 0.0  # nats a token; a smaller fall of the loss counts as none
 
 
 class SpikeSection(Section):
-    """What happens where the loss of a step rises far above those before it. All ranks do the same."""
+    """What happens if the loss of a step rises far above those before it. All ranks do the same."""
 
     factor: Annotated[float, Field(gt=1)] = 3.0  # a loss above so many times the median of the last ones
-    # steps whose losses the median is of, those that reached the weights; so many of them come first
+    # losses in the median, of steps that changed the weights; before there are so many no step is a spike
     window: Annotated[int, Field(ge=2, le=10_000)] = 100
     # skip: the step is left out, and ten in a row end the run; rewind: weights and optimizer go back to the
-    # last checkpoint, and the run goes on with the rows that follow the step's, without those since that
+    # last checkpoint, and the run goes on with the rows after the step's, without the rows since that
     # checkpoint. Before the first checkpoint the step is skipped
     then: Literal["skip", "rewind"] = "skip"
 
@@ -420,30 +419,30 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
 
     steps: Count = 100  # in all: those before a --resume count
     batch_size: Count = 8  # rows a step, over all microbatches
-    # What is computed in, on any mesh. mixed: weights, gradients and the optimizer's states in float32, and
-    # products in bfloat16, by torch.autocast; null: model.dtype
+    # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
+    # float32, and products in bfloat16, by torch.autocast; null: model.dtype
     precision: Literal["float32", "bfloat16", "mixed"] | None = None
     # pipeline calls a step, each with its part of the rows in pipeline.microbatches microbatches. The
-    # gradients are those of one call with all rows, in the memory of one with a part
+    # gradients are those of one call with all rows, and the memory is that of one call with its part
     accumulate: Count = 1
     # smaller steps at the beginning, phase by phase: a ramp of the batch size, of the rows' length, or both
     ramp: Annotated[tuple[PhaseSection, ...], Field(strict=False)] = ()
     seed: Natural = 0  # of the order of the rows, and of dropout
     clip_norm: Positive | None = 1.0  # the largest norm of the gradients; null: any
-    # Share of each token's target that the whole vocabulary has in equal parts; evaluations have it too
+    # Share of each token's target that is spread evenly over the vocabulary; evaluations have it too
     label_smoothing: Annotated[float, Field(ge=0, le=1)] = 0.0
     z_loss: Annotated[float, Field(ge=0)] = 0.0  # factor of the squared log-sum-exp of each token's logits
-    # What happens where loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
+    # What happens if loss or gradient norm is not finite. stop: the run ends; skip: the step is left out,
     # and ten in a row end the run. All ranks do the same
     nonfinite: Literal["stop", "skip"] = "stop"
-    spike: SpikeSection | None = None  # null: a loss may rise as it will
+    spike: SpikeSection | None = None  # null: no step is a spike
     evaluate_every: Count = 100  # and before the first step and after the last
-    evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over what is held out
+    evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over the held-out rows
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
     # Every so many steps each rank's state is kept in its host's memory (/dev/shm), and with several hosts in
-    # another's too: a lost process then costs no more steps than these; null: never
+    # another host's too: a lost process then costs at most so many steps; null: never
     memory_checkpoint_every: Count | None = None
     # seconds from SIGTERM, SIGUSR1 or Ctrl-C until a checkpoint is written and the run has ended; a second
     # signal ends it at once
@@ -452,13 +451,13 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     activation_checkpointing: CheckpointingValue = None
     compile: CompileValue = None
     activation_offloading: OffloadingValue = None
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where torch sees a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if torch sees a GPU
     # Before the first step, compare loss and gradients of a short batch with the whole model's. auto: not on
-    # resume, and only where half of process 0's free memory holds the model; always: else refuse the run
+    # resume, and only if the model fits into half of process 0's free memory; always: else refuse the run
     check: Literal["auto", "always", "off"] = "auto"
     profile: ProfileSection | None = None  # a trace of some steps; null: none
-    # of a device, in the dtype that the model computes in, for the share of it that is used (mfu in
-    # metrics.jsonl); null: as its data sheet says, where penstock knows the GPU
+    # of a device, in the dtype of the model's products, for mfu in metrics.jsonl; null: by its data sheet, if
+    # penstock knows the GPU
     peak_tflops: Positive | None = None
 
     def check_keys(self) -> None:
@@ -467,7 +466,7 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
         if self.spike is not None and self.spike.then == "rewind" and self.checkpoint_every is None:
-            rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not given"
+            rule = "spike.then=rewind goes back to the last checkpoint, and checkpoint_every is not set"
             raise ValueError(f"{rule}; give checkpoint_every, or spike.then=skip")
         for before, phase in pairwise(self.ramp):
             if phase.until <= before.until:
@@ -475,8 +474,8 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
                 raise ValueError(f"{rule}; give the phases in their order, each with a later step")
         if self.memory_checkpoint_every is not None and self.check == "always":
             raise ValueError(
-                "check=always compares a resumed run with the files of its checkpoint, and there are none in "
-                "memory; take check=auto, or leave memory_checkpoint_every out"
+                "check=always compares a resumed run with the files of its checkpoint, and a checkpoint in "
+                "memory has none; take check=auto, or leave memory_checkpoint_every out"
             )
 
     @field_validator("check", mode="before")
@@ -493,11 +492,11 @@ class KeepSection(Section):
 
     def check_keys(self) -> None:
         if self.every is not None and self.last is None:
-            raise ValueError("every is given and last is not, which keeps all; give last, 1 or more, too")
+            raise ValueError("every is set and last is not, which keeps all; set last to 1 or more, too")
 
 
 class OutputSection(Section):
-    """Where the run is written, and what of it stays."""
+    """Where the run writes, and which of its checkpoints stay."""
 
     folder: PathText = "runs/train"  # of checkpoints, metrics.jsonl, run.json and timeline.svg
     keep: KeepSection = KeepSection()
@@ -511,7 +510,7 @@ class OutputSection(Section):
     def each_once(cls, trackers: tuple[TrackerSection, ...]) -> tuple[TrackerSection, ...]:
         names = [tracker.name for tracker in trackers]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise ValueError(f"{twice.pop()} stands there twice, and a run has one of each; leave one out")
+            raise ValueError(f"{twice.pop()} is listed twice, and a run has one of each; leave one out")
         return trackers
 
     @property
@@ -534,7 +533,7 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def weights_as_computed(cls, keys: Any) -> Any:
-        """Write the dtype of the weights into `model` where only train.precision says it."""
+        """Write the dtype of the weights into `model` if only train.precision gives it."""
         if not isinstance(keys, dict):
             return keys
         model, train = keys.get("model"), keys.get("train")
@@ -558,7 +557,7 @@ class TrainConfig(Section):
 
     @property
     def computed(self) -> str:
-        """The dtype that products are computed in."""
+        """The dtype of the products."""
         if self.train.precision == "mixed":
             return "bfloat16"
         return self.parallel.param_dtype or self.model.dtype
@@ -578,8 +577,8 @@ class TrainConfig(Section):
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
             raise ValueError(
-                f"output.keep.every={kept} is no multiple of train.checkpoint_every={every}, so that few "
-                "checkpoints, or none, would be kept by it; take a multiple"
+                f"output.keep.every={kept} is no multiple of train.checkpoint_every={every}, so it keeps few "
+                "checkpoints, or none; take a multiple"
             )
         padding, sequence = self.pipeline.padding, self.data.sequence_length
         if padding is not None and padding.length is not None and padding.length < sequence:
@@ -590,12 +589,12 @@ class TrainConfig(Section):
             rule = f"train.batch_size={self.train.batch_size} rows of data.sequence_length={sequence} tokens"
             raise ValueError(f"{rule} are more than {_MOST_TOKENS:,} tokens a step; give fewer")
         sizes = [self.pipeline.ranks, *self.parallel.axes.sizes.values()]
-        processes = math.prod(max(size, 1) for size in sizes)  # -1: once it is known, they have been started
+        processes = math.prod(max(size, 1) for size in sizes)  # -1: by the number of started processes
         if processes > _MOST_PROCESSES:
             rule = f"pipeline.ranks and the sizes of parallel make {processes:,} processes"
             raise ValueError(f"{rule}, and a run has {_MOST_PROCESSES:,} at most; give smaller ones")
         if self.data.tokenizer is None and self.model.path is None:
-            rule = "data.tokenizer is missing and model.config brings none"
+            rule = "data.tokenizer is missing, and model.config has none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
 
     def _check_images(self) -> None:
@@ -605,11 +604,11 @@ class TrainConfig(Section):
             raise ValueError(f"{rule}; give a ramp of batch_size alone")
         for axis in ("cp", "tp"):
             if (size := getattr(self.parallel, axis)) > 1:
-                rule = f"parallel.{axis}={size} splits rows or matrices, and towers take images whole"
+                rule = f"parallel.{axis}={size} splits rows or matrices, and towers need whole images"
                 raise ValueError(f"{rule}; take parallel.dp_shard, or leave data.images out")
 
     def _check_ramp(self, section: str, key: str) -> None:
-        """Raise ValueError where the sizes of the phases do not grow up to the full one, in `section`."""
+        """Raise ValueError if the sizes of the phases do not grow up to the full one, in `section`."""
         full: int = getattr(getattr(self, section), key)
         for size, following in pairwise([*(getattr(phase, key) or full for phase in self.train.ramp), full]):
             if size > following:

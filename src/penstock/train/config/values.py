@@ -1,4 +1,4 @@
-"""The types of the config's values, where they are more than a plain type."""
+"""The types of config values that are more than a plain type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # of a model's config, which may hold an infinity
+        ser_json_inf_nan="constants",  # a model's config may hold an infinity
     )  # fmt: skip
 
     @model_validator(mode="after")
@@ -45,10 +45,10 @@ class Section(BaseModel):
 
     @classmethod
     def keys_in_order(cls) -> list[str]:
-        """The keys of a section's own, then those that it shares with AutoPipeline."""
+        """The section's own keys, then those that it shares with AutoPipeline."""
         sections = [owner for owner in reversed(cls.__mro__) if issubclass(owner, Section)]
-        own = [key for section in sections for key in get_annotations(section) if key in cls.model_fields]
-        return list(dict.fromkeys((*own, *cls.model_fields)))
+        keys = [key for section in sections for key in get_annotations(section) if key in cls.model_fields]
+        return list(dict.fromkeys((*keys, *cls.model_fields)))
 
     @model_serializer(mode="wrap")
     def _in_order(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -56,10 +56,10 @@ class Section(BaseModel):
         return {key: values[key] for key in self.keys_in_order()}
 
 
-def _ranks(number: int) -> int:
-    if number < 1 and number != -1:
-        raise ValueError(f"{number} is no number of ranks; write 1 or more, or -1 for all that are left")
-    return number
+def _ranks(count: int) -> int:
+    if count < 1 and count != -1:
+        raise ValueError(f"{count} is no number of ranks; write 1 or more, or -1 for all that are left")
+    return count
 
 
 def _path(text: str) -> str:
@@ -83,11 +83,11 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def _switch(section: type[Section], complaint: str, **words: Mapping[str, object]) -> BeforeValidator:
-    """Read true, false, a word or a mapping as the keys of `section`, or as None where it is off.
+    """Read true, false, a word or a mapping as the keys of `section`, or as None for an option that is off.
 
-    Anything else is refused here, once: a union would complain for each of its types.
+    Anything else is refused here, once: a union would raise an error for each of its types.
 
-    words: the keys that each stands for
+    words: the keys that each word is short for
     """
 
     def keys(value: object) -> object:

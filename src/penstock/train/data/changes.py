@@ -1,9 +1,9 @@
-"""What the data of a run was: kept in its checkpoints, so that a resumed run says how its own differs.
+"""How the data of a resumed run differs from that of its checkpoint, which holds a digest of each source.
 
-Of data that is tokenised before training that is a digest of each source's tokens, labels and lengths, and
-their counts: what the batches follow from. Of a stream, which tokenises while it trains, it is a digest of
-its files, their number and their bytes: whether a change lies behind the reader's place is not known. Both
-are of bytes on the disk: penstock.train.data.store compares them with what was written.
+For data that is tokenised before training, the digest is of each source's tokens, labels and lengths, which
+determine the batches; their counts come with it. For a stream, which tokenises while it trains, it is of the
+files, with their number and their bytes: it does not show whether a change lies behind the reader's position.
+Both are of bytes on the disk: penstock.train.data.store compares them with the bytes that were written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def changes(before: object, now: Sequence[Known]) -> list[str]:
     """How the sources differ, in words, a line for each.
 
     Args:
-        before: what a checkpoint has of the same, or anything else, in a checkpoint of another version
+        before: the sources in a checkpoint; a checkpoint of another version may have anything there
     """
     if not isinstance(before, list) or not all(isinstance(source, Mapping) for source in before):
         return []

@@ -3,10 +3,10 @@
     sources --> encode --> store --> rows --> sampler --> batches
     records     tokens     a file    packing  by weights   of a step
 
-Records are tokenised once, into files that all ranks map (penstock.train.data.store); which tokens a row
-has lies in files too. So the memory of a rank does not grow with the data, and it reads the rows that it
-needs. Which rows a step has follows from the number of rows before it, and from the position in a stream
-(penstock.train.data.streaming). Every rank knows the whole batch, which is the same on any mesh, and takes
+Records are tokenised once, into files that all ranks map (penstock.train.data.store); the tokens of each row
+are listed in files too. So the memory of a rank does not grow with the data, and it reads the rows that it
+needs. The number of rows before a step determines its rows; in a stream, the position does
+(penstock.train.data.streaming). Every rank knows the whole batch, which is the same on any mesh, and reads
 its pipeline's part.
 """
 
@@ -63,13 +63,13 @@ from penstock.train.encoding.tokenizer import Tokenizer, open_tokenizer, read_te
 from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
-_SAMPLED = 100  # steps, from which the padding of a run is estimated
-_FORGOTTEN = 1 << 14  # pieces, after which the pages of labels that were read are unmapped
+_SAMPLED = 100  # steps from which the padding of a run is estimated
+_FORGOTTEN = 1 << 14  # pieces after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
 class LoadedBatch(NamedTuple):
-    """A pipeline's part of a step's batch, the fill of all of it, and the position of a stream after it."""
+    """A pipeline's part of a step's batch, the fill of the whole batch, and a stream's position after it."""
 
     content: Content
     fill: Fill
@@ -81,16 +81,16 @@ class Data:
     """The batches of a run.
 
     Attributes:
-        rows, held_out: to train on, of a stream none, and to evaluate on
+        rows, held_out: to train on, none for a stream, and to evaluate on
         layout: how rows become a batch
         sizes: the size of each step; a batch to evaluate on has the full one
         sampler: which rows a step has
-        digest: of all tokens, labels and lengths to train on; of a stream, of files, tokenizer and options
+        digest: of all tokens, labels and lengths to train on; for a stream, of files, tokenizer and options
         part, parts: batches hold this part, from 0, of so many
-        stream: in place of `rows`
-        done: the steps of the run that this one goes on from
-        taken: the rows of these steps, which may have had other sizes
-        known: of each source, what a checkpoint says of it
+        stream: replaces `rows`
+        done: the number of steps before the start
+        taken: the number of rows of these steps, which may have had other sizes
+        known: the entry of each source in a checkpoint
     """
 
     rows: StoredRows
@@ -111,13 +111,13 @@ class Data:
         return replace(self, part=part)
 
     def at(self, done: int, state: Mapping[str, Any] | None, steps: int, *, accept: bool = False) -> Data:
-        """Go on after `done` of `steps` steps, with the row after the last one that they took.
+        """Go on after `done` of `steps` steps, with the row after their last one.
 
         Args:
-            state: what `state` gave then; None where the checkpoint has none
-            accept: whether the data may be another than it was then; of a stream it may not
+            state: the result of `state` after these steps; None for a checkpoint without it
+            accept: whether the data may have changed since; a stream may not
 
-        Raises: CheckpointError where it is another, or where that is no place in this stream; what `check`
+        Raises: CheckpointError if the data has changed, or the position is none of this stream; what `check`
             raises.
         """
         if not done:
@@ -125,12 +125,12 @@ class Data:
         state, change, stream = state or {}, self.change(state), self.stream
         position, planned = state.get("position"), self.sizes.rows_before(done + 1)
         if stream is not None:
-            value = "the checkpoint's place in the data"
+            value = "the checkpoint's position in the data"
             if position is None:
                 rule = "data.streaming goes on from a position, and the checkpoint was written without one"
                 raise CheckpointError(value, rule, "Leave data.streaming out, or start without --resume")
             if change:
-                rule = f"it is numbers of records, which are other ones now: {change}"
+                rule = f"it is numbers of records, and the records have changed: {change}"
                 raise CheckpointError(value, rule, _AS_BEFORE)
             stream, state = stream.at(position), position
         elif change and not accept:
@@ -139,18 +139,18 @@ class Data:
             raise CheckpointError("the data of a resumed run", rule, f"{_AS_BEFORE}; or {accepting}")
         taken: int = state.get("rows", planned)
         resumed = replace(self, stream=stream, done=done, taken=taken)
-        if taken != planned:  # else it was checked
+        if taken != planned:  # else `load_data` has checked it
             resumed.check(steps)
         return resumed
 
     def without(self, done: int, step: int, position: Position | None, steps: int) -> tuple[Data, range]:
-        """Go back to after step `done`, and on with the row after those of `step`; and the rows in between.
+        """The data after step `done`, from the row after those of `step` on; and the rows left out.
 
         Args:
             position: of the batch of `step`
             steps: of the run
 
-        Raises: ConfigError where too few rows are left; DataError.
+        Raises: ConfigError if too few rows are left; DataError.
         """
         stream = None if self.stream is None or position is None else self.stream.at(position)
         left_out = range(self._first(done + 1), self._first(step + 1))
@@ -159,9 +159,9 @@ class Data:
         return remaining, left_out
 
     def change(self, state: Mapping[str, Any] | None) -> str:
-        """How this data differs from that of which `state` is, in words; empty where it does not.
+        """How this data differs from that of `state`, in words; empty if it does not.
 
-        A checkpoint of version 0.5.0 or before has none to compare with.
+        A checkpoint of version 0.5.0 or before has no state to compare with.
         """
         if state is None or state.get("digest") == self.digest:
             return ""
@@ -173,12 +173,12 @@ class Data:
         )
 
     def state(self, step: int, position: Position | None) -> dict[str, Any]:
-        """What `at` goes on from after `step`, in JSON. position: of its batch"""
+        """The state after `step`, from which `at` goes on, in JSON. position: of its batch"""
         reached = {"rows": self._first(step + 1), "position": position}
         return {"digest": self.digest, **reached, "sources": list(self.known)}
 
     def _first(self, step: int) -> int:
-        """The run's rows before `step`."""
+        """The number of the run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
 
     def batch(self, step: int) -> LoadedBatch:
@@ -191,7 +191,7 @@ class Data:
     def take(self, first: int, count: int) -> tuple[Rows, Sequence[int], Position | None]:
         """The run's rows `first`, from 0, to `first + count`: all rows, the indices of these, the position.
 
-        position: of a stream after these rows; of stored rows None
+        position: in the stream after these rows; None for stored rows
         """
         if self.stream is not None:
             rows, position = self.stream.take(first, count)
@@ -202,7 +202,7 @@ class Data:
     def batches(self, steps: range, device: torch.device) -> Generator[LoadedBatch]:
         """The batches of `steps`. A thread makes the next one while the caller works with one.
 
-        Close the generator to end the thread. An error is raised when its batch is asked for.
+        Close the generator to end the thread. An error is raised in place of its batch.
 
         Args:
             steps: one or more
@@ -225,9 +225,9 @@ class Data:
         return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
 
     def expected(self, steps: int) -> Fill:
-        """The fill of the first batches of a run of `steps` steps; of a stream, of the held-out ones.
+        """The fill of the first batches of a run of `steps` steps; for a stream, of the held-out ones.
 
-        Without images, which are found by reading tokens.
+        Images are not counted, as that would read tokens.
         """
         if self.stream is not None:
             return sum((batch.fill for batch in self.held_out_batches(1)), Fill())
@@ -236,8 +236,8 @@ class Data:
         return sum((fill for _, fill in dealt), Fill())
 
     def check(self, steps: int) -> None:
-        """Raise ConfigError where rows end before step `steps`, and DataError for one of the steps with
-        shorter rows in which, once cut, no token counts."""
+        """Raise ConfigError if the rows end before step `steps`, and DataError for a step of a ramp whose cut
+        rows have no token that counts."""
         if self.sampler is None:
             return
         total, needed = self.sampler.mixture.total, self._first(steps + 1)
@@ -264,7 +264,7 @@ class Data:
         self.rows.forget()
 
     def _sized(self, rows: Rows, step: int) -> tuple[BatchLayout, Rows]:
-        """The layout, and the rows, that the size of the step makes of them."""
+        """The layout and the rows for the size of the step."""
         size, layout = self.sizes.at(step), self.layout
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=size.calls)
@@ -284,7 +284,7 @@ class Data:
         return batch
 
     def _dealt(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> tuple[list[list[int]], Fill]:
-        """The rows of each pipeline, and the fill of all but for images."""
+        """The rows of each pipeline, and the fill of them all, without images."""
         dealt = layout.deal(rows, chosen, self.parts)
         return dealt, sum((layout.fill(rows, part) for part in dealt), Fill())
 
@@ -321,15 +321,15 @@ def load_data(
     flash: bool = False,
     parts: int = 1,
 ) -> Data:
-    """Find, tokenise and pack everything that the config names. At least one whole batch is held out.
+    """Find, tokenise and pack the data that the config names. At least one whole batch is held out.
 
-    One process of a machine tokenises, the others wait for it.
+    One process of a machine tokenises, and the others wait for it.
 
     Args:
         vocabulary: the model's number of token ids
         padding: how the pipeline pads a step's microbatches, if it does
         flash: whether the model has a flash attention
-        parts: how many pipelines each work on a part of a batch
+        parts: the number of pipelines, each with a part of the batch
 
     Raises: DataError, ConfigError.
     """
@@ -378,7 +378,7 @@ def _weights(section: DataSection) -> tuple[float, ...]:
 def _check_size(
     config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, rest: StoredRows
 ) -> None:
-    """Raise DataError where there is no batch to train on, or none held out, or a source has no row."""
+    """Raise DataError if there is no batch to train on, or none held out, or a source has no row."""
     section, size = config.data, config.train.batch_size
     for source, (trained, own) in zip(section.sources, splits, strict=True):
         few = min(len(rows), len(rest)) < size
@@ -395,7 +395,7 @@ def _check_size(
 
 
 def _too_long(section: DataSection, rows: SourceRows) -> str:
-    """The remedy where documents give no row for their length: a shorter row would lose more of them."""
+    """The remedy if documents were left out for their length: a shorter row would lose more. Else empty."""
     longest, lengths, kept = section.longest_document, rows.store.lengths, len(rows.pieces.lengths)
     if section.packing == "stream" or section.overlong == "cut" or kept == len(lengths):
         return ""
@@ -417,13 +417,13 @@ def _streamed(config: TrainConfig, load: _Loader, data: Data) -> Data:
         config.train.seed, load.vocabulary, section.longest_document,
     )  # fmt: skip
     stream = RowStream(sources, Mixture(_weights(section), (None,) * len(sources)), options)
-    stream.take(0, config.train.batch_size)  # its errors now, and not once the model is built
+    stream.take(0, config.train.batch_size)  # raises its errors now, before the model is built
     is_cut = any(size.length < data.sizes.full.length for _, size in data.sizes.phases)
     if some := next((source for source, encoder in sources if is_cut and encoder.labelled), None):
         raise ConfigError(
             "train.ramp with sequence_length, and data.streaming",
-            f"the loss counts some tokens of {some.section.path} only, and rows that are cut may have none, "
-            "which shows once they are read",
+            f"the loss counts some tokens of {some.section.path} only, and rows that are cut may have none; "
+            "a stream detects that only in the step",
             "Leave data.streaming out, or give a ramp of batch_size alone",
         )
     known, read = [], []
@@ -476,7 +476,7 @@ class _Loader:
 
         def build(folder: Path) -> None:
             write(folder, source)
-            if self.cache.digest(source) != contents:  # these tokens must not be known by that digest
+            if self.cache.digest(source) != contents:  # the entry must not have the digest of other contents
                 raise DataError(value, "it changed while it was read", "Start again once it is whole")
 
         store = self.cache.entry(key, build, open_store)
@@ -497,9 +497,9 @@ class _Loader:
 
 
 def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> Iterator[EncodedRecords]:
-    """The blocks, with a bar over the bytes of the source where a terminal looks."""
+    """The blocks, with a progress bar over the bytes of the source if stderr is a terminal."""
     console, size = Console(stderr=True), source.size()
-    if not console.is_terminal:  # rich ends a bar with a line, older versions one that is disabled as well
+    if not console.is_terminal:  # rich would end even a disabled bar with an empty line, in older versions
         yield from (block for _, block in blocks)
         return
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
@@ -511,17 +511,17 @@ def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> 
             bar.update(task, completed=min(done, size))
 
 
-# ---- Which tokens each row has: arrays in files, mapped as the tokens are
+# ---- The tokens of each row: arrays in files, mapped as the tokens are
 
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
 
 
 def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:
-    """The pieces of the store's documents, and which of them are in each row.
+    """Write the pieces of the store's documents, and the pieces of each row.
 
     Args:
-        share: of the rows, or of the tokens of documents, that are held out: the last ones
-        least: rows to hold out at least
+        share: of the rows, or of the tokens of documents, to hold out: the last ones
+        least: the fewest rows to hold out
     """
     length, stream, longest = section.sequence_length, section.packing == "stream", section.longest_document
     if stream:
@@ -544,7 +544,7 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         kept = (1 - share) * (ends[-1] if count else 0)
         left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
     held_out = packed(count - left_out, count)
-    while held_out.size < least and left_out < count:  # a row may take many documents
+    while held_out.size < least and left_out < count:  # a row may hold many documents
         left_out = min(count, max(left_out + 1, left_out * least // held_out.size))
         held_out = packed(count - left_out, count)
     for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
@@ -552,7 +552,7 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
 
 
 def _that_count(store: Store, pieces: Pieces) -> Pieces:
-    """The pieces that have a token that counts, other than the first, which nothing predicts."""
+    """The pieces that have a token that counts besides the first one, which nothing predicts."""
     if store.labels is None:
         return pieces
     kept = np.zeros(len(pieces.starts), dtype=np.bool_)

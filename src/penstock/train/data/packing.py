@@ -1,6 +1,6 @@
-"""Which documents share a row: lengths in, rows out. No text and no tensors.
+"""Packs documents into rows, by their lengths alone. No text and no tensors.
 
-A document longer than a row is cut into pieces as long as a row; the rest of it is a piece like any other.
+A document longer than a row is cut into pieces as long as a row; its last piece may be shorter.
 With rows of 8 tokens and documents a (5), b (10), c (3) and d (3), b becomes pieces of 8 and 2:
 
     none         a a a a a        b b b b b b b b   b b              c c c   d d d
@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-_SHORTEST = 2  # nothing predicts the first token of a document, so a single one teaches nothing
+_SHORTEST = 2  # nothing predicts the first token of a document, so the loss of a single token is none
 
 
 class Pieces(NamedTuple):
-    """Documents that lie end to end, or parts of long ones: where each begins, and its number of tokens."""
+    """Documents end to end, or parts of long ones: where each begins, and its number of tokens."""
 
     starts: Numbers
     lengths: Numbers
@@ -52,7 +52,7 @@ class Packing(NamedTuple):
 def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
     """The pieces of documents of these lengths, in order: none longer than `capacity`, none of one token.
 
-    overlong: what is longer is cut into several, truncated (its end is left out), or dropped
+    overlong: a longer document is cut into several, truncated (its end is left out), or dropped
     """
     counts = -(-documents // capacity)
     if overlong != "cut":

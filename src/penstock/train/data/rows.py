@@ -1,7 +1,7 @@
-"""The rows that batches are made of: cut from one stream of tokens, or documents, alone or packed.
+"""The rows of batches: cut from one stream of tokens, or documents, alone or packed.
 
-Rows says which documents a row has, and reads them; CutRows are shorter ones. BatchLayout makes batches of
-them: StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as
+Rows knows the documents of each row, and reads them; CutRows are shorter ones. BatchLayout makes batches of
+rows: StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as
 long as its longest row.
 """
 
@@ -29,10 +29,10 @@ from penstock.train.data.store import Store, forget
 
 @dataclass(frozen=True)
 class Fill:
-    """How much of a batch is text: its real tokens, and its slots for tokens.
+    """How full a batch is: its real tokens, and its slots, the positions for tokens.
 
-    squares: the sum of each document's tokens, squared: attention works on pairs of a document's tokens
-    images: how many of the tokens stand for images; of a batch that was read
+    squares: the sum of the squared lengths of documents: attention works on pairs of a document's tokens
+    images: the number of image tokens; only for a batch that was read
     """
 
     tokens: int = 0
@@ -52,7 +52,7 @@ class Fill:
 class Piece(NamedTuple):
     """A document, or a part of one: its ids and labels, int64; -100 where the loss does not count it.
 
-    shown: of a document what its images are read from, if it may show any
+    shown: the chat in JSON, from which its images are read; None without images
     """
 
     ids: npt.NDArray[np.int64]
@@ -112,7 +112,7 @@ class StoredRows:
         return self.sources[source].read(row - self.starts[source])
 
     def forget(self) -> None:
-        """Unmap what was read."""
+        """Unmap the pages that were read."""
         for source in self.sources:
             forget((source.store.tokens, source.store.labels, *source.pieces, *source.packing))
 
@@ -161,7 +161,7 @@ def has_labels(content: Content) -> bool:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Rows of one length, each a piece of a stream. padding: the pipeline's, if any"""
+    """Rows of one length, each a piece of a stream. padding: of the pipeline, if any"""
 
     padding: Padding | None = None
 
@@ -177,7 +177,7 @@ class StreamLayout:
         return {"input_ids": ids, "labels": labels}
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
-        """The fill of the batch of these rows but for its images, found without reading a token."""
+        """The fill of the batch of these rows, without its images. Reads no token."""
         (length,) = rows.lengths(chosen[0])
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
@@ -190,11 +190,11 @@ class DocumentLayout:
     Attributes:
         calls: microbatches of each pipeline call that a pipeline's part of a batch goes through, in order
         packed: whether any row of the run may have several documents
-        padding: how the pipeline will pad those of a call; None pads each microbatch to its longest row
-        flash: whether the model has a flash attention, which wants the bounds of documents
-        longest: tokens of a document at most, which padding at the end of a row keeps to
-        images: makes the further entries of a microbatch of chats that show images, one a row
-        image_token: the id that stands for images in these chats
+        padding: how the pipeline pads the microbatches of a call; None pads each one to its longest row
+        flash: whether the model has a flash attention, which needs the bounds of documents
+        longest: the most tokens of a document, also of padding at the end of a row
+        images: makes the further entries of a microbatch of chats that show images, one chat a row
+        image_token: the id of image tokens in these chats
     """
 
     calls: tuple[int, ...]
@@ -216,10 +216,10 @@ class DocumentLayout:
     def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Microbatches, each as long as its longest row; the longest rows come first.
 
-        Each has input_ids and labels, int64, (rows, sequence), and where rows are packed position_ids that
+        Each has input_ids and labels, int64, (rows, sequence), and if rows are packed position_ids that
         restart in each document. Labels are -100 on padding and on each document's first token, which the
-        document before must not predict. There is no attention_mask: it would hide the documents from
-        transformers, and padding at the end of a row needs none, as no token attends to a later one.
+        document before must not predict. There is no attention_mask: with one, transformers would ignore the
+        documents, and padding at the end of a row needs none, as no token attends to a later one.
         """
         groups = self._groups(rows, chosen, sum(self.calls))
         return [self._microbatch([rows.read(row) for row in group]) for group in groups]
@@ -237,14 +237,14 @@ class DocumentLayout:
         return Fill(sum(lengths[row] for row in chosen), slots, squares)
 
     def _groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
-        """The rows of each microbatch. Rows of similar length go together: they are padded to the longest."""
+        """The rows of each microbatch. Rows of similar length go together: padding is to the longest one."""
         by_length = sorted(chosen, key=lambda row: -sum(rows.lengths(row)))
         return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
     def _pad(self, bounds: list[int], end: int) -> None:
-        """Let the last document of `bounds` grow up to `end`: padding counts to it, as none may be empty.
+        """Extend the last document of `bounds` to `end`, by padding: none may be empty.
 
-        Where it would get too long, more documents of padding follow: positions stay among the model's.
+        If it would get too long, documents of padding follow, so that positions stay within the model's.
         """
         longest = self.longest or end
         bounds[-1] = min(end, bounds[-2] + longest)

@@ -1,14 +1,13 @@
-"""Which rows a step takes: a pure function of the rows before it, so that a resumed run needs no state.
+"""The rows of a step: a pure function of the number of rows before it, so that a resumed run needs no state.
 
-Each source has its rows in epochs: every row once, in an order of its own. A mixture takes from its sources
-by weights. The row number k, from 0, of a source of weight w stands at time (2k + 1) / 2w, and rows are
-taken in the order of time:
+Each source has its rows in epochs: every row once, in a random order. A mixture interleaves its sources by
+weights. Row k, from 0, of a source of weight w has time (2k + 1) / 2w, and rows come in the order of time:
 
     weights 2 and 1      a at 1/4 3/4 5/4 7/4 ...    b at 1/2 3/2 ...
                          a b a a b a a b a ...
 
-So after any number of rows no source is more than a row or so away from its share. A source that ends,
-after its limit of epochs, leaves the others their weights.
+So after any number of rows no source is more than a row or so away from its share. After a source has ended,
+by its limit of epochs, the others go on with their weights.
 """
 
 from __future__ import annotations
@@ -49,13 +48,13 @@ class Mixture:
         return [unit // weight if weight else 0 for weight in weights]
 
     def _before(self, time: int) -> list[int]:
-        """How many rows each source has given before `time`."""
+        """The number of rows of each source before `time`."""
         counts = [(time + half - 1) // (2 * half) if half else 0 for half in self._halves]
         return [count if limit is None else min(count, limit)
                 for count, limit in zip(counts, self.limits, strict=True)]  # fmt: skip
 
     def rows(self, first: int, count: int) -> list[tuple[int, int]]:
-        """Source, and number among its rows, of the run's rows `first` to `first + count`."""
+        """For each of the run's rows `first` to `first + count`: its source, and its index in that source."""
         low, high = 1, 2
         while sum(self._before(high)) <= first:
             low, high = high, 2 * high
@@ -68,10 +67,10 @@ class Mixture:
         return [(source, index) for _, source, index in islice(in_turn, skipped, skipped + count)]
 
     def _from(self, source: int, first: int) -> Iterator[tuple[int, int, int]]:
-        """Time, source and number of the rows of a source, from number `first` on."""
+        """Time, source and index of the rows of a source, from index `first` on."""
         half, limit = self._halves[source], self.limits[source]
-        numbers = itertools.count(first) if limit is None else range(first, limit)
-        return (((2 * index + 1) * half, source, index) for index in numbers) if half else iter(())
+        indices = itertools.count(first) if limit is None else range(first, limit)
+        return (((2 * index + 1) * half, source, index) for index in indices) if half else iter(())
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Sampler:
     seed: int
 
     def rows(self, first: int, count: int) -> list[int]:
-        """The numbers of the run's rows `first`, from 0, to `first + count`, which may be of two epochs."""
+        """The indices, over all sources, of the run's rows `first` to `first + count`."""
         rows = []
         for source, index in self.mixture.rows(first, count):
             epoch, position = divmod(index, self.counts[source])

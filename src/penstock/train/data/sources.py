@@ -1,8 +1,8 @@
-"""Where records come from: the files of a source, in a fixed order, record by record.
+"""Reads the files of a source, in a fixed order, record by record.
 
-A record is the text of a file, a line of JSONL, or a row of a dataset. Nothing of it is tokenised here, and
-of JSONL nothing is parsed, so that a worker process can do both. Only one record, or one block of rows, is
-held.
+A record is the text of a file, a line of JSONL, or a row of a dataset. It is not tokenised here, and a line
+of JSONL is not parsed, so that a worker process can do both. Only one record, or one block of rows, is in
+memory.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
 _READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
 _BLANKS = " \t\r\n"
-# what stands before an entry of such a list, or its end, the bracket
+# the text before an entry of such a list, or its end, the bracket
 _OPENING = re.compile(rf"[{_BLANKS}]*\[[{_BLANKS}]*(\])?")
 _BETWEEN = re.compile(rf"[{_BLANKS}]*(?:,[{_BLANKS}]*|(\]))")
 _NO_LIST = "a list goes on with a comma, or ends with a bracket and the file"
-_LINES = re.compile(r".+\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?")  # and those that only look like less data
+_LINES = re.compile(r".+\.(jsonl|ndjson)(\.(gz|bz2|xz|zst))?")  # compressed ones too, to refuse them
 _PACKED = re.compile(rb"\x1f\x8b\x08|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04")
 
 
 class Record(NamedTuple):
-    """A name for errors, and the content: of a text its bytes, of JSONL a line, else a row's fields."""
+    """A name for errors, and the content: the bytes of a text, a line of JSONL, or the fields of a row."""
 
     name: str
     content: bytes | dict[str, Any]
@@ -95,7 +95,7 @@ class DataSource:
         if self.format == "dummy":
             return _made_up(self.section.dummy or DummySection(), first)
         if self.format == "megatron":
-            rule = "Megatron's files are tokens that are read where they lie, with no records in them"
+            rule = "Megatron's files are tokens that are read in place, with no records in them"
             raise DataError(f"data.path={self.section.path}", rule, "Leave data.streaming out")
         readers: dict[Format, Callable[[Path], Iterator[Record]]] = {
             "text": _texts,
@@ -106,7 +106,7 @@ class DataSource:
         return islice(chain.from_iterable(map(readers[self.format], self.files)), first, None)
 
     def _columns(self, known: list[str]) -> list[str]:
-        """Those of `known` that are needed: of texts one; of chats and tokens all, as none may be lost."""
+        """The columns of `known` to read: one for texts; all for chats and tokens, as none may be lost."""
         text = self.section.text_field
         return [text] if text in known and self.section.kind not in ("chat", "tokens") else known
 
@@ -120,7 +120,7 @@ class DataSource:
         return sum(file.stat().st_size for file in self.contents())
 
     def digest(self) -> str:
-        """Of the bytes of all files, in their order; of made-up tokens, of what they follow from."""
+        """The digest of the bytes of all files, in their order; of the section for made-up tokens."""
         if self.format == "dummy":
             return digest_of(repr(self.section.dummy))
         whole = hashlib.blake2b(digest_size=16)
@@ -131,7 +131,7 @@ class DataSource:
 
 
 def open_source(section: SourceSection) -> DataSource:
-    """Find the files. Raises DataError for what is missing, and for a kind that they are not."""
+    """Find the files. Raises DataError for missing files, and for a kind that does not fit them."""
     if section.kind == "dummy":
         return DataSource(section, (), "dummy")
     path = Path(section.path).expanduser()
@@ -188,7 +188,7 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
 
 
 def _below(path: Path, excluded: Sequence[str]) -> Iterator[Path]:
-    """What is below `path`, but for folders. Raises DataError where some of it would stay unseen."""
+    """The files below `path`. Raises DataError if one would be skipped in silence."""
 
     def unseen(error: OSError) -> None:
         with readable(Path(error.filename)):
@@ -197,7 +197,7 @@ def _below(path: Path, excluded: Sequence[str]) -> Iterator[Path]:
     for folder, folders, files in os.walk(path, onerror=unseen):
         folders[:] = (name for name in folders if name not in excluded)
         for link in filter(Path.is_symlink, (Path(folder, name) for name in folders)):
-            if not link.resolve().is_relative_to(path.resolve()):  # else its files are read where they lie
+            if not link.resolve().is_relative_to(path.resolve()):  # a link within `path` adds no files
                 rule = "it is a link to another folder, which is not followed"
                 raise wrong(
                     str(link), rule, "Give that folder as a source of data.mixture, or exclude the link"
@@ -206,7 +206,7 @@ def _below(path: Path, excluded: Sequence[str]) -> Iterator[Path]:
 
 
 def _made_up(section: DummySection, first: int) -> Iterator[Record]:
-    """A record's tokens follow from its number, so that a reader may begin anywhere."""
+    """The records from number `first` on. A record's number determines its tokens."""
     assert section.tokens is not None
     for index in range(first, section.documents):
         ids = np.full(section.tokens, section.value or 0)
@@ -244,7 +244,7 @@ def stat_of(file: Path) -> os.stat_result:
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     with readable(path), open_regular(path) as file:
         if _PACKED.match(file.read(16)):
-            raise wrong(str(path), "it is packed, and files are read as they are", "Unpack it")
+            raise wrong(str(path), "it is compressed, and files are read as they are", "Decompress it")
         file.seek(0)
         yield file
 
@@ -271,9 +271,9 @@ def _lines(path: Path) -> Iterator[Record]:
 
 
 def _entries(path: Path) -> Iterator[Record]:
-    """The entries of one JSON list, of which one is parsed at a time.
+    """The entries of one JSON list, parsed one at a time.
 
-    Of the text a piece is held, as much as one entry takes.
+    Only a piece of the text is in memory, as large as one entry needs.
     """
     entry_number, text, at = 1, "", 0
     try:
@@ -286,7 +286,7 @@ def _entries(path: Path) -> Iterator[Record]:
                     if before[1]:
                         break
                     entry, end = json_at(text, before.end())
-                except ValueError:  # of an entry that is cut short, too
+                except ValueError:  # also for an entry at the end of the piece, which goes on in the file
                     rest = text[at:]
                     if len(rest) > _LONGEST or not (more := file.read(max(_READ, len(rest)))):
                         raise
@@ -327,7 +327,7 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
     try:
         is_file = path.is_file()
         loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))
-    except Exception as error:  # a damaged folder raises whatever its first reader does
+    except Exception as error:  # a damaged folder may raise any error
         rule = f"datasets cannot load it ({type(error).__name__}: {error})"
         raise DataError(f"data.path={path}", rule, "Give a folder that save_to_disk wrote") from error
     if isinstance(loaded, datasets.DatasetDict):
@@ -347,7 +347,7 @@ def _rows(path: Path, blocks: Iterable[Any]) -> Iterator[Record]:
 
 
 def need(module: str, value: str, rule: str, extra: str) -> Any:
-    """Import a module that an extra of penstock installs. Raises DataError where it is not installed.
+    """Import a module that an extra of penstock installs. Raises DataError if it is not installed.
 
     value, rule: of the error
     """

@@ -7,13 +7,13 @@
                   shown_ends    where each of these ends, in bytes
                   facts.json    counts and digests
                   checksum      of all of these
-    <cache>/<key>.lock          held by who checks, builds and opens
+    <cache>/<key>.lock          locked by the process that checks, builds or opens
             <key>.checked       stamps of the files when a machine last hashed them
 
-The key is a digest of everything that the tokens follow from. A folder is complete or absent: it is written
+The key is a digest of everything that determines the tokens. A folder is complete or absent: it is written
 under another name and renamed. The lock ends with its process, so that a build that was killed neither blocks
-the next one nor is taken for whole. Nothing in a folder is believed: its bytes are hashed before it is
-opened, and a folder that is damaged is made again. So no reader here checks what the files say.
+the next one nor looks complete. Nothing in a folder is trusted: its bytes are hashed before it is opened, and
+a folder that is damaged is made again. So the readers here need not check the files.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from penstock.train.encoding.tokenizer import Ids
 
 T = TypeVar("T")
 
-FORMAT = 3  # of everything below; another one has other keys
-_SETTLED = 2.0  # seconds, after which a change of a file changes its time stamp
+FORMAT = 3  # of the files below; it is a part of the key
+_SETTLED = 2.0  # seconds after which a further change of a file changes its time stamp
 _CHECKSUM = "checksum"
-_BLOCK = 4 << 20  # bytes that a thread hashes at once, or tokens that are looked at
-_LARGE = 64 << 20  # bytes of an entry: up to them hashing takes no time that one would notice
+_BLOCK = 4 << 20  # bytes that a thread hashes at once, or tokens that are read at once
+_LARGE = 64 << 20  # bytes of an entry, up to which hashing takes no noticeable time
 _SMALL = 1 << 16  # bytes of a file that is read whole, and not mapped
 
 
 class StoreFacts(NamedTuple):
-    """What is known of a store's tokens.
+    """Facts about a store's tokens.
 
-    documents, tokens: how many
-    counted: tokens with a label
-    dropped: records that were left out
+    documents, tokens: their numbers
+    counted: the number of tokens with a label
+    dropped: the number of records that were left out
     highest, at: the highest id or label, and the first record that has it
     digest: of the files of tokens, labels and lengths
     """
@@ -85,10 +85,10 @@ class Store:
     """Documents end to end.
 
     Attributes:
-        tokens, labels: of each token; labels None where all count
-        lengths: tokens of each document
-        shown, shown_ends: what the images of each document are read from, end to end, and where each
-            document's part ends; None where no document shows any
+        tokens, labels: the id and the label of each token; labels None if all count
+        lengths: the number of tokens of each document
+        shown, shown_ends: the chats in JSON, from which images are read, end to end, and where each ends;
+            None if no document shows images
     """
 
     tokens: Ids
@@ -104,7 +104,7 @@ class Store:
         return ids, ids if self.labels is None else self.labels[start : start + count].astype(np.int64)
 
     def shown_at(self, start: int) -> bytes | None:
-        """What the images of the document that begins at this token are read from."""
+        """The chat in JSON of the document that begins at this token, from which its images are read."""
         if self.shown is None or self.shown_ends is None:
             return None
         document = int(np.searchsorted(self._ends, start, side="right"))
@@ -117,7 +117,7 @@ class Store:
 
 
 def forget(arrays: Iterable[object]) -> None:
-    """Unmap the pages that were read: else they count to the memory of the process until it is scarce."""
+    """Unmap the pages that were read: else they count as memory of the process until it is scarce."""
     for array in arrays:
         if isinstance(array, np.memmap):
             array._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ class Cache:
 
     @classmethod
     def at(cls, folder: str | None) -> Cache:
-        """data.cache, $PENSTOCK_CACHE or ~/.cache/penstock. Raises ConfigError where it cannot be made."""
+        """data.cache, $PENSTOCK_CACHE or ~/.cache/penstock. Raises ConfigError if it cannot be made."""
         path = Path(folder or os.environ.get("PENSTOCK_CACHE") or "~/.cache/penstock")
         try:
             path = path.expanduser()
@@ -144,10 +144,10 @@ class Cache:
         return cls(path)
 
     def entry(self, parts: object, build: Callable[[Path], None], opened: Callable[[Path], T]) -> T:
-        """What `opened` returns of the folder that `build` writes for what `parts` say.
+        """The result of `opened` for the folder of the key `parts`, which `build` writes if there is none.
 
         One process builds, the others wait for it. An entry whose bytes are not those that were written is
-        built again. Raises ConfigError where that is needed and cannot be written.
+        built again. Raises ConfigError if it must be built and cannot be written.
         """
         key = digest_of(repr((FORMAT, parts)))
         made = self.folder / key
@@ -184,14 +184,14 @@ class Cache:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise _unwritable(self.folder, error) from None
-            yield  # others made this cache, and here it is only read
+            yield  # a read-only cache needs no lock
             return
         with file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield  # the file stays: removed, it would be another one to who waits and to who comes
+            yield  # the file stays: if removed, waiting and new processes would lock two different files
 
     def digest(self, source: DataSource) -> str:
-        """Of a source's contents; files whose names and stamps are known are not read again."""
+        """The digest of a source's contents; files whose names and stamps are known are not read again."""
         if source.format == "dummy":
             return source.digest()
         stamps = [(str(file.absolute()), *_stamp(stat_of(file))) for file in source.contents()]
@@ -205,9 +205,9 @@ class Cache:
 
 
 def _is_whole(made: Path) -> bool:
-    """Whether an entry has the very bytes that were written; a line says so where it has others.
+    """Whether an entry has exactly the bytes that were written; prints a line if it has others.
 
-    A large one is hashed once on each machine, until it is changed or the machine starts again.
+    A large entry is hashed once on each machine, until it is changed or the machine starts again.
     """
     if not os.path.lexists(made):
         return False
@@ -224,13 +224,13 @@ def _is_whole(made: Path) -> bool:
     if not whole:
         print(f"penstock: {made} is not as it was written, and is made again", file=sys.stderr, flush=True)
     elif known:
-        with suppress(OSError):  # in a cache that is only read
+        with suppress(OSError):  # of a read-only cache
             checked.write_text(known)
     return whole
 
 
 def _checksum(folder: Path, key: str) -> str:
-    """Of the names, sizes and bytes of an entry's files, hashed on all cores. Raises OSError."""
+    """The hash of the names, sizes and bytes of an entry's files, on all cores. Raises OSError."""
     files = [(file, file.lstat()) for file in sorted(folder.iterdir())]
     if not all(stat.S_ISREG(state.st_mode) for _, state in files):
         return "not of files alone"
@@ -251,7 +251,7 @@ def _block_digest(block: tuple[Path, int]) -> bytes:
 
 
 def _stamp(state: os.stat_result) -> tuple[int, int, int, int]:
-    """Size, inode, and times of change: nobody can set the last one, so that an edit always shows."""
+    """Size, inode, and times of change. No program can set the last one, so that an edit always shows."""
     return state.st_size, state.st_ino, state.st_mtime_ns, state.st_ctime_ns
 
 
@@ -278,7 +278,7 @@ def write_store(
     labelled: bool,
     separator: int | None,
 ) -> None:
-    """Write the documents of all blocks, with `separator` after each but the last.
+    """Write the documents of all blocks, with `separator` between two documents.
 
     Args:
         dtype: of tokens, large enough
@@ -297,7 +297,7 @@ def write_store(
             if separator is not None and lengths:
                 tokens.write(between.data)
                 lengths[-1] += 1
-                highest = max(highest, separator)  # the first is in the first record, which `at` names
+                highest = max(highest, separator)  # the first one ends the first record, which `at` names
             tokens.write(document.ids.astype(dtype).data)
             lengths.append(len(document.ids))
             shown += [] if document.shown is None else [document.shown]
@@ -319,7 +319,7 @@ def write_store(
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
         np.cumsum([len(of_document) for of_document in shown], dtype=np.int64).tofile(folder / "shown_ends")
-    whole = _checksum(folder, "")  # of what is on the disk by now
+    whole = _checksum(folder, "")  # of the files written so far
     facts = StoreFacts(len(lengths), total, counted, dropped, max(highest, 0), at, whole)
     _write_facts(folder, facts, dtype, "tokens")
 
@@ -343,7 +343,7 @@ def open_store(folder: Path) -> Store:
 
 
 def mapped(file: Path, dtype: npt.DTypeLike) -> Any:
-    """What a file holds: mapped into memory, unless it is small."""
+    """The array in a file: mapped into memory, unless it is small."""
     small = file.stat().st_size <= _SMALL
     return np.fromfile(file, dtype) if small else np.memmap(file, dtype, "r")
 

@@ -2,9 +2,9 @@
 
     records --> buffer, of which a random one is taken --> tokens --> rows
 
-What a reader would need to go on is small: which record comes next, which are in the buffer, and which are
-tokenised and not wholly in rows. So a checkpoint holds numbers of records, and a resumed run reads these
-again: its rows are those of the run that went on.
+The position of a reader is small: the number of the next record, of those in the buffer, and of those that
+are tokenised and not wholly in rows. So a checkpoint holds numbers of records, and a resumed run reads these
+again: its rows are those of a run without a stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Position = dict[str, Any]  # JSON: rows taken, and of each source what `SourceRe
 class StreamOptions(NamedTuple):
     """How readers make rows, see the keys of the section data.
 
-    vocabulary: ids are below; longest: tokens of a document at most
+    vocabulary: all ids are below it; longest: the most tokens of a document
     """
 
     length: int
@@ -45,7 +45,7 @@ class StreamOptions(NamedTuple):
 
 @dataclass
 class _Document:
-    """A document that is not wholly in rows; taken: tokens that are."""
+    """A document that is not wholly in rows. taken: its tokens that are"""
 
     index: int
     piece: Piece
@@ -81,7 +81,7 @@ class SourceReader:
         self._records = self._read()
 
     def position(self) -> dict[str, Any]:
-        """What a reader needs to go on from here: numbers only."""
+        """The position from which another reader can go on, in numbers of records and tokens."""
         return {
             "draws": self._draws,
             "next": self._next,
@@ -122,7 +122,7 @@ class SourceReader:
             self._stop_if_barren(self._draws)
 
     def _stop_if_barren(self, drawn: int) -> None:
-        """Raise DataError where an epoch or more, drawn since `drawn`, gave no row."""
+        """Raise DataError if an epoch or more of draws since `drawn` gave no row."""
         if self._count is None or (self._count and self._draws - drawn <= self._count + self._options.buffer):
             return
         rule, remedy = "it holds no text", "Give a file with text in it"
@@ -179,7 +179,7 @@ class SourceReader:
         return [Piece(np.concatenate(ids), np.concatenate(labels))]
 
     def _document_row(self) -> list[Piece]:
-        """As many pieces as fit, in order, none longer than a document may be; one with packing none."""
+        """As many pieces as fit, in order, none longer than `longest`; only one with packing none."""
         row: list[Piece] = []
         free = self._options.length
         while True:
@@ -189,12 +189,12 @@ class SourceReader:
             if row and (size > free or self._options.packing == "none"):
                 return row
             piece = self._take(size)
-            if size > 1:  # else nothing predicts its only token
+            if size > 1:  # nothing predicts the only token of a piece of one
                 row.append(piece)
                 free -= size
 
     def _take(self, most: int) -> Piece:
-        """The next tokens of the first open document, at most so many."""
+        """The next tokens of the first open document, at most `most`."""
         document = self._open[0]
         piece = document.piece.part(document.taken, min(most, document.left))
         document.taken += len(piece.ids)
@@ -204,7 +204,7 @@ class SourceReader:
 
 
 class RowStream:
-    """The rows of several sources, by weights. Rows are taken in order; going back costs a new start.
+    """The rows of several sources, by weights. Rows are read in order; to go back reads from the start again.
 
     Args:
         start: where to begin; None for the beginning
@@ -227,7 +227,7 @@ class RowStream:
         return RowStream(self._sources, self._mixture, self._options, start)
 
     def take(self, first: int, count: int) -> tuple[HeldRows, Position]:
-        """Rows `first` to `first + count` of the run, and the position after them. Raises DataError."""
+        """The run's rows `first` to `first + count`, and the position after them. Raises DataError."""
         if self._taken != first:
             self._taken = self.start["rows"]
             starts = enumerate(self.start["sources"])

@@ -8,13 +8,13 @@
     5<|im_end|>
     ^^^^^^^^^^^             the assistant's tokens, which count
 
-Which tokens count is TRL's rule. Of messages: what the template has between {% generation %} and {%
-endgeneration %}. Where it has no such marks: what the template adds to the prompt of a turn, found by
-comparing the ids of the messages before the turn, with the generation prompt, to those of all messages. Of
-a prompt and its completion: what comes after the prompt. A turn of weight 0 never counts.
+The loss counts the tokens that TRL counts. In messages: those between the template's {% generation %} and {%
+endgeneration %}. If it has no such marks: those that a turn adds to its prompt, which are found by comparing
+the ids of the messages before the turn, with the generation prompt, to those of all messages. In a prompt
+with its completion: those after the prompt. A turn of weight 0 never counts.
 
-A template may leave out what it does not know: a role, the calls of tools, a thought. So each text of a chat
-is looked for in what the template wrote, and a chat that lost one is refused.
+A template may leave out a role, calls of tools, or a thought. So each text of a chat is searched in the text
+that the template wrote, and a chat that lost one is refused.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from penstock.train.encoding.tokenizer import HuggingFace, Ids
 Labels = npt.NDArray[np.int32]
 Counted = npt.NDArray[np.bool_]
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_SHORT = 16  # characters of a content that a template's own words may have by chance
+_SHORT = 16  # characters of a content that may occur in a template's own words by chance
 _NOWHERE = "qzjxv"
 _THOUGHT = re.compile(r"</?think>")
 
 
 class Encoded(NamedTuple):
-    """A document's ids, and its label at each: the id, or -100 where the loss does not count it.
+    """A document's ids, and its labels: the id, or -100 for a token that the loss does not count.
 
-    labels: None where all count
-    shown: the chat once more, in JSON, where it may show images; see penstock.train.encoding.images
+    labels: None if all count
+    shown: the chat once more, in JSON, if it may show images; see penstock.train.encoding.images
     """
 
     ids: Ids
@@ -58,7 +58,7 @@ class Encoded(NamedTuple):
 
 
 class ChatEncoder:
-    """Makes tokens of chats as the keys of the section data say, see there.
+    """Makes tokens of chats, by the keys of the section data.
 
     Args:
         drop: whether chats without a token that counts are left out
@@ -80,7 +80,7 @@ class ChatEncoder:
             )
 
     def encode(self, name: str, row: Mapping[str, Any]) -> Encoded | None:
-        """The chat's ids and labels; None for one without a counted token that is to be dropped.
+        """The chat's ids and labels; None for a chat without a counted token, if these are dropped.
 
         Raises: DataError that names the record, and what is wrong with it.
         """
@@ -101,17 +101,17 @@ class ChatEncoder:
             return self._chat(chat)
         except (DataError, RecordError):
             raise
-        except TemplateSyntaxError as error:  # of the template itself: no record is to blame
+        except TemplateSyntaxError as error:  # of the template itself, so the record is not the cause
             said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
             remedy = "Mend it there, or give another one (data.chat_template)"
             raise DataError(where, f"it is not Jinja ({said})", remedy) from None
-        except Exception as error:  # Jinja's, and whatever a template meets in values of another type
+        except Exception as error:  # Jinja's, or any error of a template for values of another type
             rule = f"the chat template refuses it ({' '.join(str(error).split())})"
-            remedy = "Mend it, or give a template that takes it (data.chat_template)"
+            remedy = "Mend it, or give a template that accepts it (data.chat_template)"
             raise RecordError(rule, remedy) from None
 
     def _shown(self, chat: Chat | Texts) -> bytes | None:
-        """What images are read from again, in JSON; None where the chats show none."""
+        """The chat in JSON, from which images are read again; None if the chats show no images."""
         if not self.tokenizer.sees:
             return None
         if isinstance(chat, Texts):
@@ -150,9 +150,9 @@ class ChatEncoder:
         return made, counted
 
     def _check_short(self, chat: Chat) -> None:
-        """Raise RecordError for a short content that is lost: a letter of it may be found in any other word.
+        """Raise RecordError for a short content that is lost, which other words of the template may contain.
 
-        So it is looked for once more, with a word behind it that is nowhere else.
+        So the template runs once more, with a word behind such a content that occurs nowhere else.
         """
         marked = {
             index: {**message, "content": f"{message['content'].rstrip()}{_NOWHERE}{index}."}
@@ -189,14 +189,14 @@ class ChatEncoder:
             return _counted(ids, runs[-1:] if self.loss_on == "last" else runs)
         if len(runs) != len(turns):
             rule = (
-                f"some of its {len(turns)} turns of the assistant are not to count, and the template marks "
-                f"{len(runs)} parts, so that it is not known which part is whose"
+                f"some of its {len(turns)} turns of the assistant must not count, and the template marks "
+                f"{len(runs)} parts, so that the parts cannot be assigned to turns"
             )
             raise RecordError(rule, "Give a template that marks each turn once (data.chat_template)")
         return _counted(ids, [run for index, run in zip(turns, runs, strict=True) if index in kept])
 
     def _prefix(self, chat: Chat, count: int, ids: Sequence[int], *, prompt: bool = False) -> int:
-        """How many of `ids` are those of the first `count` messages.
+        """The number of `ids` that belong to the first `count` messages.
 
         prompt: with the generation prompt
         """
@@ -209,8 +209,8 @@ class ChatEncoder:
             some = "message" if count == 1 else f"{count} messages"
             at = _common(*texts)
             raise RecordError(
-                f"the template writes its first {some} in another way where more follow (from "
-                f"{texts[0][at : at + 20]!r} on), so that comparing does not find the assistant's tokens",
+                f"the template writes its first {some} in another way if more follow (from "
+                f"{texts[0][at : at + 20]!r} on), so that a comparison does not give the assistant's tokens",
                 "Give a template with {% generation %} marks around them (data.chat_template), or set "
                 "data.loss_on=all and leave weight and train out",
             )
@@ -218,11 +218,11 @@ class ChatEncoder:
 
 
 def _check_asked(chat: Chat, counted: Sequence[int]) -> None:
-    """Raise RecordError where the record asks for a turn to be trained that the loss does not count."""
+    """Raise RecordError if the record wants to train a turn that the loss does not count."""
     for index, trained in enumerate(chat.trained):
         if trained and index not in counted:
             rule = (
-                f"weight or train asks to train {chat.names[index]}, of the role "
+                f"weight or train says to train {chat.names[index]}, of the role "
                 f"{chat.messages[index]['role']}, which the loss does not count"
             )
             raise RecordError(rule, "Remove it there, or set data.loss_on=all")
@@ -236,17 +236,17 @@ def _why_none(chat: Chat | Texts) -> str:
         return f"its messages are of the roles {', '.join(roles)}, and none of the assistant"
     if chat.left_out.intersection(chat.turns):
         return "its turns of the assistant have weight 0 or train false"
-    return "the template writes nothing of what the assistant says"
+    return "the template writes nothing of the assistant's text"
 
 
-# ---- What the template wrote
+# ---- The text that the template wrote
 
 
 def _check_written(chat: Chat, text: str) -> None:
     """Raise RecordError for a text of the chat that is not in `text`, in the order of its messages.
 
-    Templates move the system message, and tools, to where they like. Those of models that reason leave the
-    thoughts of earlier turns out: these may be missing, and the last turn's may not.
+    Templates may move the system message, and tools. Those of reasoning models leave out the thoughts of
+    earlier turns: these may be missing, but not those of the last turn.
     """
     at = 0
     for index, message in enumerate(chat.messages):
@@ -254,24 +254,24 @@ def _check_written(chat: Chat, text: str) -> None:
         start = 0 if system else at
         for together in _said(message, last=index in chat.turns[-1:]):
             ends = [start]
-            for what, said in together:
+            for part, said in together:
                 ends.append(_end_in(text, said, start))
                 if ends[-1] < 0:
-                    raise _lost(chat, index, what, said)
+                    raise _lost(chat, index, part, said)
             start = max(ends)
         at = at if system else start
 
 
-def _lost(chat: Chat, index: int, what: str, said: object) -> RecordError:
+def _lost(chat: Chat, index: int, part: str, said: object) -> RecordError:
     shown = str(said).strip()[:60]
-    rule = f"the chat template leaves out {what} of {chat.names[index]}: {shown!r}"
-    return RecordError(rule, "Give a template that writes it (data.chat_template), or take it out here")
+    rule = f"the chat template leaves out {part} of {chat.names[index]}: {shown!r}"
+    return RecordError(rule, "Give a template that writes it (data.chat_template), or remove it here")
 
 
 def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str, object]]]:
-    """What a message says, in order: each part with its name, and parts whose order differs together.
+    """The texts of a message in order, with their names. Texts that may come in any order are in one list.
 
-    last: whether it is the last turn of the assistant, whose thoughts belong to it
+    last: whether it is the last turn of the assistant, whose thoughts count too
     """
     content = message.get("content") or ""  # a processor's messages may hold None
     texts = [content] if isinstance(content, str) else [p["text"] for p in content if p["type"] == "text"]
@@ -289,9 +289,9 @@ def _said(message: Mapping[str, Any], *, last: bool) -> Iterator[list[tuple[str,
 
 
 def _end_in(text: str, said: object, start: int) -> int:
-    """Where `said` ends in `text` from `start` on, as it is or in quotes of JSON or Python; -1: nowhere.
+    """The end of `said` in `text` from `start` on, verbatim or as a string of JSON or Python; -1: not there.
 
-    Templates strip what they write. What is empty is anywhere.
+    It is stripped, as templates do. An empty text is anywhere.
     """
     if isinstance(said, str):
         said = said.strip()
@@ -316,5 +316,5 @@ def _counted(ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[Ids,
 
 
 def _common(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many both begin with: the last token of a prompt may have merged with what follows it."""
+    """The length of the common prefix: the last token of a prompt may have merged with the text after it."""
     return sum(takewhile(bool, map(eq, first, second)))

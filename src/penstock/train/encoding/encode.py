@@ -1,6 +1,6 @@
-"""From records to tokens: texts, chats, or what is tokenised already; in this process or in several.
+"""From records to tokens: texts, chats, or tokens already; in this process or in several.
 
-Encoder is what a worker process gets. `encoded` runs it over a source, block by block, in the order of the
+A worker process gets an Encoder. `encoded` runs it over a source, block by block, in the order of the
 records.
 """
 
@@ -28,25 +28,25 @@ from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
-RecordKind = Literal["text", "chat", "tokens"]  # what records hold
+RecordKind = Literal["text", "chat", "tokens"]  # the content of records
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
-_RULES = 1  # by which records become tokens: change it with them, and no cache gives tokens by older ones
+_RULES = 1  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _ROW_BYTES = 1000  # of a row of a table, about
 _LARGE = 64 << 20  # bytes of files from which on several processes tokenise
-_MOST = 1 << 31  # ids are below
+_MOST = 1 << 31  # all ids are below it
 _WHOLE = TypeAdapter(list[int])
 _MEND_TEXT = f"{MEND}; where all records are so, set data.text_field to the one that holds the text"
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes tokens of records. Raises DataError where the tokenizer cannot write chats and is to.
+    """Makes tokens of records. Raises DataError for chats with a tokenizer that cannot write them.
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: of chats, the keywords of ChatEncoder; of tokens, those of tokens_of
+        options: for chats, the keywords of ChatEncoder; for tokens, those of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -66,12 +66,12 @@ class Encoder:
 
     @property
     def separator(self) -> int | None:
-        """The id between two documents: chats end by their template, and tokens as they were written."""
+        """The id between two texts; None for chats, which their template ends, and for tokens."""
         return self.tokenizer.separator if self.kind == "text" else None
 
     @property
     def digest(self) -> tuple[object, ...]:
-        """What its tokens follow from, other than the records."""
+        """Everything that determines its tokens, besides the records."""
         tokenizer = self.kind != "tokens" and self.tokenizer.digest
         return _RULES, self.kind, self.text_field, self.options, tokenizer
 
@@ -93,7 +93,7 @@ class Encoder:
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _row(self, record: Record) -> dict[str, Any]:
-        """The fields of a record: of a chat in a table those that it has."""
+        """The fields of a record, without None for a chat in a table."""
         row = _row(record)
         return _without_none(row) if self.kind == "chat" and row is record.content else row
 
@@ -109,7 +109,7 @@ class Encoder:
 
 
 def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
-    """The encoder of one source. Reads its first record where only that shows the kind. Raises DataError."""
+    """The encoder of one source. Reads its first record if only that shows the kind. Raises DataError."""
     keys = source.section
     if keys.kind in ("chat", "tokens"):
         kind: RecordKind = keys.kind
@@ -127,7 +127,7 @@ def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer)
 
 
 def _without_none(value: Any) -> Any:
-    """A row of a table without the None that stands, at any depth, for what other rows have and it lacks.
+    """A row of a table without None, at any depth: a table has None for keys that only other rows have.
 
     As TRL's remove_none_values: a template would write it into calls of tools, and into the tools.
     """
@@ -137,7 +137,7 @@ def _without_none(value: Any) -> Any:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    """The fields of a record, of JSONL the object in its line. Raises DataError."""
+    """The fields of a record; for JSONL, the object in its line. Raises DataError."""
     if isinstance(record.content, dict):
         return record.content
     with blaming(f"data file {record.name}"):
@@ -148,9 +148,9 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def tokens_of(name: str, row: Mapping[str, Any], ignored: Sequence[str] = ()) -> Encoded:
-    """input_ids, and labels where there are some: each an id, or -100. Raises DataError.
+    """input_ids, and labels if there are some: each an id, or -100. Raises DataError.
 
-    A mask says which tokens count, or which are padding, and so is no field to pass over without a word.
+    Other fields are refused, as a mask would say which tokens count, or which are padding.
     """
     with blaming(f"data file {name}"):
         ids = _numbers(TOKENS[0], field_of(row, TOKENS[0], "Take data.kind=text or chat, or tokenise it"))
@@ -179,7 +179,7 @@ def _numbers(field: str, content: object) -> npt.NDArray[np.int64]:
 
 
 def check_highest(value: str, highest: int, vocabulary: int, first: str = "") -> None:
-    """Raise DataError where the highest id is none of the model's. first: where it is, if `value` says not"""
+    """Raise DataError if the vocabulary lacks the highest id. first: where that is, unless `value` says it"""
     if highest >= vocabulary:
         rule = f"it gives token id {highest} and the model has ids 0 to {vocabulary - 1} (vocab_size){first}"
         raise DataError(value, rule, f"Take the model's own tokenizer, or a vocab_size above {highest}")
@@ -212,7 +212,7 @@ def encoded(
         try:
             for size, records in blocks:
                 ahead.append((size, pool.submit(_encode, records)))
-                if len(ahead) > 2 * workers:  # no more of the files than that lies in memory
+                if len(ahead) > 2 * workers:  # at most so many blocks of the files are in memory
                     size, block = ahead.popleft()
                     yield size, block.result()
             for size, block in ahead:
@@ -237,7 +237,7 @@ def _blocks(records: Iterable[Record]) -> Iterator[tuple[int, list[Record]]]:
         yield size, block
 
 
-_worker: Encoder | None = None  # of a worker process: what it was started with
+_worker: Encoder | None = None  # of a worker process: the encoder that it was started with
 
 
 def _start_worker(encoder: Encoder) -> None:

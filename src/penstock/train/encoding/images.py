@@ -4,9 +4,9 @@
                                                {"type": "text", "text": "Which colour?"}]},
                   {"role": "assistant", "content": [{"type": "text", "text": "Red."}]}]}
 
-The processor puts as many tokens in the place of an image as its tower will make of it. So it runs twice:
-once for the ids, which are kept as those of any chat, and again for each microbatch, whose images it then
-makes into what the model takes. The second time must give the same ids, from files with the same bytes.
+The processor writes as many image tokens for an image as the model's tower makes of it. It runs twice: once
+for the ids, which are stored as those of any chat, and again for each microbatch, to make the pixel entries
+of its images. The second run must give the same ids, from files with the same bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace, read_fo
 _LARGEST = 64 * MIB  # of an image's file
 _PATHS = ("path", "image", "url")  # the names under which a message gives an image's file
 _REMEDY = "Give a local folder with a processor, or leave data.images out"
-_OURS = ("input_ids", "attention_mask", "labels")  # entries that rows have already
+_OURS = ("input_ids", "attention_mask", "labels")  # entries that the rows have already
 
 
 class Processor(HuggingFace):
@@ -45,7 +45,7 @@ class Processor(HuggingFace):
         images: the folder that paths of images are relative to
         trusted: whether Python code of the folder may run
 
-    Raises: DataError for a folder without a processor of images, and where Pillow is missing.
+    Raises: DataError for a folder without a processor of images, and if Pillow is missing.
     """
 
     sees = True
@@ -63,7 +63,7 @@ class Processor(HuggingFace):
         self.own = self.processor.tokenizer
         token = getattr(self.processor, "image_token", None)
         self._token = None if token is None else str(token)
-        # the id that stands for images
+        # the id of image tokens
         self.image_token: int | None = self.own.convert_tokens_to_ids(self._token) if self._token else None
         if template is not None:
             self.processor.chat_template = self.own.chat_template = template
@@ -73,11 +73,11 @@ class Processor(HuggingFace):
 
     @cached_property
     def digest(self) -> str:
-        """With the folder of the images, whose paths are relative to it."""
+        """The tokenizer's digest with the folder of the images, to which their paths are relative."""
         return f"{super().digest} {Path(self._images).absolute()}"
 
     def check_fits(self, model: PreTrainedModel) -> None:
-        """Raise DataError where its images are not those that the model takes."""
+        """Raise DataError if the model takes no images, or has another id for image tokens."""
         value = f"data.tokenizer={self._name}"
         theirs = getattr(model.config, "image_token_id", None) if "image" in encodes(model) else None
         if theirs is None:
@@ -119,7 +119,7 @@ class Processor(HuggingFace):
             elif kind == "text" and isinstance(part.get("text"), str):
                 self._check_text(part["text"])
                 parts.append(part)
-            elif kind in (None, "text"):  # templates differ in what they make of it, and some leave it out
+            elif kind in (None, "text"):  # templates differ here, and some leave such a part out
                 rule = f"a message has a part {str(part)[:60]} that does not say what it is"
                 remedy = 'Write {"type": "text", "text": ...} or {"type": "image", "path": ...}'
                 raise RecordError(rule, remedy)
@@ -130,7 +130,7 @@ class Processor(HuggingFace):
 
     def _check_text(self, text: Any) -> None:
         if self._token and isinstance(text, str) and self._token in text:
-            rule = f"a text holds {self._token!r}, for which the model wants an image, and none is given"
+            rule = f"a text holds {self._token!r}, for which the model expects an image, and there is none"
             raise RecordError(rule, 'Write {"type": "image", "path": ...} as a part of the content')
 
     def _image(self, part: Mapping[str, Any], left: list[Any]) -> dict[str, str]:
@@ -154,12 +154,12 @@ class Processor(HuggingFace):
         )
         return {name: value[0] for name, value in encoded.items() if name in ("input_ids", "assistant_masks")}
 
-    # ---- What a microbatch has of images
+    # ---- The images of a microbatch
 
     def entries(self, rows: Sequence[Piece]) -> dict[str, Tensor]:
-        """What the processor makes of the chats of a microbatch, other than their ids.
+        """The processor's entries for the chats of a microbatch, without their ids: pixels, grids and types.
 
-        Raises: DataError for an image that is no longer the one that was tokenised.
+        Raises: DataError for an image that has changed since it was tokenised.
         """
         chats = [json.loads(piece.shown or b"[]") for piece in rows]
         try:
@@ -170,7 +170,7 @@ class Processor(HuggingFace):
             )  # fmt: skip
         except DataError:
             raise
-        except Exception as error:  # whatever a processor says to images that it took one by one
+        except Exception as error:  # a processor may refuse together images that it accepts one by one
             rule = f"its processor refuses the chats of a microbatch ({' '.join(str(error).split())})"
             remedy = "Give images that fit together, or one row a microbatch"
             raise DataError(f"data.tokenizer={self._name}", rule, remedy) from error
@@ -181,7 +181,7 @@ class Processor(HuggingFace):
         return {name: value for name, value in encoded.items() if name not in _OURS}
 
     def _with_pixels(self, messages: ChatMessages) -> list[dict[str, Any]]:
-        """The messages, with opened images in the place of their files."""
+        """The messages, with opened images in place of their files."""
 
         def opened(part: Any) -> Any:
             if not isinstance(part, dict) or part.get("type") != "image":
@@ -207,7 +207,7 @@ def _image_at(path: str, digest: str) -> Any:
 
 
 def _read_image(path: str, wanted: str = "") -> tuple[Any, str]:
-    """An image in RGB, and the digest of its file. Raises RecordError where that is not the one `wanted`."""
+    """An image in RGB, and the digest of its file. Raises RecordError if that differs from `wanted`."""
     from PIL import Image
 
     try:
@@ -218,7 +218,7 @@ def _read_image(path: str, wanted: str = "") -> tuple[Any, str]:
         raise RecordError(rule, remedy) from None
     digest = hashlib.blake2b(content, digest_size=16).hexdigest()
     if wanted not in ("", digest):
-        raise RecordError("it is not the image that it was when the data was tokenised", _AGAIN)
+        raise RecordError("it has changed since the data was tokenised", _AGAIN)
     try:
         image = Image.open(BytesIO(content)).convert("RGB")
     except Exception as error:  # Pillow has an error for each format

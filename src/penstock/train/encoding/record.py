@@ -5,9 +5,9 @@
     Chat(messages=[{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}],
          trained=[None, False], ...)
 
-Forms and names are those of OpenAI, TRL, ShareGPT, LLaMA-Factory and axolotl. What a record says with a key
-that is not read would be lost without a word, so such a key is refused by its name, unless the user lists it
-in data.ignored_fields.
+Forms and names are those of OpenAI, TRL, ShareGPT, LLaMA-Factory and axolotl. The content of a key that is
+not read would be lost in silence, so an error names such a key, unless the user lists it in
+data.ignored_fields.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _CALLS = "function_call"  # LLaMA-Factory's role of a turn whose text is calls o
 SYSTEMS = ("system", "developer")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # as in transformers
 _OF_MESSAGES = {"role", "content", "from", "value", "weight", "train", "tool_calls", *THOUGHTS}
-# of a message of the role tool: which call it answers; many templates pass it over
+# of a message of the role tool: the call that it answers; many templates ignore them
 _OF_RESULTS = {"tool_call_id", "name"}
 _OF_TEMPLATES = ("tools", "chat_template_kwargs")  # keys of a record
-# what chat_template_kwargs may not set: how transformers calls the template, and what else has a key here
+# names that chat_template_kwargs may not set: the parameters with which transformers calls the template
 _RESERVED = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"}
 _ANSWERS = ("output", "response")
 _ALPACAS = ("instruction", "input", "system", "history")
-_DIGITS = 9  # of a number of a completion, given as text
+_DIGITS = 9  # of the number of a completion, if it is text
 _FORMS = "messages, conversations, prompt and completion, or instruction and output"
 _HALF = re.compile("[\ud800-\udfff]")
 _NAME_FIELDS = "Name its fields in data.columns, or mend the record"
@@ -52,10 +52,10 @@ _NAME_FIELDS = "Name its fields in data.columns, or mend the record"
 class Chat(NamedTuple):
     """Messages.
 
-    options: what the record says to the template: its tools, and more
+    options: the record's arguments for the template: its tools, and more
     names: of the messages, for errors
-    trained: of each message, whether the loss counts it by the record's word; None where it says nothing
-    prompt: how many of them are a prompt, with a completion after it; None: no such thing
+    trained: for each message, whether the record wants the loss to count it; None if it does not say
+    prompt: the number of messages that are a prompt, with a completion after it; None without a prompt
     """
 
     messages: ChatMessages
@@ -66,17 +66,17 @@ class Chat(NamedTuple):
 
     @property
     def turns(self) -> list[int]:
-        """The numbers of the assistant's messages."""
+        """The indices of the assistant's messages."""
         return [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
 
     @property
     def left_out(self) -> set[int]:
-        """The numbers of the messages that the loss must not count."""
+        """The indices of the messages that the loss must not count."""
         return {index for index, trained in enumerate(self.trained) if trained is False}
 
 
 class Texts(NamedTuple):
-    """A prompt and its completion that no template is to touch."""
+    """A prompt and its completion, for which no template is used."""
 
     prompt: str
     completion: str
@@ -122,11 +122,11 @@ class ChatReader:
         raise RecordError(rule, "Name the field of the messages with data.messages_field, or mend the record")
 
     def _kept(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that say something: a table has None for each field that a row lacks."""
+        """The fields to read. None is left out: a table has it for each field that a row lacks."""
         return {key: value for key, value in fields.items() if value is not None and key not in self.ignored}
 
     def _chat(self, row: dict[str, Any], listed: Sequence[tuple[str, Any]], known: Collection[str]) -> Chat:
-        """Raises RecordError for all keys of a record, and of its messages, that nothing here reads.
+        """Read a chat. Raises RecordError for all keys of a record, and of its messages, that nothing reads.
 
         listed: messages as the record has them, each with its name for errors
         """
@@ -140,8 +140,8 @@ class ChatReader:
         }  # fmt: skip
         refuse_keys(row.keys() - {*known, *seen, *_OF_TEMPLATES}, of_messages, self.ignored)
         options, messages, trained = _options(row), [], []
-        for at, given in listed:
-            message = self._message(at, given, template)
+        for at, fields in listed:
+            message = self._message(at, fields, template)
             trained.append(_trained(at, message))
             self._check_contents(at, message)
             messages.append(message)
@@ -150,11 +150,11 @@ class ChatReader:
             raise RecordError(rule, "Remove one of them, or list system in data.ignored_fields")
         return Chat(self.tokenizer.resolved(row, messages), options, [at for at, _ in listed], trained)
 
-    def _message(self, at: str, given: object, template: str) -> dict[str, Any]:
-        """The keys of a message that say something, with its role among them, in our words."""
-        if not isinstance(given, dict):
-            raise RecordError(f"{at} is {_kind(given)}", 'Write {"role": "user", "content": "..."}')
-        message = self._kept(given)
+    def _message(self, at: str, fields: object, template: str) -> dict[str, Any]:
+        """A message under our names for its keys and its role."""
+        if not isinstance(fields, dict):
+            raise RecordError(f"{at} is {_kind(fields)}", 'Write {"role": "user", "content": "..."}')
+        message = self._kept(fields)
         for other, key in (("from", "role"), ("value", "content")):
             if other in message:
                 if key in message:
@@ -162,7 +162,7 @@ class ChatReader:
                 message[key] = message.pop(other)
         role = message.get("role")
         if not isinstance(role, str):
-            rule = f"{at} has no role, only {_names(given)}"
+            rule = f"{at} has no role, only {_names(fields)}"
             raise RecordError(rule, "Give it one: system, user or assistant")
         message["role"] = _OTHER_NAMES.get(role, role)
         if message["role"] not in ROLES and not re.search(rf"(['\"]){re.escape(role)}\1", template):
@@ -173,7 +173,7 @@ class ChatReader:
         return message
 
     def _check_contents(self, at: str, message: dict[str, Any]) -> None:
-        """Make calls what the template takes, and the content a text, or parts that may be images."""
+        """Convert calls to the template's form, and the content to a text, or to parts that may be images."""
         if message.get("tool_calls") in ([], ""):
             del message["tool_calls"]
         if "tool_calls" in message:
@@ -195,7 +195,7 @@ class ChatReader:
                 raise RecordError(f"{key} of {at} is a text, and here is {_kind(message[key])}")
 
     def _calls(self, at: str, calls: object) -> list[dict[str, Any]]:
-        """Calls of tools with their arguments as the template takes them."""
+        """Calls of tools, with arguments in the form that the template needs."""
         rule = f"tool_calls of {at} is a list of calls, each with a name and an object of arguments"
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise RecordError(f"{rule}, and here is {_kind(calls)}")
@@ -222,7 +222,7 @@ class ChatReader:
 
     @cached_property
     def _text_arguments(self) -> bool:
-        """Whether arguments must be a text, as the template writes them as they are. DeepSeek's does."""
+        """Whether arguments must be a text, as the template writes them verbatim. DeepSeek's does."""
         probe = {"city": "Bonn"}
 
         def written(arguments: object) -> bool:
@@ -232,7 +232,7 @@ class ChatReader:
             messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}, said]
             try:
                 text = self.tokenizer.chat_text(messages, {})
-            except Exception:  # whatever a template meets in values of another type
+            except Exception:  # a template may raise any error for values of another type
                 return False
             return probe["city"] in text and repr(probe) not in text
 
@@ -294,12 +294,12 @@ def _instruction(row: Mapping[str, Any], answer: str) -> list[tuple[str, Any]]:
         if not isinstance(pair, list) or len(pair) != 2:
             raise RecordError("history is a list of pairs, each a question and its answer")
     *asked, said = [_text(key, row.get(key, "")) for key in ("instruction", "input", answer)]
-    own = ["\n".join(text for text in asked if text), said]
+    last = ["\n".join(text for text in asked if text), said]
     return [
         *_system(row),
         *(
             (f"turn {index} of its history", {"role": role, "content": text})
-            for index, pair in enumerate([*history, own], start=1)
+            for index, pair in enumerate([*history, last], start=1)
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ),
     ]
@@ -312,7 +312,7 @@ def _text(at: str, value: object, remedy: str = MEND) -> str:
 
 
 def _trained(at: str, message: dict[str, Any]) -> bool | None:
-    """What OpenAI's weight and axolotl's train say, which are taken out of the message."""
+    """The value of OpenAI's weight or axolotl's train, which are removed from the message; None without."""
     said = {key: message.pop(key) for key in ("weight", "train") if key in message}
     for key, value in said.items():
         if not isinstance(value, int | float) or value not in (0, 1):
@@ -334,7 +334,7 @@ def _split_calls(at: str, message: dict[str, Any]) -> None:
     if not listed:
         raise RecordError(f"{at}, of the role {_CALLS}, calls nothing")
     message["content"] = thought + mark
-    # in the form of which every template knows `call.function.name`
+    # every template reads `call.function.name`
     message["tool_calls"] = [
         {"type": "function", "function": call} if isinstance(call, dict) else call for call in listed
     ]
@@ -349,7 +349,7 @@ def _tools(given: object) -> list[dict[str, Any]]:
 
 
 def _options(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a record says to the template, as in TRL: tools, and chat_template_kwargs."""
+    """The record's arguments for the template, as in TRL: tools, and chat_template_kwargs."""
     more = row.get("chat_template_kwargs", {})
     if not isinstance(more, dict):
         rule = f"chat_template_kwargs names variables of the template, and here is {_kind(more)}"
@@ -364,11 +364,11 @@ def _options(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_keys(of_row: Iterable[str], of_messages: Iterable[str], ignored: Sequence[str]) -> None:
-    """Raise RecordError for keys that nothing reads, with the line of a config that leaves them out."""
+    """Raise RecordError for keys that nothing reads, with the config line that ignores them."""
     unread = {"the record": sorted(of_row), "its messages": sorted(of_messages)}
     if parts := [f"{_names(keys)} of {owner}" for owner, keys in unread.items() if keys]:
         line = json.dumps(list(dict.fromkeys([*ignored, *unread["the record"], *unread["its messages"]])))
-        rule = f"nothing reads {' and '.join(parts)}, so that what is there would be lost"
+        rule = f"nothing reads {' and '.join(parts)}, so their content would be lost"
         raise RecordError(rule, f"Mend it, or leave these out with data.ignored_fields: {line}")
 
 
@@ -394,7 +394,7 @@ def check_unicode(at: str, value: object) -> None:
 
 
 def parsed(at: str, text: str | bytes) -> Any:
-    """What a text holds in JSON. Raises RecordError. at: the text's name"""
+    """The value of a text in JSON. Raises RecordError. at: the text's name"""
     try:
         return parse_json(text)
     except ValueError as error:  # json's own, and Unicode's

@@ -23,7 +23,7 @@ from penstock.train.data.sources import wrong
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 ChatMessages = Sequence[Mapping[str, Any]]
 
-# ChatML, with the marks around what the assistant writes
+# ChatML, with the marks of generation around the assistant's text
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
     {%- if message['role'] not in ('system', 'user', 'assistant') %}
@@ -69,13 +69,13 @@ class ByteTokenizer:
 
 
 class HuggingFace:
-    """The tokenizer in a local folder, used as ByteTokenizer is.
+    """The tokenizer in a local folder, with the interface of ByteTokenizer.
 
-    With chats the word bytes stands for one too: 256 bytes and the two markers of its template.
+    For chats the name "bytes" is a tokenizer too: 256 bytes and the two markers of its template.
 
     Attributes:
         own: the transformers tokenizer
-        _writer: what writes chats, and is saved: the same, or the processor that has it
+        _writer: writes chats, and is saved: the tokenizer itself, or the processor that has it
     """
 
     sees = False  # whether chats may show images
@@ -97,18 +97,18 @@ class HuggingFace:
 
     @property
     def separator(self) -> int | None:
-        """The id between two documents; None where it has no such token."""
+        """The id between two documents; None without such a token."""
         eos: int | None = self.own.eos_token_id
         return self.own.bos_token_id if eos is None else eos
 
     @property
     def count(self) -> int:
-        """All ids are below it; a vocabulary may have holes."""
+        """One more than the highest id; a vocabulary may have holes."""
         return 1 + int(max(self.own.get_vocab().values()))
 
     @cached_property
     def digest(self) -> str:
-        """Of everything that its ids follow from."""
+        """The digest of everything that determines its ids."""
         whole = hashlib.blake2b(str(self.own.chat_template).encode(), digest_size=16)
         if self._name != "bytes":
             folder = Path(self._name).expanduser()
@@ -118,7 +118,7 @@ class HuggingFace:
         return whole.hexdigest()
 
     def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document, without special tokens. Raises DataError that names a wrong one."""
+        """The ids of each document, without special tokens. Raises DataError that names a wrong document."""
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
         encoded = self.own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
@@ -129,7 +129,7 @@ class HuggingFace:
     # ---- Chats
 
     def resolved(self, row: Mapping[str, Any], messages: ChatMessages) -> ChatMessages:
-        """The messages of a record, with all that belongs to them. Raises RecordError."""
+        """The messages of a record, with their images resolved, if it may have any. Raises RecordError."""
         return messages
 
     @property
@@ -141,15 +141,15 @@ class HuggingFace:
         return str(self.own.get_chat_template(None, tools))
 
     def chat_text(self, messages: ChatMessages, options: Mapping[str, Any]) -> str:
-        """What the template writes. options: the template's"""
+        """The text that the template writes. options: of the template"""
         return str(self._writer.apply_chat_template(messages, tokenize=False, **options))
 
     def chat_ids(self, messages: ChatMessages, options: Mapping[str, Any]) -> list[int]:
-        """The ids of what the template writes."""
+        """The ids of the text that the template writes."""
         return list(self._chat(messages, options)["input_ids"])
 
     def chat_marked(self, messages: ChatMessages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        """The ids, and 1 for each that the template has between its marks of generation."""
+        """The ids, and for each 1 if it is between the template's marks of generation, else 0."""
         encoded = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
         return list(encoded["input_ids"]), list(encoded["assistant_masks"])
 
@@ -174,8 +174,8 @@ def open_tokenizer(
     """The tokenizer that data.tokenizer names: the word ``bytes``, or a local folder.
 
     Args:
-        chat: whether it is to write chats
-        template: the path of a Jinja file that takes the place of its chat template
+        chat: whether it must write chats
+        template: the path of a Jinja file that replaces its chat template
         trusted: whether Python code of the folder may run
 
     Raises: DataError.
@@ -214,7 +214,7 @@ def byte_level_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
 
 
 def read_folder(auto: Any, folder: str, trusted: bool, kind: str, remedy: str) -> Any:
-    """What AutoTokenizer or AutoProcessor reads in a local folder. Raises DataError. kind: in words"""
+    """The tokenizer or processor in a local folder. Raises DataError. auto: its Auto class; kind: in words"""
     check_folder(Path(folder), DataError)
     try:
         made = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=trusted)

@@ -1,6 +1,6 @@
 """AdamW by torchao: moments in bfloat16 or in blocks of few bits, stochastic rounding of bfloat16 weights.
 
-torchao is imported where an optimizer is made, and not before: it takes most of a second.
+torchao is imported only when an optimizer is made, as the import takes most of a second.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAMES = {"bfloat16": "AdamWBfloat16", "8bit": "AdamW8bit", "4bit": "AdamW4bit", 
 # torchao's: bits of an entry, entries of a block, which has a scale in float32, and entries of the table of
 # values, in float32
 _BLOCKS = {"8bit": (8, 256, 256), "4bit": (4, 128, 16), "fp8": (8, 256, 0)}
-_SMALLEST = 4096  # entries; a smaller tensor, or one of no whole blocks, stays as the weights
+_SMALLEST = 4096  # entries; a smaller tensor, or one of no whole blocks, has moments in the weights' dtype
 
 
 def check_installed(key: str) -> None:
-    """Raise ConfigError where torchao is missing. key: of the config, with its value"""
+    """Raise ConfigError if torchao is missing. key: of the config, with its value"""
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(key, "torchao does it, and is not installed", "pip install 'penstock[low-bits]'")
+        raise ConfigError(key, "it needs torchao, which is not installed", "pip install 'penstock[low-bits]'")
 
 
 def kept(states: str, parameter: Tensor, entries: int) -> float:
@@ -44,7 +44,7 @@ def kept(states: str, parameter: Tensor, entries: int) -> float:
 def make(
     states: str | None, groups: list[dict[str, Any]], stochastic_rounding: bool, **options: Any
 ) -> Optimizer:
-    """torchao's AdamW of `groups`, whose parameters come with their names."""
+    """torchao's AdamW over `groups`, whose parameters have names."""
     check_installed(f"states={states}")
     import torchao.optim
 
@@ -69,7 +69,7 @@ def _bfloat16_buffer(optimizer: Any, parameter: Tensor, signed: bool) -> Tensor:
 
 
 def _step_by_names(step: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`step` for one parameter at a time, with random bits that follow from its name and its number of steps.
+    """`step` for one parameter at a time, with random bits seeded by its name and its number of steps.
 
     So the copies of a tied weight on two ranks stay equal, and the number of ranks changes nothing.
     """

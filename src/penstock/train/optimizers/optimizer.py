@@ -1,8 +1,8 @@
-"""The optimizers of `penstock train`: their keys, how each is made, and what it keeps.
+"""The optimizers of `penstock train`: their config keys, how each is made, and the size of its state.
 
 To add one, write the class of its keys, the function that makes it, its line in OPTIMIZERS, and its class in
-OptimizerSection. The config, resuming, and the dry run read all they need from there. What torchao makes is
-in low_bit.py.
+OptimizerSection. The config, resuming, and the dry run read all they need from there. torchao's optimizers
+are in low_bit.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.train.config.values import Beta, Positive, Section
 from penstock.train.optimizers import low_bit
 from penstock.train.optimizers.rates import RateKeys, learning_rate
 
-if TYPE_CHECKING:  # a config is read without torch, so that an error in it shows at once
+if TYPE_CHECKING:  # a config is read without torch, so that an error in it is raised at once
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -48,7 +48,7 @@ class GroupSection(Section):
 
     match: Annotated[str, AfterValidator(_expression)]  # a regular expression: any part of their names
     learning_rate: Positive | None = None  # none: that of all
-    weight_decay: NotNegative | None = None  # of norms and biases too; none: as others
+    weight_decay: NotNegative | None = None  # of norms and biases too; none: as for other parameters
 
     @model_validator(mode="after")
     def sets_something(self) -> Self:
@@ -65,7 +65,7 @@ class GroupedKeys(Section):
     groups: Annotated[tuple[GroupSection, ...], Field(strict=False)] = ()  # the first that matches counts
 
     def group_of(self, name: str) -> int | None:
-        """The number of the group that this parameter is in."""
+        """The index of the group that this parameter is in; None for no group."""
         return next((n for n, group in enumerate(self.groups) if re.search(group.match, name)), None)
 
 
@@ -74,16 +74,16 @@ class AdamWKeys(GroupedKeys):
 
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # of gradients, of their squares
     eps: Positive = 1e-8  # added to the divisor, which may be zero
-    fused: bool = True  # torch's one kernel for all tensors, which rounds otherwise than several do
-    # What the two moments are kept in, by torchao; 8bit, 4bit and fp8 have a scale for each 256 or 128
-    # entries, and tensors below 4,096 entries stay as the weights. null: all as the weights, by torch
+    fused: bool = True  # torch's one kernel for all tensors, which rounds differently from several kernels
+    # The format of the two moments, by torchao; 8bit, 4bit and fp8 have a scale for each 256 or 128 entries,
+    # and tensors below 4,096 entries keep the weights' dtype. null: the weights' dtype for all, by torch
     states: Literal["bfloat16", "8bit", "4bit", "fp8"] | None = None
     # Of bfloat16 weights, by torchao: up or down, the nearer the likelier, so that small steps are not lost
     stochastic_rounding: bool = False
 
     @property
     def by_torchao(self) -> str:
-        """The first key that only torchao fulfils, with its value; empty where torch does all."""
+        """The first key that needs torchao, with its value; empty if none does."""
         if self.states is not None:
             return f"states={self.states}"
         return "stochastic_rounding=true" if self.stochastic_rounding else ""
@@ -96,13 +96,13 @@ class AdamWSection(RateKeys, AdamWKeys):
 
 
 class AdafactorSection(RateKeys, GroupedKeys):
-    """Adafactor of all parameters: of a matrix it keeps a row and a column."""
+    """Adafactor of all parameters: its state of a matrix is a row and a column."""
 
     name: Literal["adafactor"] = "adafactor"  # required
     learning_rate: Positive = 0.01  # times the root mean square of a parameter's entries
     weight_decay: NotNegative = 0.0  # not on norms and biases
-    beta2_decay: Annotated[float, Field(le=0)] = -0.8  # step ** beta2_decay: what the newest squares count
-    # what is added to squares (null: the dtype's epsilon, squared), and the least root mean square
+    beta2_decay: Annotated[float, Field(le=0)] = -0.8  # step ** beta2_decay: the weight of the newest squares
+    # the number added to squares (null: the dtype's epsilon, squared), and the least root mean square
     eps: Annotated[tuple[NotNegative | None, NotNegative], Field(strict=False)] = (None, 1e-3)
     d: Annotated[float, Field(ge=1)] = 1.0  # the largest root mean square of an update, before the rate
 
@@ -118,7 +118,7 @@ class MuonSection(RateKeys):
     momentum: Beta = 0.95  # of the gradients' running mean
     nesterov: bool = True  # step along the gradient and the mean together, not the mean alone
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5  # of the iteration that makes a matrix orthogonal
-    # The factor of a matrix's rate by its shape (rows, columns). original: the root of rows / columns where
+    # The factor of a matrix's rate by its shape (rows, columns). original: the root of rows / columns if
     # that is more than 1; match_rms_adamw: 0.2 times the root of the larger one
     adjust: Literal["original", "match_rms_adamw"] = "original"
     adamw: AdamWKeys = AdamWKeys()  # of the rest
@@ -128,10 +128,10 @@ class MuonSection(RateKeys):
 
 
 def _groups(section: GroupedKeys, named: Named) -> list[dict[str, Any]]:
-    """Groups by rate and decay, with the names of their parameters. Matrices decay, and a group that says so:
-    on norms and biases decay would pull a scale to zero.
+    """Groups by rate and decay, with the names of their parameters. Weight decay applies to matrices, and to
+    groups that set it: on norms and biases decay would pull a scale to zero.
 
-    Biases are found by their names too, as those of stacked experts (gpt_oss) have two dimensions. Parameters
+    Biases are detected by name too, as those of stacked experts (gpt_oss) have two dimensions. Parameters
     of different meshes have groups of their own: AdamW computes on a group's tensors together, and torch
     does not mix DTensors of two meshes, or DTensors and plain tensors.
     """
@@ -187,7 +187,7 @@ def _muon(section: MuonSection, named: Named) -> Muon:
 
 
 def _hidden_matrices(model: nn.Module, layers: str) -> frozenset[str]:
-    """What Muon trains. Raises ConfigError where there is nothing."""
+    """The names of the weights that Muon trains. Raises ConfigError if there are none."""
     from penstock.parallel.muon import matrices
 
     names = matrices(model, layers)
@@ -197,11 +197,11 @@ def _hidden_matrices(model: nn.Module, layers: str) -> frozenset[str]:
     return names
 
 
-# ---- What does not fit together
+# ---- Combinations that are refused
 
 
 class RunFacts(NamedTuple):
-    """What of a run decides whether an optimizer fits.
+    """The facts of a run by which an optimizer is accepted or refused.
 
     dtype: of the weights
     axes: the mesh's axes other than the pipeline's
@@ -213,7 +213,7 @@ class RunFacts(NamedTuple):
 
 def _check_adamw(keys: AdamWKeys, key: str, run: RunFacts) -> None:
     if keys.stochastic_rounding and run.dtype != "bfloat16":
-        rule = f"it is of bfloat16 weights, and here they are {run.dtype}, in which no step is lost"
+        rule = f"it rounds bfloat16 weights, and here they are {run.dtype}, in which no step is lost"
         remedy = "Set train.precision=bfloat16, or leave it out"
         raise ConfigError(f"{key}.stochastic_rounding=true", rule, remedy)
     if not keys.by_torchao:
@@ -222,13 +222,13 @@ def _check_adamw(keys: AdamWKeys, key: str, run: RunFacts) -> None:
     if run.dtype == "float64":
         raise ConfigError(f"{value} with model.dtype=float64", "torchao computes in float32", "Leave it out")
     if run.axes != Axes():
-        rule = "other shards have other blocks and other random bits, so that the mesh would change the run"
+        rule = "other shards have other blocks and other random bits, so the mesh would change the run"
         raise ConfigError(f"{value} on {run.axes}", rule, "Leave the axes out, or this key")
 
 
 def _check_adafactor(keys: AdafactorSection, key: str, run: RunFacts) -> None:
     if run.axes != Axes():
-        rule = "it takes means over whole rows and columns, and these axes shard weights"
+        rule = "it computes means over whole rows and columns, and these axes shard weights"
         raise ConfigError(f"{key}.name=adafactor on {run.axes}", rule, "Leave the axes out, or take adamw")
 
 
@@ -236,17 +236,18 @@ def _check_adafactor(keys: AdafactorSection, key: str, run: RunFacts) -> None:
 
 
 class Share(NamedTuple):
-    """What one class of optimizer does in a run.
+    """The part of one class of optimizer in a run.
 
     Attributes:
         name: its name in the config; next to Muon, adamw trains the rest
-        keys: those that it is made with; one is learning_rate
-        key: under which the config has them
+        keys: the section that it is made from; one key is learning_rate
+        key: the name of that section in the config
         make: the optimizer of some named parameters, from the keys
-        kept: bytes that it keeps of a parameter of which so many entries are held here
-        check: takes keys, key and run. Raises ConfigError where it is not exact there, or not possible
-        chosen: the names of what it trains, from the whole model (which may be on the meta device) and the
-            name of its list of layers; None for all that the shares before it leave. Raises ConfigError
+        kept: the bytes of its state of a parameter, from the number of entries on this rank
+        check: function of keys, key and run. Raises ConfigError if it is not exact there, or not possible
+        chosen: the names of the weights that it trains, from the whole model (which may be on the meta
+            device) and the name of its list of layers; None for all that earlier shares leave. Raises
+            ConfigError
     """
 
     name: str
@@ -259,11 +260,11 @@ class Share(NamedTuple):
 
 
 class OptimizerChoice(NamedTuple):
-    """What `optimizer.name` stands for.
+    """A value of `optimizer.name`.
 
     title: as people write it
     shares: from the section, by the optimizer's class name, as checkpoints have it
-    shaped: what it keeps of a parameter in the parameter's own shape, by its name for it
+    shaped: the names of its state tensors that have the parameter's shape
     """
 
     title: str
@@ -309,12 +310,12 @@ SHAPED = tuple(part for choice in OPTIMIZERS.values() for part in choice.shaped)
 
 
 def shares_of(section: OptimizerSection) -> Mapping[str, Share]:
-    """By the class names of the optimizers that a run has."""
+    """The shares of a run, by the class names of its optimizers."""
     return OPTIMIZERS[section.name].shares(section)
 
 
 def _check_section(section: object) -> object:
-    """Refuse unknown names, and keys of another optimizer. Of a union pydantic's own words are unclear."""
+    """Refuse unknown names, and keys of another optimizer: pydantic's words for a union are unclear."""
     if isinstance(section, Section):
         return section
     if not isinstance(section, dict):
@@ -337,7 +338,7 @@ def _tag(section: Any) -> str:
 
 
 OptimizerSection = Annotated[
-    # tagged, so that an error names the keys of the optimizer that was meant
+    # tagged, so that an error names the keys of one optimizer only
     Annotated[AdamWSection, Tag("of adamw")]
     | Annotated[MuonSection, Tag("of muon")]
     | Annotated[AdafactorSection, Tag("of adafactor")],
@@ -356,20 +357,20 @@ def check_optimizer(section: OptimizerSection, run: RunFacts) -> None:
 
 
 def check_installed(section: OptimizerSection) -> None:
-    """Raise ConfigError where the section needs torchao, and it is not installed."""
+    """Raise ConfigError if the section needs torchao, and it is not installed."""
     for share in shares_of(section).values():
         if isinstance(share.keys, AdamWKeys) and share.keys.by_torchao:
             low_bit.check_installed(f"{share.key}.{share.keys.by_torchao}")
 
 
 def trained_by(section: OptimizerSection, model: nn.Module, layers: str) -> dict[str, str]:
-    """The class of optimizer that trains each parameter, if it is trained at all, by the parameter's name.
+    """The class of optimizer for each parameter, by the parameter's name, frozen ones included.
 
     Args:
         model: the whole model, which may be on the meta device
         layers: the name of its list of layers
 
-    Raises: ConfigError where an optimizer, or a group of the config, has nothing to train.
+    Raises: ConfigError if an optimizer, or a group of the config, has nothing to train.
     """
     from penstock.models.weights.files import tied_names
 

@@ -19,15 +19,15 @@ _BELONGS = {
 
 
 class RateKeys(Section):
-    """How the rates change over a run. All of them rise and fall together."""
+    """How the learning rates change over a run. All of them rise and fall together."""
 
-    # From the end of the warm-up to the last step. cosine and linear fall; cosine_with_restarts begins again
-    # at the top `cycles` times; warmup_stable_decay is constant and falls in the last decay_steps
+    # From the end of the warm-up to the last step. cosine and linear fall; cosine_with_restarts falls from
+    # the top `cycles` times; warmup_stable_decay is constant and falls in the last decay_steps
     schedule: Literal["cosine", "linear", "cosine_with_restarts", "warmup_stable_decay", "constant"] = (
         "cosine"
     )
     warmup_steps: Natural = 0  # in which the rate rises
-    final_fraction: Fraction = 0.1  # of the learning rate, at the last step; constant takes none
+    final_fraction: Fraction = 0.1  # of the learning rate, at the last step; constant ignores it
     cycles: Count | None = None  # of cosine_with_restarts
     decay_steps: Count | None = None  # of warmup_stable_decay
     decay_type: Literal["cosine", "linear", "1-sqrt"] | None = None  # of warmup_stable_decay; none: cosine
@@ -44,7 +44,7 @@ class RateKeys(Section):
         return self
 
     def check_steps(self, steps: int) -> None:
-        """Raise ValueError where the schedule does not end within a run of so many steps."""
+        """Raise ValueError if warm-up and decay do not fit into a run of so many steps."""
         decay = self.decay_steps or 0
         if self.warmup_steps + decay <= steps:
             return
@@ -60,7 +60,7 @@ class RateKeys(Section):
 def learning_rate(keys: RateKeys, full: float, steps: int, step: int) -> float:
     """The rate of step `step` of 1 to `steps`: a linear warm-up to `full`, then the schedule.
 
-    The last step takes `final_fraction` of the full rate, but for the constant schedule.
+    The last step has `final_fraction` of the full rate, except with the constant schedule.
     """
     if step <= keys.warmup_steps:
         return full * step / keys.warmup_steps
@@ -76,7 +76,7 @@ def _cosine(progress: float, cycles: int) -> float:
     return (1 + math.cos(math.pi * within)) / 2
 
 
-# of what lies above the last rate, by the progress from 0 to 1
+# the share of the rate above the final one, by the progress from 0 to 1
 _SHARES: dict[str, Callable[[float, int], float]] = {
     "cosine": _cosine,
     "cosine_with_restarts": _cosine,

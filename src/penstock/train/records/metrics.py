@@ -33,7 +33,7 @@ def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any
 
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
-    """Raise RunError where the block cannot write `path`, as on a full disk."""
+    """Raise RunError if the block cannot write `path`, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -48,10 +48,10 @@ class Metrics:
     Args:
         path: the file
         run: the identity of the run, which each row has
-        resumed_at: the step that a resumed run goes on from; later rows, which that run repeats, are dropped,
-            and those of other runs. None starts the file anew.
+        resumed_at: the step that a resumed run goes on from; rows of later steps, which it repeats, and rows
+            of other runs are dropped. None starts the file anew.
 
-    Raises RunError where the file cannot be written, as on a full disk.
+    Raises RunError if the file cannot be written, as on a full disk.
     """
 
     def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
@@ -63,15 +63,16 @@ class Metrics:
         self._path, self._run = path, run
 
     def write(self, row: MetricsRow) -> None:
-        """Append a row. Raises RunError; ValueError for a NaN, which JSON has no word for."""
+        """Append a row. Raises RunError; ValueError for a NaN, which JSON does not have."""
         line = json.dumps({**row, "run": self._run}, allow_nan=False) + "\n"
         with writable(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line)
 
 
 def without_replaced_rows(rows: Iterable[tuple[MetricsRow, T]]) -> list[tuple[MetricsRow, T]]:
-    """Rows, each with anything, without those that later ones replace: where a run went back to a checkpoint,
-    the steps after it are done again.
+    """The rows that no later row replaces: a run that goes back to a checkpoint repeats the steps after it.
+
+    rows: each with anything
     """
     kept: list[tuple[MetricsRow, T]] = []
     for row, more in rows:
@@ -82,7 +83,7 @@ def without_replaced_rows(rows: Iterable[tuple[MetricsRow, T]]) -> list[tuple[Me
 
 
 def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
-    """The lines that are kept. Rows of versions up to 0.5.0 name no run."""
+    """The lines to keep, up to `step`. Rows of versions up to 0.5.0 name no run."""
     kept = []
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
@@ -97,7 +98,7 @@ def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
 
 
 class Display:
-    """Shows nothing: for every process but the first. Live displays run between enter and exit."""
+    """Shows nothing: for every process except the first. Live displays run between enter and exit."""
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +158,7 @@ class Bar(Display):
 
 
 def make_display(first: bool, steps: int, done: int, every: int) -> Display:
-    """The display of this process; `first` says whether it is the one that shows anything."""
+    """The display of this process. first: whether it is the process that shows anything"""
     if not first:
         return Display()
     return Bar(steps, done) if sys.stdout.isatty() else Lines(steps, every)
@@ -169,7 +170,7 @@ class Log:
     As a context manager it ends when every row is written, after an error as well.
 
     Args:
-        metrics: None where nothing is shown or written
+        metrics: None on a process that shows and writes nothing
     """
 
     def __init__(self, display: Display, metrics: Metrics | None) -> None:
@@ -186,13 +187,13 @@ class Log:
             self.flush()
 
     def step(self, row: MetricsRow) -> None:
-        """Show and write the row of a step soon. Raises what the row before it raised."""
+        """Show and write the row of a step, in the thread. Raises the error of the row before."""
         self.flush()
         if self._metrics is not None:
             self._row = self._thread.submit(self._write, row, self._metrics)
 
     def write(self, row: MetricsRow) -> None:
-        """Write a row between two steps, after all rows before it. Raises RunError, of these too."""
+        """Write a row between two steps, after all rows before it. Raises RunError, also of those rows."""
         self.flush()
         if self._metrics is not None:
             self._metrics.write(row)
@@ -203,7 +204,7 @@ class Log:
         return self._row
 
     def flush(self) -> None:
-        """Return when every row is written. Raises RunError where one was not."""
+        """Return when every row is written. Raises RunError if one was not."""
         row, self._row = self._row, None
         if row is not None:
             row.result()

@@ -29,7 +29,7 @@ class StepProfiler(RunPart):
 
     @property
     def note(self) -> str:
-        """What a run that goes on cannot profile any more."""
+        """The steps that a resumed run cannot profile any more."""
         first, last, done = self._first, self._last, self.run.start.done
         if done < first:
             return ""
@@ -59,7 +59,7 @@ class StepProfiler(RunPart):
 
     def _start(self) -> profile:
         on_gpu = [ProfilerActivity.CUDA] if self.run.pipe.device.type == "cuda" else []
-        # else the profiler sees this thread only, and not that of the next batch
+        # else the profiler sees this thread only, and not the one that makes the next batch
         every_thread = ExperimentalConfig(profile_all_threads=True)
         # acc_events: without it torch 2.11 warns of a second cycle at the start of the first
         started = profile(

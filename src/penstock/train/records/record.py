@@ -1,7 +1,7 @@
-"""What a run writes about itself next to metrics.jsonl, for its trackers and for `penstock report`.
+"""The files that a run writes next to metrics.jsonl, for its trackers and for `penstock report`.
 
 run.json        its id, config and environment; when it was started, from which step, and how it ended
-timeline.json   when each op of one step ran: of the last step before an evaluation, then of the last one
+timeline.json   when each op of one step ran: the last step before an evaluation, then the last step
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from penstock.train.records.metrics import writable
 from penstock.train.records.trackers import Trackers
 
 RUN, TIMELINE = "run.json", "timeline.json"
-_MEASURED = 3  # the step of each start in which GPUs are measured, once layers are compiled
+_MEASURED = 3  # the step after a start in which GPUs are measured: by then layers are compiled
 
 
 class RunRecord(RunPart):
@@ -60,7 +60,7 @@ class RunRecord(RunPart):
             raise
         finally:
             contents["starts"][-1]["end"] = {"at": _now(), "how": how, "why": why}
-            with suppress(RunError):  # the run has its own error, or all that it is for
+            with suppress(RunError):  # the run has an error of its own, or has done all its steps
                 write_json(file, contents)
             trackers.finish(how)
             self._lines = trackers.lines
@@ -77,7 +77,7 @@ class StepTimeline(RunPart):
     """Writes the timeline of the last step before each evaluation, then that of the last step.
 
     Args:
-        schedule_of: the schedule for a number of microbatches: a run may end within a ramp
+        schedule_of: function from a number of microbatches to the schedule: a run may end within a ramp
     """
 
     def __init__(self, run: Run, schedule_of: Callable[[int], Schedule]) -> None:
@@ -86,7 +86,7 @@ class StepTimeline(RunPart):
         self._step = 0  # the last one
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """Let one step measure what GPUs take for ops, if they wait for their hosts."""
+        """Measure the GPUs' own times in one step, if they wait for their hosts."""
         pipe = self.run.pipe
         if step == self.run.start.done + _MEASURED and pipe.timeline.host_share is None:
             return pipe.measuring_device()
@@ -119,7 +119,7 @@ class StepTimeline(RunPart):
 def _with_this_start(file: Path, run: Run, identity: str) -> dict[str, Any]:
     """The contents of run.json with one more start.
 
-    A run keeps its id, under which trackers know it. One that goes on in another folder gets a new one.
+    A run keeps its id, which trackers use. A run that goes on in another folder gets a new id.
     """
     done, before = run.start.done, dict[str, Any]()
     if done:
@@ -158,7 +158,7 @@ def _now() -> str:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write a file whole: a reader finds the old one or the new one. Raises RunError."""
+    """Write a file by a rename: a reader sees the old file or the new one. Raises RunError."""
     fresh = path.with_name(f".{path.name}.new")
     with writable(path):
         fresh.write_text(json.dumps(data), encoding="utf-8")

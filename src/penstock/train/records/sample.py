@@ -1,4 +1,4 @@
-"""A sample at the end of a run: the saved model continues a prompt, by plain transformers."""
+"""A sample at the end of a run: plain transformers loads the saved model, which continues a prompt."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: Pretrained
 def sample(checkpoint: Path, section: OutputSection, seed: int, *, trusted: bool = False) -> str:
     """The prompt and its continuation by the saved model: transformers' `generate` at a low temperature.
 
-    It ends where the model's positions end, as a model with a table of positions has no row for more.
+    It ends at the model's last position, as a table of positions has no row for more.
 
     Args:
         trusted: whether Python code in the checkpoint may run

@@ -1,13 +1,13 @@
-"""A rank that computes more slowly than its share of the work says is named, once, with its numbers.
+"""Names a rank that computes more slowly than its share of the work predicts, once, with its times.
 
-    predicted    where pipelines have other rows: the median of its peers, which host the same stages there
-                 elsewhere: its cost (multiply-adds of its ops), by the median of the others' seconds / cost;
-                 an op with towers that work on images has no prediction there
-    slow         it took more than 1.3 times that in each of 20 steps in a row
-    told again   only after 20 steps in a row in which it did not
+    predicted    several pipelines: the median of the rank's peers, which host the same stages in the others
+                 one pipeline: its cost (multiply-adds of its ops) times the median of the other ranks'
+                 seconds / cost; an op with towers that work on images has no prediction
+    slow         it took more than 1.3 times the prediction in each of 20 steps in a row
+    named again  only after 20 steps in a row in which it did not
 
-The seconds are those of the ops, without waits between them, which every rank has of every other at a step's
-end anyway. What an op waits for within itself (FSDP2, cp, ep, tp) counts as its own.
+The seconds are those of the ops, without the waits between them; every rank has all of them at a step's end
+anyway. A wait within an op (FSDP2, cp, ep, tp) counts as the op's own time.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ FACTOR = 1.3  # of the predicted seconds
 IN_A_ROW = 20  # steps
 KINDS = "FBIW"
 _SUMMED = ("token", "square", "image", "trained")
-_FIRST = 2  # steps of an attempt in which memory is touched and layers are compiled
+_FIRST = 2  # steps after a start in which memory is first touched and layers are compiled
 _HOSTS = 16  # shown at most, the slowest first
 
 RankSeconds = npt.NDArray[np.float64]  # (pipelines, ranks, kinds)
 
 
 class Host(NamedTuple):
-    """Where a rank of a pipeline is. pipeline: from 0, of those with other rows or tokens"""
+    """The host of a rank. pipeline: its index among the pipelines with different rows or tokens"""
 
     pipeline: int
     rank: int
@@ -50,13 +50,13 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class _Costs:
-    """What the ops of each rank cost in a step of one schedule: (ranks, kinds), and how many they are.
+    """The costs of each rank's ops in a step of one schedule, and the number of ops: (ranks, kinds).
 
-    In forwards, whatever the kind: only ops of one kind are compared.
+    Each cost is that of the forward, whatever the kind: only ops of one kind are compared.
 
     token, square: per token of the batch, and per squared length of a document
-    towers: whether towers are part of them, of images: they are other layers on other shapes, so that their
-        multiply-adds, which are estimated too, take other seconds than a decoder layer's
+    towers: whether an op includes vision towers: these have other layers and shapes, and their multiply-adds
+        are estimates, so a multiply-add takes another time than in a decoder layer
     """
 
     schedule: Schedule
@@ -80,7 +80,7 @@ class _Costs:
         return cls(schedule, token, square, counts, towers > 0)
 
     def at(self, fill: Fill) -> RankSeconds:
-        """Of a batch; NaN where towers work on its images, whose cost is not known."""
+        """The costs for a batch; NaN where towers work on its images, as their cost is not known."""
         costs = self.token * fill.tokens + self.square * fill.squares
         return np.where(self.towers & (fill.images > 0), np.nan, costs)
 
@@ -90,7 +90,7 @@ class SlowRankWatch(RunPart):
 
     Args:
         works: of each layer, the embedding and the head
-        measured: what these took, if the split is by that: then they are the costs
+        measured: their measured times, if the split is by these: then they are the costs
 
     Collective. Only the first process compares.
     """
@@ -112,7 +112,7 @@ class SlowRankWatch(RunPart):
         own_ranks = {pipe.schedule.placement.rank_of[stage] for stage in pipe.modules}
         ours = [[pipe.reductions.loss_place, rank, socket.gethostname()] for rank in own_ranks]
         hosts = [Host(*host) for process in pipe.ranks.gather(ours) for host in process]
-        # where only some microbatches run twice, or some layers have no gradient, backwards cost other shares
+        # if only some microbatches are recomputed, or some layers have no gradient, backwards differ in more
         again = run.config.train.activation_checkpointing
         alike = again is None or (again.every, again.in_flight, again.memory_limit) == (1, None, None)
         even = run.config.adapter is None and alike
@@ -139,8 +139,8 @@ class SlowRanks:
     Args:
         works: of each stage
         hosts: of all ranks of all pipelines
-        peers: whether the pipelines have other rows each, and none waits for another within an op
-        kinds: of ops that are compared: F alone, where the backwards of stages differ by more than their work
+        peers: whether the pipelines have different rows, and none waits for another within an op
+        kinds: of ops that are compared: F alone, if the backwards of stages differ by more than their work
     """
 
     def __init__(
@@ -152,17 +152,17 @@ class SlowRanks:
         shape = 1 + max(host.pipeline for host in hosts), 1 + max(host.rank for host in hosts)
         self._several, self._peers = shape[0] > 1, peers
         self._steps = 0
-        self._in_a_row = np.zeros(shape, dtype=np.int64)  # steps in which it was not as its state says
+        self._in_a_row = np.zeros(shape, dtype=np.int64)  # steps that contradict the rank's entry in _slow
         self._slow = np.zeros(shape, dtype=np.bool_)
         # of the last steps: seconds of an op and its prediction, by kind, and their ratio over all kinds
         self._last: deque[tuple[RankSeconds, RankSeconds, RankSeconds]] = deque(maxlen=IN_A_ROW)
 
     def after(self, schedule: Schedule, seconds: RankSeconds, fill: Fill) -> list[dict[str, Any]]:
-        """The ranks that turn out to be slow in a step, each as an entry of its row.
+        """The ranks that become slow with a step, each as an entry of its row.
 
         Args:
             schedule: of the step
-            seconds: that each rank of each pipeline computed, by kind of op
+            seconds: of compute, for each rank of each pipeline, by kind of op
             fill: of the batch
         """
         self._steps += 1
@@ -185,7 +185,7 @@ class SlowRanks:
         return [self._entry(*indices) for indices in np.argwhere(turned & self._slow).tolist()]
 
     def _predicted(self, seconds: RankSeconds, costs: RankSeconds) -> RankSeconds:
-        """The seconds by kind that each rank is to take; NaN where there is nothing to compare it with."""
+        """The predicted seconds of each rank, by kind; NaN where there is nothing to compare it with."""
         rates = np.where((seconds > 0) & self._kinds, seconds, np.nan)
         if self._peers:
             return _medians_of_others(rates.reshape(len(rates), -1)).reshape(rates.shape)
@@ -194,7 +194,7 @@ class SlowRanks:
             return np.stack([_medians_of_others(of_pipeline) for of_pipeline in rates / costs]) * costs
 
     def _entry(self, pipeline: int, rank: int) -> dict[str, Any]:
-        """What the last steps say of a rank, as medians."""
+        """The medians of a rank over the last steps."""
         columns = (np.stack(steps)[:, pipeline, rank] for steps in zip(*self._last, strict=True))
         ops, predicted, ratio = map(_medians, columns)
         known = [(i, kind) for i, kind in enumerate(KINDS) if np.isfinite(predicted[i])]
@@ -233,7 +233,7 @@ def _name(entry: dict[str, Any]) -> str:
 
 
 def _numbers(entry: dict[str, Any]) -> str:
-    """Milliseconds of an op of each kind, and what was predicted."""
+    """Milliseconds of an op of each kind, measured and predicted."""
     predicted = entry["predicted_ms"]
     return ", ".join(
         f"{kind} {ms:.3g} ms (predicted {predicted[kind]:.3g})" for kind, ms in entry["ms"].items()
@@ -241,7 +241,7 @@ def _numbers(entry: dict[str, Any]) -> str:
 
 
 def _medians(values: RankSeconds) -> RankSeconds:
-    """Over the first dimension, of finite values; NaN where there are none."""
+    """Medians over the first dimension, of finite values; NaN where there are none."""
     median = np.ma.median(np.ma.masked_invalid(values), axis=0)  # type: ignore[no-untyped-call]
     return np.ma.filled(median, np.nan)
 

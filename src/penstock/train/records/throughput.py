@@ -1,8 +1,8 @@
 """How well a run uses its devices: model FLOPs a second, their share of the peak (MFU), and memory.
 
 The FLOPs are those of the model's mathematics: a backward takes twice those of its forward, attention works
-on pairs of tokens of one document, and neither padding nor what runs again in a backward counts. Towers work
-on the images of the batch; frozen ones have no backward.
+on pairs of tokens of one document, and neither padding nor recomputation counts. Towers work on the images
+of the batch; frozen towers have no backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.train.records.metrics import MetricsRow
 _FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
 
 # Dense TFLOP/s by the GPU's name: in bfloat16 and float16, in TF32, and in float32. From NVIDIA's data sheets
-# "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200", which give most of
-# them with sparsity: twice as much. A name that begins with another comes before it.
+# "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200", which give most peaks
+# with sparsity: twice as much. A longer name comes before its own prefix.
 _PEAKS = {
     "NVIDIA A100": (312.0, 156.0, 19.5),
     "NVIDIA H100 PCIe": (756.0, 378.0, 51.0),
@@ -37,9 +37,9 @@ _PEAKS = {
 
 
 def peak_tflops(name: str, dtype: str) -> float | None:
-    """The dense peak of one GPU; None where no data sheet is known.
+    """The dense peak of one GPU; None if no data sheet is known.
 
-    dtype: that the model computes in; float32 is TF32 where torch may take it for products
+    dtype: of the model's products; float32 counts as TF32 if torch may use that for products
     """
     known = next((peaks for prefix, peaks in _PEAKS.items() if name.startswith(prefix)), None)
     if known is None or dtype == "float64":
@@ -55,8 +55,8 @@ class Throughput:
 
     Args:
         works: of all parts of the model
-        devices: GPUs, or processes without any
-        peak: TFLOP/s of one device; None where it is unknown, and the rows have no `mfu`
+        devices: the number of GPUs, or of processes on CPUs
+        peak: TFLOP/s of one device; None if it is unknown: then the rows have no `mfu`
     """
 
     def __init__(self, works: Sequence[MultiplyAdds], devices: int, peak: float | None) -> None:
@@ -64,7 +64,7 @@ class Throughput:
 
     @property
     def note(self) -> str:
-        """What of the model is estimated, in words; empty where all is counted."""
+        """The modules whose FLOPs are estimated, in words; empty if all are counted."""
         notes, count = [], sum(not work.counted for work in self.works)
         if count:
             how = "by its parameters and without attention, as it cannot run without values"
@@ -89,7 +89,7 @@ class Throughput:
 
 
 class Usage(RunPart):
-    """Adds how the devices were used to each row, and says how much padding the run had."""
+    """Adds the use of the devices to each row, and the run's share of padding to the summary."""
 
     def __init__(self, run: Run, plan: BuildPlan) -> None:
         super().__init__(run)
@@ -104,7 +104,7 @@ class Usage(RunPart):
         return self.throughput.note
 
     def computed(self, step: int) -> None:
-        """The step has reported its peak, so the next one starts: a row has the most since the row before."""
+        """Reset the peak, which the step has reported: a row has the peak since the row before."""
         if self.run.pipe.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.run.pipe.device)
 

@@ -1,8 +1,8 @@
 """The process of one tracker: ``python -m penstock.train.records.tracker_process run.json wandb 0``.
 
-It reads metrics.jsonl from a byte on and logs each row under its step. It ends when its stdin says how the
-run ended, or when the run is gone. On its stdout it says, in a line each, where the numbers are ("at ...") or
-why they are not ("failed ..."); a library's own words go to stderr.
+It reads metrics.jsonl from a byte on and logs each row under its step. It ends when it reads from stdin how
+the run ended, or when the run is gone. On its stdout it writes, in a line each, where the metrics are
+("at ...") or why they are missing ("failed ..."); a library's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.reading import parse_json, read_json
 from penstock.train.records.metrics import leaves
 from penstock.train.records.trackers import PATIENCE
 
-_EVERY = 1.0  # seconds between two looks at the file
+_EVERY = 1.0  # seconds between two reads of the file
 _DEFAULT = "penstock"  # project and experiment
-_TAG = "penstock.run"  # by which an MLflow run is found again
+_TAG = "penstock.run"  # the tag by which a resumed run finds its MLflow run
 _LONGEST = 500  # characters of a value of the config
 
 
 class Tracker(Protocol):
     """One library. Its constructor takes its section of the config, the contents of run.json, and its folder.
 
-    shown_at: where people find the numbers
+    shown_at: where people see the metrics
     """
 
     shown_at: str
@@ -39,7 +39,7 @@ class Tracker(Protocol):
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
 
     def finish(self, how: str) -> None:
-        """how: "finished", "failed", "interrupted", or "killed", of a run that could not say it"""
+        """how: "finished", "failed", "interrupted", or "killed" for a run that is gone"""
 
 
 class TensorBoard:
@@ -54,7 +54,7 @@ class TensorBoard:
         self.shown_at = str(runs / (options["run"] or run["id"]))
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(self.shown_at, flush_secs=5)
-        if done := run["starts"][-1]["step"]:  # it goes on after this step
+        if done := run["starts"][-1]["step"]:  # a resumed run: later rows of the earlier start are hidden
             begins = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=done + 1, session_log=begins))
 
@@ -73,7 +73,7 @@ class Wandb:
     """A W&B run under the run's own id, so that a resumed run goes on in it."""
 
     def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> None:
-        os.environ.setdefault("WANDB_CONSOLE", "off")  # what this process prints is of no use
+        os.environ.setdefault("WANDB_CONSOLE", "off")  # the output of this process is of no use
         import wandb
 
         self._run = wandb.init(
@@ -99,11 +99,11 @@ class Wandb:
 
 
 class Mlflow:
-    """An MLflow run, found again by a tag with the run's id."""
+    """An MLflow run with the run's id as a tag, by which a resumed run finds it."""
 
     def __init__(self, options: Mapping[str, Any], run: Mapping[str, Any], folder: Path) -> None:
         if (options["uri"] or "").startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it was asked for by name
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the config names a file store
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
@@ -140,7 +140,7 @@ class Mlflow:
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None and experiment.lifecycle_stage == "active":
             return str(experiment.experiment_id)
-        return str(self._client.create_experiment(name))  # of a deleted one it says how to restore it
+        return str(self._client.create_experiment(name))  # its error says how to restore a deleted one
 
 
 _CLASSES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Path], Tracker]] = {
@@ -156,7 +156,7 @@ _CLASSES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Path], Track
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a row by flat names: ``peak_resident/0``, ``seconds_by_part/data``.
 
-    What JSON has no number for, a loss that is not finite, is left out.
+    A value that is null, as a loss that is not finite, is left out.
     """
     kind = "evaluation/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else ""
     metrics = {}
@@ -168,7 +168,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 class RunEnd:
-    """How the run ended: by stdin, or as it is gone. A while later this process ends, whatever it does."""
+    """How the run ended: from stdin, or "killed" if it is gone. PATIENCE later this process ends itself."""
 
     def __init__(self) -> None:
         self.how, self.known = "", threading.Event()
@@ -179,7 +179,7 @@ class RunEnd:
         while not self.how:
             if select.select([0], [], [], _EVERY)[0]:
                 self.how = os.read(0, 64).decode() or "killed"
-            elif os.getppid() != parent:  # a process that the run forked may hold its end of stdin
+            elif os.getppid() != parent:  # a process that the run forked may keep stdin open
                 self.how = "killed"
         self.known.set()
         time.sleep(PATIENCE)
@@ -202,7 +202,7 @@ def follow(path: Path, offset: int, tracker: Tracker, end: RunEnd) -> None:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None for a line that the disk has changed: it costs one row, and not the tracker."""
+    """The row of a line; None for a damaged line: it costs one row, and not the tracker."""
     try:
         row = parse_json(line)
     except ValueError:

@@ -1,12 +1,12 @@
-"""Where else the rows of metrics.jsonl go: TensorBoard, Weights & Biases, MLflow.
+"""Sends the rows of metrics.jsonl to TensorBoard, Weights & Biases or MLflow too.
 
 Each tracker is a process of its own (tracker_process.py) that reads metrics.jsonl while it grows. So a
-library's threads, prompts, retries and failures do not reach the run, and nothing is left of a killed run:
+library's threads, prompts, retries and failures do not reach the run, and a killed run leaves no process:
 
     first process of the run                        process of a tracker
     appends rows to metrics.jsonl          ----->   reads new rows and logs them
-    how the run ended, by its stdin        ----->   logs what is left, and ends, as it does if the run is gone
-    shows it, and says it in the summary   <-----   where the numbers are, or why they are not
+    writes how the run ended to stdin      ----->   logs the last rows, and ends; also if the run is gone
+    shows it, also in the summary          <-----   writes where the metrics are, or why they are missing
 
 To add one, write the class of its keys, its line in TRACKERS, and its class in tracker_process.py.
 """
@@ -30,13 +30,13 @@ from penstock.errors import ConfigError
 from penstock.train.config.values import PathText, Section
 
 PATIENCE = 60  # seconds, after which a tracker that does not finish is ended
-_AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker goes on to finish without it
+_AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker then finishes without it
 
 
 class TensorBoardSection(Section):
     """Event files for TensorBoard."""
 
-    name: Literal["tensorboard"] = "tensorboard"  # the word alone stands for all defaults
+    name: Literal["tensorboard"] = "tensorboard"  # the name alone means all defaults
     folder: PathText | None = None  # of several runs, for --logdir; null: tensorboard in output.folder
     run: str | None = None  # the run's folder in it; null: the id that the run gives itself
 
@@ -70,7 +70,7 @@ TRACKERS: dict[str, type[AnyTracker]] = {  # by its name, which is that of its p
 
 
 def _check_section(value: object) -> object:
-    """A name stands for a mapping. Of a union pydantic's own words are unclear."""
+    """Read a name as a mapping. Refuse other values here, as pydantic's words for a union are unclear."""
     section = {"name": value} if isinstance(value, str) else value
     if isinstance(section, Section) or (isinstance(section, dict) and section.get("name") in list(TRACKERS)):
         return section
@@ -85,7 +85,7 @@ def _tag(section: Any) -> str:
 
 
 TrackerSection = Annotated[
-    # tagged, so that an error names the keys of the tracker that was meant
+    # tagged, so that an error names the keys of one tracker only
     Annotated[TensorBoardSection, Tag("of tensorboard")]
     | Annotated[WandbSection, Tag("of wandb")]
     | Annotated[MlflowSection, Tag("of mlflow")],
@@ -95,7 +95,7 @@ TrackerSection = Annotated[
 
 
 def check_trackers(sections: Sequence[AnyTracker]) -> None:
-    """Raise ConfigError where the package of a tracker is not installed. Imports none of them."""
+    """Raise ConfigError if the package of a tracker is not installed. Imports none of them."""
     for section in sections:
         value, name = f"output.trackers: {section.name}", section.name
         if find_spec(name) is None:
@@ -130,7 +130,7 @@ class Trackers:
                 say(_warning(section.name, str(error)))
 
     def finish(self, how: str) -> None:
-        """Let every tracker log what is left, and end. Never raises.
+        """Wait until every tracker has logged its last rows and ended. Never raises.
 
         how: "finished", "failed" or "interrupted"
         """
@@ -142,19 +142,19 @@ class Trackers:
 
     @property
     def lines(self) -> list[str]:
-        """A line of the summary for each."""
+        """A line of the summary for each tracker."""
         started = [f"{tracker.name:<11} {tracker.failed or tracker.shown_at}" for tracker in self._trackers]
         return started + self._not_started
 
 
 class _Tracker:
-    """The process of one tracker, and a thread that reads what it says."""
+    """The process of one tracker, and a thread that reads its output."""
 
     def __init__(self, name: str, run_file: Path, offset: int, say: Callable[[str], None]) -> None:
         self.name, self.shown_at, self.failed = name, "", ""
         self._say = say
         command = [sys.executable, "-P", "-m", "penstock.train.records.tracker_process", str(run_file), name]
-        # a session of its own: Ctrl-C is for the run, which says how it ended
+        # a session of its own: Ctrl-C goes to the run alone, which then writes how it ended
         self._process = subprocess.Popen(
             [*command, str(offset)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL, text=True, start_new_session=True,

@@ -1,7 +1,7 @@
 """A chart: lines over steps, as HTML that fits any width without a script.
 
-The lines are an SVG that is stretched to the frame, with strokes that are not. The numbers at the axes are
-HTML, so they keep their size. Lines differ in colour and in dashes; the legend has the last value of each.
+The lines are an SVG that is stretched to the frame; the width of its strokes is not. The numbers at the axes
+are HTML, so they keep their size. Lines differ in colour and dashes; the legend has each line's last value.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from penstock.schedule.render.drawing import nice, number
 from penstock.train.report.recorded import Points
 
 STYLES = 6  # in report.css: .s0 to .s5
-_POINTS = 400  # of a line; of more, the least and the most of each group of neighbours stay
+_POINTS = 400  # of a line; if there are more, the least and the most of each group of neighbours stay
 _SIDE = 1000.0  # of the SVG's square
-_DECADES = 2  # beyond so many a chart that may be logarithmic is
+_DECADES = 2  # a chart that may be logarithmic is so above this many
 
 
 class Line(NamedTuple):
@@ -42,7 +42,7 @@ class Chart(NamedTuple):
 
 
 def draw(chart: Chart) -> str:
-    """The chart as a figure; empty where no line has a finite value."""
+    """The chart as a figure; empty if no line has a finite value."""
     lines = [line for line in chart.lines if any(value is not None for _, value in line.points)]
     if not lines:
         return ""
@@ -112,7 +112,7 @@ def _labels(chart: Chart, axes: _Axes) -> Iterator[str]:
 
 
 def _paths(line: Line, axes: _Axes) -> Iterator[str]:
-    """The line, with a gap where a value is not finite, and its dots. A point between two gaps is one too."""
+    """The line, with a gap where a value is not finite, and its dots. A point between two gaps is a dot."""
     points = _thinned(line.points)
     runs = [[*group] for known, group in groupby(points, lambda point: point[1] is not None) if known]
     drawn_runs = [[axes.point(step, value or 0.0) for step, value in run] for run in runs]
@@ -125,7 +125,7 @@ def _paths(line: Line, axes: _Axes) -> Iterator[str]:
 
 
 def _thinned(points: Points) -> Points:
-    """About _POINTS at most: of each group of neighbours the least, the most, and one without a value."""
+    """About _POINTS at most: the least and the most of each group of neighbours, and one without a value."""
     if len(points) <= _POINTS:
         return points
     size = math.ceil(2 * len(points) / _POINTS)
@@ -149,7 +149,7 @@ def _entry(chart: Chart, line: Line) -> str:
 
 
 def _in_words(chart: Chart, lines: Sequence[Line]) -> str:
-    """What a reader without the picture needs: where each line begins, ends, and is least and most."""
+    """The chart for readers who do not see it: the first, last, least and largest value of each line."""
     said = [f"{chart.title}, {chart.unit}" if chart.unit else chart.title]
     for line in lines:
         known = [(value, step) for step, value in line.points if value is not None]

@@ -1,6 +1,6 @@
-"""The report of one run, or of several to compare: one HTML page that asks for nothing else.
+"""The report of one run, or of several to compare: one HTML page that loads nothing else.
 
-The timeline is that of `penstock.schedule.render`, with its style. All that comes from a run is escaped here.
+The timeline is that of `penstock.schedule.render`, with its style. All text that comes from a run is escaped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PARTS = {  # of a run's time, in the order of a step
 
 
 def report(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page; returns where it is.
+    """Write the page, and return its path.
 
     out: by default report.html in the first folder
 
@@ -71,21 +71,21 @@ def _read(name: str) -> str:
 
 
 def _named_apart(runs: list[RecordedRun]) -> list[RecordedRun]:
-    """Runs whose folders have one name go by their paths."""
+    """The runs, named by their paths if two folders have the same name."""
     names = [run.name for run in runs]
     if len(set(names)) == len(names):
         return runs
     paths = [str(run.folder) for run in runs]
     if len(set(paths)) < len(paths):
-        raise ConfigError(f"runs {paths}", "one of them stands there twice", "Give each run once")
+        raise ConfigError(f"runs {paths}", "one of them is listed twice", "Give each run once")
     return [replace(run, name=str(run.folder)) for run in runs]
 
 
-# ---- How the run stands
+# ---- The state of a run
 
 
 def state(run: RecordedRun) -> tuple[str, str]:
-    """A word, and a sentence on it."""
+    """The state in one word, and a sentence on it."""
     done = run.steps[-1]["step"] if run.steps else 0
     asked = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), dict) else None
     where = f"step {done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
@@ -93,7 +93,7 @@ def state(run: RecordedRun) -> tuple[str, str]:
     if isinstance(end, dict):
         how = str(end.get("how"))
         return how, f"{where}, ended {_moment(end.get('at'))}" + (f": {end['why']}" if end.get("why") else "")
-    if not run.starts and isinstance(asked, int) and done >= asked:  # of a version that does not say it
+    if not run.starts and isinstance(asked, int) and done >= asked:  # of a version that does not record it
         return "finished", where
     return "no end recorded", f"{where}; it goes on, or was killed"
 
@@ -117,7 +117,7 @@ def _state(run: RecordedRun, named: bool) -> str:
 
 
 class Fact(NamedTuple):
-    """A number of a run, and what goes with it."""
+    """A number of a run, with its name and a remark."""
 
     name: str
     value: str
@@ -125,7 +125,7 @@ class Fact(NamedTuple):
 
 
 def facts(run: RecordedRun) -> list[Fact]:
-    """The numbers to see first. Those of a rate are medians over the steps."""
+    """The numbers to show first. Rates are medians over the steps."""
     stats = []
     for name, key in (("Loss", "loss"), ("Held-out loss", "held_out_loss")):
         known = [(value, step) for step, value in run.points(key) if value is not None]
@@ -170,7 +170,7 @@ def _facts(runs: Sequence[RecordedRun]) -> str:
 
 
 def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
-    """All charts, of which some may have no line. Several runs share each."""
+    """All charts; some may have no line. Several runs share each chart."""
     several = len(runs) > 1
 
     def lines(*curves: tuple[str, str | None, str, bool]) -> list[Line]:
@@ -216,7 +216,7 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
     if len(runs) > 1:
         measured = {run.name: run.timelines[0].get("measured") for run in runs}
         timelines = {name: timeline for name, timeline in measured.items() if timeline is not None}
-        unit, said = "s", "The last step that each run has recorded, if it has."
+        unit, said = "s", "The last recorded step of each run, if any."
     inner = _note(said)
     if timelines:
         name = next(iter(timelines.values())).name
@@ -238,7 +238,7 @@ def _of_run(run: RecordedRun, named: bool) -> str:
 
 
 def seconds_by_part(run: RecordedRun) -> dict[str, float]:
-    """The seconds of the whole run by part, as far as its rows know."""
+    """The seconds of the whole run by part, as far as its rows have them."""
     totals = dict.fromkeys(_PARTS, 0.0)
     for row in run.rows:
         seconds = finite(row.get("seconds")) or 0.0
@@ -264,7 +264,7 @@ def _time(run: RecordedRun) -> str:
         swatch, about = f'<i class="p{index}"></i>', f"<small>{escape(_PARTS.get(name, ''))}</small>"
         rows.append([f"{swatch}{escape(name)} {about}", _duration(spent[name]), percent(share)])
     table = _table(["part", "time", "share"], rows, escaped=True)
-    note = _note("As the first process's host saw it: work of a GPU counts where the host waits for it.")
+    note = _note("By the clock of the first process's host: a GPU's work counts where the host waits for it.")
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
 
 
@@ -300,7 +300,7 @@ def _starts(run: RecordedRun) -> str:
 
 
 def _numbers(run: RecordedRun) -> str:
-    """A table of some steps: what the curves show, as text."""
+    """A table of some steps: the values of the curves as text."""
     keys = [key for key in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "bubble")
             if any(key in row for row in run.steps)]  # fmt: skip
     if not run.steps:
@@ -332,7 +332,7 @@ def _differences(runs: Sequence[RecordedRun]) -> str:
     rows = [[key, *(str(config.get(key, "-")) for config in configs)] for key in keys
             if len({repr(config.get(key)) for config in configs}) > 1]  # fmt: skip
     table = _table(["key", *(run.name for run in runs)], rows)
-    return _block("What differs in the configs", table if rows else _note("All keys are the same."))
+    return _block("Differences of the configs", table if rows else _note("All keys are the same."))
 
 
 # ---- Pieces

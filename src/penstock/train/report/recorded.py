@@ -1,4 +1,4 @@
-"""What lies in the folder of a run, by penstock or by hand, from a run that ended, goes on or was killed."""
+"""Reads the folder of a run, which ended, goes on or was killed. Users may have changed its files."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from penstock.train.records.metrics import MetricsRow, without_replaced_rows
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
-_LARGEST = 1e100  # beyond it a number says nothing, and charts would overflow
+_LARGEST = 1e100  # larger numbers have no meaning, and charts would overflow
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder has it.
+    """A run, as recorded in its folder.
 
-    rows: those of metrics.jsonl that can be read and stand, and unreadable: the number of its other lines
-    about: run.json; of a run without one, what its newest checkpoint knows; empty where there is neither
+    rows: the readable rows of metrics.jsonl that no later one replaces; unreadable: the number of its other
+        lines
+    about: run.json; without it, config and versions of the newest checkpoint; empty without either
     """
 
     name: str
@@ -39,7 +40,7 @@ class RecordedRun:
         return tuple(row for row in self.rows if "loss" in row)
 
     def points(self, key: str, inner: str | None = None) -> Points:
-        """A number of each row that has it, by step. inner: its key within the row's mapping `key`"""
+        """The value at `key` in each row that has it, by step. inner: a key within the row's mapping `key`"""
         points = []
         for row in self.rows:
             value = row.get(key)
@@ -50,12 +51,12 @@ class RecordedRun:
         return points
 
     def keys_of(self, key: str) -> list[str]:
-        """The keys of the mappings that the rows have there, in order."""
+        """The keys of the rows' mappings at `key`, in order."""
         mappings = (row[key] for row in self.rows if isinstance(row.get(key), dict))
         return list(dict.fromkeys(str(inner) for mapping in mappings for inner in mapping))
 
     def by_process(self, key: str) -> list[float]:
-        """The most of each process, of a list that the rows have there."""
+        """The largest value of each process, in the rows' lists at `key`."""
         lists = [row[key] for row in self.rows if isinstance(row.get(key), list)]
         width = max(map(len, lists), default=0)
         return [max((finite(values[at]) or 0.0 for values in lists if at < len(values)), default=0.0)
@@ -85,7 +86,7 @@ class RecordedRun:
             section = self.config["pipeline"]
             ranks = self.starts[-1]["ranks"] if self.starts else section["ranks"]
             if isinstance(section.get("layers_per_stage"), int) and open_stages(section["schedule"]):
-                raise ValueError("the model's layers, unknown here, choose the number of stages")
+                raise ValueError("the number of stages depends on the model's layers, which are unknown here")
             schedule = chosen_schedule(section["schedule"], ranks, section["microbatches"])
             why = "A prediction: the run has recorded no step yet. Every forward takes 1, every backward 2."
             return {"predicted": simulate(schedule)}, why
@@ -94,7 +95,7 @@ class RecordedRun:
 
 
 def read_run(folder: Path) -> RecordedRun:
-    """Raises ConfigError for a folder in which no run has been."""
+    """Read a run. Raises ConfigError for a folder without one."""
     file, known = folder / "metrics.jsonl", _json(folder / "run.json")
     lines: list[MetricsRow | None] = []
     try:
@@ -112,7 +113,7 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def finite(value: object) -> float | None:
-    """A number of a row; None for what is none."""
+    """A number of a row as a float; None for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_LARGEST < value < _LARGEST else None  # false for NaN
@@ -135,7 +136,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _of_checkpoint(folder: Path) -> dict[str, Any]:
-    """Config and versions that the newest checkpoint has, for runs of penstock 0.5.0 and before."""
+    """Config and versions of the newest checkpoint, for runs of penstock 0.5.0 and before."""
 
     def states() -> Iterator[dict[str, Any]]:
         for path in sorted(folder.glob("checkpoints/step-*/state.json"), reverse=True):
