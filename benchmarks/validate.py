@@ -1,4 +1,4 @@
-"""``python -m benchmarks.validate [--fit] [--write]``: predict published runs, and print what was measured beside it.
+"""Predict published runs, and print what was measured beside it: ``python -m benchmarks.validate``.
 
 --fit finds the constants anew from the rows that are there for it, and writes them to constants.json first.
 --write puts the tables into docs/validation.md.
@@ -15,7 +15,9 @@ from benchmarks.validation.runs import tables
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.validate", description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="find the constants anew, before anything is predicted")
+    parser.add_argument(
+        "--fit", action="store_true", help="find the constants anew, before anything is predicted"
+    )
     parser.add_argument("--write", action="store_true", help="write the section of docs/validation.md")
     arguments = parser.parse_args()
     known = tables()
@@ -24,7 +26,7 @@ def main() -> None:
         write_constants({name: fit(fitting(known, name), name) for name in names}, known)
     constants = read_constants()
     results = {
-        stem: [predict(table, run, constants[table.constants]) for run in table.runs]
+        stem: [predict(table, run, constants[table.constants]) for run in table.runs if not run.unpredicted]
         for stem, table in known.items()
     }
     text = published.section(known, results, constants)

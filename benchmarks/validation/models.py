@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks.validation.runs import Measure, Run
 from transformers import (
     DeepseekV3Config,
     GPTNeoXConfig,
@@ -11,6 +10,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from benchmarks.validation.runs import Measure, Run
 from penstock.planner.workload import Workload
 
 _WORKLOADS: dict[tuple[object, ...], Workload] = {}
@@ -90,7 +90,10 @@ def seconds(run: Run, measure: Measure) -> float:
 
 
 def flops(run: Run) -> float:
-    """FLOPs of a step as the planner counts them, with the head's of the vocabulary that other processes compute."""
+    """FLOPs of a step as the planner counts them.
+
+    Those of the head, for the part of the vocabulary on other processes, are added.
+    """
     elsewhere = 6 * run.length * run.hidden * (run.vocabulary - run.local_vocabulary)
     return (workload(run).flops(run.length) + elsewhere) * run.batch * run.repeats
 
@@ -104,5 +107,3 @@ def gpt_flops(run: Run, *, recomputed: bool, mask: bool = False) -> float:
     layer = 24 * length * hidden**2 * (1 + length / (12 if mask else 6) / hidden)
     passes = 4 if recomputed else 3
     return run.batch * run.repeats * (passes * layers * layer + 6 * length * hidden * run.vocabulary)
-
-

@@ -1,4 +1,4 @@
-"""Predict published runs with a set of constants, and fit those constants to the rows that are there for it."""
+"""Predict published runs with a set of constants, and fit the constants to the rows that are there for it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
+
 from benchmarks.validation.models import seconds, workload
 from benchmarks.validation.runs import Run, Table
-
 from penstock.planner.estimate import Estimate, Trial, estimate
 from penstock.planner.hardware import Cluster, read_cluster
 
 FITTED = Path(__file__).with_name("constants.json")
-_STEPS, _STEP, _MOST = 3, 0.02, 0.4  # of the fit: rounds, a difference, the most that a round changes, in logarithms
+_STEPS, _STEP, _MOST = (
+    3,
+    0.02,
+    0.4,
+)  # of the fit: rounds, a difference, the most that a round changes, in logarithms
 _DAMPING = 0.05  # of a constant that no row says much about
 
 
@@ -84,7 +88,9 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     """The cluster whose device reaches `constants` in this run."""
     device = cluster.device
     peaks, matmul, attention = dict(device.peaks), constants.matmul, constants.attention
-    if run.float8:  # the planner knows no products in float8: it takes their peak, and attention keeps its rate
+    if (
+        run.float8
+    ):  # the planner knows no products in float8: it takes their peak, and attention keeps its rate
         attention *= peaks["bfloat16"] / peaks["float8"]
         peaks["bfloat16"], matmul = peaks["float8"], constants.float8
     changed = {
@@ -151,7 +157,8 @@ def _work(table: Table, run: Run, constants: Constants) -> float:
     trial = Trial.of(workload(run), run.candidate, _with(table.hardware(run), run, constants))
     again = 0.0 if run.recomputed == "none" else 1.0
     of_stages = [
-        stage.forward + stage.input_grad + stage.weight_grad + again * stage.recomputed for stage in trial.stages
+        stage.forward + stage.input_grad + stage.weight_grad + again * stage.recomputed
+        for stage in trial.stages
     ]
     placement = trial.proof.schedule.placement
     ranks = (placement.stages_of(rank) for rank in range(run.pp))
@@ -168,15 +175,23 @@ def _scaled(constants: Constants, logarithms: Mapping[str, float]) -> Constants:
 
 def read_constants() -> dict[str, Constants]:
     tree = json.loads(FITTED.read_text(encoding="utf-8"))
-    return {name: Constants(**{one.name: keys[one.name] for one in fields(Constants)}) for name, keys in tree.items()}
+    return {
+        name: Constants(**{one.name: keys[one.name] for one in fields(Constants)})
+        for name, keys in tree.items()
+    }
 
 
 def write_constants(fitted: Mapping[str, Constants], tables: Mapping[str, Table]) -> None:
-    tree = {name: asdict(constants) | {"fitted_on": list(_names(tables, name))} for name, constants in fitted.items()}
+    tree = {
+        name: asdict(constants) | {"fitted_on": list(_names(tables, name))}
+        for name, constants in fitted.items()
+    }
     FITTED.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def _names(tables: Mapping[str, Table], name: str) -> Iterator[str]:
     for stem, table in tables.items():
         if table.constants == name:
-            yield from (f"{stem}: {run.name}" for run in table.runs if run.half == "fit" and not run.unpredicted)
+            yield from (
+                f"{stem}: {run.name}" for run in table.runs if run.half == "fit" and not run.unpredicted
+            )

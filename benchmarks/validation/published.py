@@ -1,10 +1,9 @@
-"""The section of docs/validation.md on published runs: each row measured and predicted, and which bars are met."""
+"""The section of docs/validation.md on published runs: rows measured and predicted, and the bars."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -35,21 +34,21 @@ def bars(tables: Mapping[str, Table], results: Results) -> list[Bar]:
     blind = [row for rows in results.values() for row in rows if row.run.half == "blind"]
     times = [abs(row.error) for row in blind]
     memory = [abs(row.memory_error) for row in blind if row.memory_error is not None]
-    right = [
-        agree
-        for stem, rows in results.items()
-        if tables[stem].one_model
-        for agree in _order(rows)
-    ]
+    right = [agree for stem, rows in results.items() if tables[stem].one_model for agree in _order(rows)]
     share = sum(right) / len(right)
+    middle, worst, most = median(times), max(times), max(memory)
     return [
-        Bar("step time, median error", f"{TIME_MEDIAN:.0%}", f"{median(times):.1%}", len(times),
-            median(times) <= TIME_MEDIAN),
-        Bar("step time, largest error", f"{TIME_WORST:.0%}", f"{max(times):.1%}", len(times),
-            max(times) <= TIME_WORST),
-        Bar("memory, largest error", f"{MEMORY:.0%}", f"{max(memory):.1%}", len(memory), max(memory) <= MEMORY),
-        Bar("pairs of one model in the right order", f"{ORDER:.0%}", f"{share:.0%}", len(right), share >= ORDER),
-    ]  # fmt: skip
+        Bar(
+            "step time, median error",
+            f"{TIME_MEDIAN:.0%}",
+            f"{middle:.1%}",
+            len(times),
+            middle <= TIME_MEDIAN,
+        ),
+        Bar("step time, largest error", f"{TIME_WORST:.0%}", f"{worst:.1%}", len(times), worst <= TIME_WORST),
+        Bar("memory, largest error", f"{MEMORY:.0%}", f"{most:.1%}", len(memory), most <= MEMORY),
+        Bar("pairs of one model in order", f"{ORDER:.0%}", f"{share:.0%}", len(right), share >= ORDER),
+    ]
 
 
 def _order(rows: Sequence[Predicted]) -> Iterator[bool]:
@@ -65,7 +64,7 @@ def section(tables: Mapping[str, Table], results: Results, constants: Mapping[st
     lines = [TITLE, "", _ABOUT, *_bars(tables, results), "", *_constants(tables, constants), "", _MISSES]
     lines += ["### FLOPs", "", *_flops(results)]
     for stem, table in tables.items():
-        lines += ["", f"### {table.source}", "", *_about(table), "", *_rows(table, results[stem])]
+        lines += ["", f"### {table.source}: {table.table}", "", *_about(table), *_rows(results[stem])]
     return "\n".join([*lines, ""])
 
 
@@ -81,10 +80,10 @@ def write(text: str) -> None:
 
 _ABOUT = """\
 Each row is a run that others measured and published, and what `penstock plan` predicts for it on the cluster
-where it ran. Half of the rows fit a few constants of the devices. The other half is predicted blind: of the rows
-of a table, in the order in which it prints them, the first fits, the second is blind, and so on. The rows, their
-sources and what these leave open are in `benchmarks/validation/runs/`, and say which half they are of.
-`make validate` predicts them again; `python -m benchmarks.validate --fit --write` fits and writes this section.
+where it ran. Half of the rows fit a few constants of the devices. The other half is predicted blind: of the
+rows of a table, in the order of print, the first fits, the second is blind, and so on. The rows, their
+sources, what these leave open and the half of each row are in `benchmarks/validation/runs/`. `make validate`
+predicts them again; `python -m benchmarks.validate --fit --write` also fits, and writes this section.
 """
 _MISSES = ""
 
@@ -93,7 +92,8 @@ def _bars(tables: Mapping[str, Table], results: Results) -> Iterator[str]:
     yield "| of the blind half | bar | result | figures | |"
     yield "|---|---:|---:|---:|---|"
     for bar in bars(tables, results):
-        yield f"| {bar.what} | {bar.limit} | {bar.result} | {bar.count} | {'met' if bar.met else '**missed**'} |"
+        verdict = "met" if bar.met else "**missed**"
+        yield f"| {bar.what} | {bar.limit} | {bar.result} | {bar.count} | {verdict} |"
 
 
 def _constants(tables: Mapping[str, Table], constants: Mapping[str, Constants]) -> Iterator[str]:
@@ -101,7 +101,10 @@ def _constants(tables: Mapping[str, Table], constants: Mapping[str, Constants]) 
     yield "|---|---:|---:|---:|---:|---:|"
     for name, of_device in constants.items():
         fitted = sum(
-            run.half == "fit" for table in tables.values() if table.constants == name for run in table.runs
+            run.half == "fit" and not run.unpredicted
+            for table in tables.values()
+            if table.constants == name
+            for run in table.runs
         )
         shares = (of_device.matmul, of_device.float8, of_device.attention, of_device.traffic)
         yield f"| {name} | {' | '.join(f'{share:.3f}' for share in shares)} | {fitted} |"
@@ -109,8 +112,9 @@ def _constants(tables: Mapping[str, Table], constants: Mapping[str, Constants]) 
 
 def _flops(results: Results) -> Iterator[str]:
     """The planner's FLOPs of each GPT model over those of the formula in arXiv 2104.04473."""
-    yield "FLOPs of a step that the planner counts on the meta device, over formula (3) of arXiv 2104.04473 without the"
-    yield "recomputed forward. The formula counts attention as if it had no mask; in the last column it has one."
+    yield "FLOPs of a step that the planner counts, over formula (3) of arXiv 2104.04473 without the"
+    yield "recomputed forward. What the head computes on other processes is the formula's. The formula counts"
+    yield "attention as if it had no mask; in the last column it has one."
     yield ""
     yield "| model | planner / formula | with the mask |"
     yield "|---|---:|---:|"
@@ -127,15 +131,19 @@ def _flops(results: Results) -> Iterator[str]:
 
 
 def _about(table: Table) -> Iterator[str]:
-    yield f"{table.table}, {table.date}. Checked: {table.checked.strip()}"
-    yield ""
-    yield f"Assumed: {'; '.join(table.assumed)}."
+    yield f"- Published {table.date}. Checked: {table.checked.strip()}"
+    yield f"- Assumed: {'; '.join(table.assumed)}."
     if table.memory_of:
-        yield ""
-        yield f"Memory is {table.memory_of}."
+        yield f"- Memory: {table.memory_of}."
+    for run in table.runs:
+        if run.unpredicted:
+            yield f"- Not predicted: {run.name} ({run.half}): {run.unpredicted}"
+    yield ""
 
 
-def _rows(table: Table, rows: Sequence[Predicted]) -> Iterator[str]:
+def _rows(rows: Sequence[Predicted]) -> Iterator[str]:
+    if not rows:
+        return
     memory = any(row.run.memory is not None for row in rows)
     more = " memory, GiB | predicted | error |" if memory else ""
     yield f"| run | half | measured, s | predicted, s | error | bubble |{more}"

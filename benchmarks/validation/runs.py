@@ -1,7 +1,7 @@
 """Published runs, from runs/*.yaml: what ran, on what, how long it took, and where that is written.
 
-Which rows fit constants and which are predicted blind is in the files. The rule: of the rows of a table, in the order
-in which it prints them, the first fits, the second is blind, and so on; of a table with one row, the row is blind.
+Which rows fit constants and which are predicted blind is in the files. The rule: of the rows of a table, in
+the order of print, the first fits, the second is blind, and so on. The only row of a table is blind.
 A printed row with several figures counts as one row.
 """
 
@@ -79,8 +79,8 @@ class Run(Record):
     def local_vocabulary(self) -> int:
         """The entries of the vocabulary that a process computes.
 
-        These runs shard it up to the loss. penstock gathers the logits, so the planner gets a model with the share
-        of one process, and one entry more, which no tp divides.
+        These runs shard it up to the loss. penstock gathers the logits, so the planner gets a model with
+        the share of one process, and one entry more, which no tp divides.
         """
         return self.vocabulary if self.tp == 1 else self.vocabulary // self.tp + 1
 
@@ -143,9 +143,7 @@ class Table(Record):
 
     def hardware(self, run: Run) -> Cluster:
         """The cluster of a run, with as many hosts as it takes."""
-        keys: Mapping[str, Any] = (
-            {"host": self.cluster} if isinstance(self.cluster, str) else self.cluster
-        )
+        keys: Mapping[str, Any] = {"host": self.cluster} if isinstance(self.cluster, str) else self.cluster
         devices = read_cluster({"hosts": 1, **keys}).devices
         return read_cluster({**keys, "hosts": -(-run.candidate.devices // devices)})
 
