@@ -15,7 +15,7 @@ def test_any_number_of_rows_follows_from_two() -> None:
     model = workload()
     for rows in (1, 5):
         run = Candidate(rows=rows, length=LENGTH)
-        grown, measured = model.work(run), measured_work(model.source, model.chain, run, {}).work
+        grown, measured = model.work(run), measured_work(model.plan(run.built(), (6,)), run).work
         for one, other in zip(
             (*grown.kinds, grown.embedding, grown.head), (*measured.kinds, measured.embedding, measured.head),
             strict=True,

@@ -168,16 +168,9 @@ class Trial:
         """With the microbatches recomputed that the candidate says."""
         if self.candidate.recomputed == "none":
             return self.kept
-        schedule, depth = self.proof.schedule, self.proof.schedule.placement.depth
+        schedule = self.proof.schedule
         places = first_in_flight(schedule, self.candidate.in_flight)
-        sizes = mixed(schedule, self.kept, self.recomputed, places)
-        once = self.kept.rows("input_grad", schedule.placement, schedule.microbatches)
-        again = [stage.recomputed for stage in self.stages]
-        longer = [
-            [time + (again[stage % depth] if (stage, i) in places else 0.0) for i, time in enumerate(row)]
-            for stage, row in enumerate(once)
-        ]
-        return replace(sizes, input_grad=longer)
+        return mixed(schedule, self.kept, self.recomputed, places)
 
     def estimate(self) -> Estimate:
         """Simulate it."""
@@ -237,10 +230,13 @@ class Trial:
             there, elsewhere = (np.array(rows)[:, 0][arrays.stage] for rows in both)
             return np.where(again[arrays.stage, arrays.microbatch], there, elsewhere)
 
-        kept, working, for_weight = map(size, ("activation", "held_in_backward", "held_for_weight"))
+        kept, forward, backward, for_weight = map(
+            size, ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
+        )
         is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(4))
-        start = np.select([is_f, is_b | is_i], [kept, working - kept], 0.0)
-        end = np.select([is_b, is_i, is_w], [-working, for_weight - working, -for_weight], 0.0)
+        start = np.select([is_f, is_b | is_i], [forward, backward - kept], 0.0)
+        ends = [kept - forward, -backward, for_weight - backward, -for_weight]
+        end = np.select([is_f, is_b, is_i, is_w], ends, 0.0)
         changes = np.stack([start, end], axis=1)
         bounds = pairwise(arrays.bounds)
         return [float(np.cumsum(changes[first:last]).max(initial=0.0)) for first, last in bounds]
@@ -322,7 +318,9 @@ class _Mesh:
             bandwidth=1.0,  # of edges in seconds: some cross hosts, and some do not
             activation=[size.activation for size in nbytes],
             held_for_weight=[size.for_weight for size in nbytes],
+            held_in_forward=[size.forward_peak for size in nbytes],
             held_in_backward=[size.backward_peak for size in nbytes],
+            recomputed=[stage.recomputed for stage in stages],
             buffer=[size.sent for size in nbytes] if self.buffers else 0.0,
             gather=0.0 if self.candidate.reshard else gathers,
             reduction=[reduction_seconds(parts, self.across, self.cluster) for parts in weights],

@@ -139,7 +139,10 @@ def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
     if run.nbytes <= limit:
         return run
     fresh = replace(candidate, recomputed="none", in_flight=None, split=())
-    return fitted(model, fresh, cluster, limit, buffers=True)
+    again = fitted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
+    if isinstance(again, Miss):
+        return again
+    return _simulated_within(Trial.of(model, again.candidate, cluster), limit)
 
 
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
@@ -194,24 +197,22 @@ def promised(
             yield Promise(busy + whole / ranks + idle, busy + whole / ranks, run)
 
 
-def fitted(
-    model: Workload, candidate: Candidate, cluster: Cluster, limit: float, *, buffers: bool = False
-) -> Estimate | Miss:
+def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
     """The fastest form of a run that fits into `limit`.
 
     Layers run again in as few microbatches as the memory asks for. Weights are gathered layer by layer where
-    gathered whole they do not fit. buffers: whether messages hold memory, too
+    gathered whole they do not fit. Messages are left out
     """
-    trial = Trial.of(model, candidate, cluster, buffers=buffers)
+    trial = Trial.of(model, candidate, cluster, buffers=False)
     if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
-        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=buffers)
+        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
     if trial.least_bytes > limit:
         return Miss(trial.least_bytes, trial.candidate)
     if all(trial.fits(limit)):
         return _simulated_within(trial, limit)
     forms = []
     for what in _AGAIN:
-        form = _recomputed(model, trial, cluster, limit, what, buffers)
+        form = _recomputed(model, trial, cluster, limit, what)
         if isinstance(form, Estimate):
             forms.append(form)
         elif what == "full":  # nothing holds less
@@ -226,19 +227,19 @@ def _simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
 
 
 def _recomputed(
-    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed, buffers: bool
+    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed
 ) -> Estimate | Miss:
     """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
 
     Where that split never fits, with all recomputed in layers split for it.
     """
     everything = replace(kept.candidate, recomputed=what, in_flight=None)
-    some = Trial.of(model, everything, cluster, buffers=buffers)
+    some = Trial.of(model, everything, cluster, buffers=False)
     whole = first_in_flight(some.proof.schedule, None)
     if all(some.fits(limit, whole)):
         fewer = replace(some.candidate, in_flight=some.counts(limit))
         return _simulated_within(replace(some, candidate=fewer), limit)
-    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
+    again = Trial.of(model, replace(everything, split=()), cluster, buffers=False)
     if all(again.fits(limit, whole)):
         return _simulated_within(again, limit)
     needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))

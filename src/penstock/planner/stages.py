@@ -183,4 +183,9 @@ class StageParts:
 
 
 def _as_recomputed(part: PartBytes) -> PartBytes:
-    return part._replace(activation=part.recomputed_activation, backward_peak=part.recomputed_backward_peak)
+    """A layer that runs again: its forward holds no more than its backward, in which it runs as if kept."""
+    return part._replace(
+        activation=part.recomputed_activation,
+        forward_peak=min(part.forward_peak, part.recomputed_backward_peak),
+        backward_peak=part.recomputed_backward_peak,
+    )

@@ -23,11 +23,11 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.pipeline.building.build_plan import BuildPlan, plan_stages
 from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision
-from penstock.planner.tracing import Measurement, measured_work
+from penstock.planner.tracing import Measurement, measured_work, selective_work
 from penstock.planner.traffic import Traffic, traffic
 from penstock.planner.weights import PartMemory
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
-from penstock.schedule import Schedule, verify
+from penstock.schedule import Schedule, build, verify
 
 _ROWS = (2, 3)  # of the microbatches that are run: ops on one row may leave out copies
 
@@ -125,8 +125,17 @@ class Workload:
         return measured
 
     def _measured(self, candidate: Candidate) -> Measurement:
-        runs = self._known.setdefault(("runs", candidate.rows, _shape_key(candidate)[:-1]), {})
-        return measured_work(self.source, self.chain, candidate, runs)
+        key = "runs", candidate.rows, _shape_key(candidate)
+        if key not in self._known:
+            self._known[key] = measured_work(self._any_plan, candidate)
+        whole: Measurement = self._known[key]
+        if candidate.recomputed != "selective":
+            return whole
+        return selective_work(self._any_plan, candidate, whole)
+
+    @cached_property
+    def _any_plan(self) -> BuildPlan:
+        return self.plan(build("gpipe", ranks=1, microbatches=1), (self.layers,))
 
     def traffic(self, candidate: Candidate) -> Traffic:
         """The collectives of tp, cp and ep within each part."""

@@ -187,11 +187,6 @@ class Measured(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
         self._communicated = False
 
-    @property
-    def alive(self) -> dict[int, int]:
-        """The bytes of the storages that are alive now, by address."""
-        return {address: nbytes for address, (nbytes, _) in self._known.items()}
-
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         if self._communicated:
