@@ -118,7 +118,7 @@ def test_bars_count_blind_rows_alone() -> None:
     fit = replace(row, run=SMALL.model_copy(update={"half": "fit"}), measured=1.0, seconds=9.0)
     results = {"bloom": [blind, fit, replace(blind, seconds=1.8, memory=1.05, run=_with_memory())]}
     median, worst, memory, order = published.bars({"bloom": table}, results)
-    assert (median.count, worst.count, memory.count, order.count) == (2, 2, 1, 3)
+    assert (median.figures, worst.figures, memory.figures, order.figures) == (2, 2, 1, 3)
     assert median.result == "10.0%"
     assert worst.met
     assert memory.met
@@ -130,4 +130,4 @@ def _with_memory() -> Run:
 
 
 def test_an_error_has_a_sign() -> None:
-    assert Predicted(SMALL, 2.0, 1.0, None, None).error == -0.5  # type: ignore[arg-type]
+    assert Predicted(SMALL, 2.0, 1.0, None, 0.0).error == -0.5

@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.validation.models import seconds, workload
 from benchmarks.validation.runs import Run, Table
-from penstock.planner.estimate import Estimate, Trial, estimate
+from penstock.planner.estimate import Trial, estimate
 from penstock.planner.hardware import Cluster, read_cluster
 
 FITTED = Path(__file__).with_name("constants.json")
@@ -41,13 +41,16 @@ class Constants:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A run, measured and predicted. memory: bytes of the fullest rank; None where none was published"""
+    """A run, measured and predicted. memory: bytes of the fullest rank; None where none was published
+
+    bubble: the share of the pipeline's time in which ranks wait for others
+    """
 
     run: Run
     measured: float
     seconds: float
     memory: float | None
-    estimate: Estimate
+    bubble: float
 
     @property
     def error(self) -> float:
@@ -81,7 +84,7 @@ def predict(table: Table, run: Run, constants: Constants) -> Predicted:
         states = (sum(getattr(rank, name) for name in table.float32) for rank in step.memory)
         memory = max(rank.total + more for rank, more in zip(step.memory, states, strict=True))
         memory += table.memory_more
-    return Predicted(run, seconds(run, table.measured), passes, memory, step)
+    return Predicted(run, seconds(run, table.measured), passes, memory, step.bubble)
 
 
 def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
