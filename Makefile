@@ -7,7 +7,7 @@ STDLIB = $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('stdlib
 # keep the bytecode of the source, whatever the environment says: the tests start many processes
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help env train test lint types tests test-fast oldest mutants coverage sweep parallel faults soak bench gpu docs docs-pages pictures clean
+.PHONY: help env train test lint types tests test-fast oldest mutants coverage sweep parallel faults soak bench validate gpu docs docs-pages pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## List the targets
@@ -84,6 +84,9 @@ soak: env  ## 5,000 steps with a rank killed every 200, compared with an undistu
 
 bench: env  ## Measure penstock and others into benchmarks/results/; two hours, quiet
 	$(BIN)/python -m benchmarks
+
+validate: env  ## Predict published runs and print what was measured beside it; some minutes
+	$(BIN)/python -m benchmarks.validate
 
 gpu: env  ## Measure on one GPU, each bar in a table: four parts of 9 minutes at most; nothing without one
 	$(BIN)/python -m benchmarks.gpu

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from penstock import AutoPipeline
-from penstock.cli import plan
+from penstock.cli.dry_run import memory
 from penstock.models.source import sdpa_for_flash
 from penstock.train.config.load import load_config
 from penstock.train.model import inline_config
@@ -53,7 +53,7 @@ def test_a_config_is_planned_at_its_own_size(name: str) -> None:
         assert config.pipeline.ranks * config.parallel.axes.ranks_per_stage == processes
         found = [len(stage.layers) for stage in planned.plan.stages]
         assert found == (layers or found)
-        assert max(need.total for need in plan.memory(planned)) > 0
+        assert max(need.total for need in memory(planned)) > 0
 
 
 @pytest.mark.sweep

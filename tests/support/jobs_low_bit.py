@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from penstock.cli.plan import memory
+from penstock.cli.dry_run import memory
 from penstock.train.checkpoints import NEWEST
 from penstock.train.optimizers.optimizer import AdamWSection, make_optimizers
 from penstock.train.preflight import preflight

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Adafactor, AdamW, Muon, Optimizer
 from transformers import AutoModelForCausalLM
 
-from penstock.cli.plan import memory
+from penstock.cli.dry_run import memory
 from penstock.errors import CheckpointError, ConfigError
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.load import load_config

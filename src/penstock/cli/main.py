@@ -89,7 +89,7 @@ def train(
                 remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
                 raise ConfigError(f"--restarts {restarts}", rule, remedy)
             if dry_run:
-                from penstock.cli.plan import show
+                from penstock.cli.dry_run import show
 
                 with ending_quietly():
                     return show(settings, checkpoint, world)
@@ -183,6 +183,34 @@ def check(
     )
     if not passed:
         raise typer.Exit(1)
+
+
+@app.command()
+@taking()
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", callback=usable, help=
+        "A local Hugging Face folder, its config.json, or a Hub name. No weight is read.")],
+    cluster: Annotated[str, typer.Option(help="A file (cluster.yaml), or known hosts: '8 x DGX H100'.")],
+    batch: Annotated[int, typer.Option(help="Rows of a step.")],
+    length: Annotated[int, typer.Option(help="Tokens of a row.")],
+    memory: Annotated[str | None, typer.Option(
+        help="What a run may take of a device, as 75GiB. Default: 94 % of it.")] = None,
+    precision: Annotated[Literal["mixed", "bfloat16", "float32"], typer.Option(
+        help="As train.precision.")] = "mixed",
+    out: Annotated[Path | None, typer.Option(
+        "--out", "-o", help="Where to write the best run's config, for penstock train.")] = None,
+    page: Annotated[Path | None, typer.Option(
+        help="Where to write a page: timeline, memory, the field of runs. Ends in .html.")] = None,
+) -> None:  # fmt: skip
+    """Plan a run: the fastest meshes, schedules and splits of a model on a cluster, predicted.
+
+    Needs neither weights nor GPUs. What it assumes: docs/planner.md.
+
+    Example: penstock plan models/Llama-3-70B --cluster '8 x DGX H100' --batch 1024 --length 8192
+    """
+    from penstock.cli.plan import show
+
+    show(model, cluster, batch, length, memory, out, page, precision)
 
 
 @app.command()

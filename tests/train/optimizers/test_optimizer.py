@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM
 
 from penstock import Axes
-from penstock.cli.plan import memory, optimizers
+from penstock.cli.dry_run import memory, optimizers
 from penstock.errors import ConfigError
 from penstock.parallel.muon import Muon, matrices
 from penstock.train.config.load import load_config

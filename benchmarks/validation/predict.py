@@ -1,0 +1,200 @@
+"""Predict published runs with a set of constants, and fit the constants to the rows that are there for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.validation.models import seconds, workload
+from benchmarks.validation.runs import Run, Table
+from penstock.planner.estimate import Trial, estimate
+from penstock.planner.hardware import Cluster, read_cluster
+
+FITTED = Path(__file__).with_name("constants.json")
+_STEPS, _STEP, _MOST = (
+    3,
+    0.02,
+    0.4,
+)  # of the fit: rounds, a difference, the most that a round changes, in logarithms
+_DAMPING = 0.05  # of a constant that no row says much about
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a device reaches in published runs.
+
+    matmul, float8: the share of the peak of products in half precision and in float8
+    attention: of attention
+    traffic: bytes that fused ops move, over those that the same ops move one by one
+    """
+
+    matmul: float
+    float8: float
+    attention: float
+    traffic: float
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A run, measured and predicted. memory: bytes of the fullest rank; None where none was published
+
+    bubble: the share of the pipeline's time in which ranks wait for others
+    """
+
+    run: Run
+    measured: float
+    seconds: float
+    memory: float | None
+    bubble: float
+
+    @property
+    def error(self) -> float:
+        """Of the step time: 0.1 is a tenth too long."""
+        return self.seconds / self.measured - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return None if self.memory is None or self.run.memory is None else self.memory / self.run.memory - 1
+
+    @property
+    def speed(self) -> tuple[float, float]:
+        """Seconds for a token on a device, measured and predicted."""
+        run = self.run
+        work = run.batch * run.repeats * run.length / run.candidate.devices
+        return self.measured / work, self.seconds / work
+
+
+def library(cluster: Cluster) -> Constants:
+    """What devices.yaml says, before anything is fitted."""
+    shares = cluster.device.efficiencies
+    return Constants(shares.matmul, shares.matmul, shares.attention, 1.0)
+
+
+def predict(table: Table, run: Run, constants: Constants) -> Predicted:
+    cluster = _with(table.hardware(run), run, constants)
+    step = estimate(workload(run), run.candidate, cluster)
+    passes = run.repeats * step.timeline.makespan + step.after
+    memory = None
+    if run.memory is not None:
+        states = (sum(getattr(rank, name) for name in table.float32) for rank in step.memory)
+        memory = max(rank.total + more for rank, more in zip(step.memory, states, strict=True))
+        memory += table.memory_more
+    return Predicted(run, seconds(run, table.measured), passes, memory, step.bubble)
+
+
+def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
+    """The cluster whose device reaches `constants` in this run."""
+    device = cluster.device
+    peaks, matmul, attention = dict(device.peaks), constants.matmul, constants.attention
+    if (
+        run.float8
+    ):  # the planner knows no products in float8: it takes their peak, and attention keeps its rate
+        attention *= peaks["bfloat16"] / peaks["float8"]
+        peaks["bfloat16"], matmul = peaks["float8"], constants.float8
+    changed = {
+        "peaks": peaks,
+        "bandwidth": device.bandwidth / (constants.traffic if run.fused else 1.0),
+        "efficiencies": {**device.efficiencies.model_dump(), "matmul": matmul, "attention": attention},
+    }
+    keys = cluster.model_dump(exclude_none=True)
+    return read_cluster({**keys, "device": {**keys["device"], **changed}})
+
+
+# ---- the fit: least squares of the logarithms of predicted over measured, by Gauss-Newton within limits
+
+
+def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
+    """The rows that fit the set of constants called `name`."""
+    return [
+        (table, run)
+        for table in tables.values()
+        if table.constants == name
+        for run in table.runs
+        if run.half == "fit" and not run.unpredicted
+    ]
+
+
+def free(rows: Sequence[tuple[Table, Run]], name: str) -> list[str]:
+    """The constants that these rows can say something about.
+
+    Attention of the A100's runs was not fused yet. The other devices keep the library's.
+    """
+    kinds = {run.float8 for _, run in rows}
+    return [
+        *(["matmul"] if False in kinds else []),
+        *(["float8"] if True in kinds else []),
+        *(["attention"] if name == "A100" else []),
+        "traffic",
+    ]
+
+
+def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
+    """Each row is simulated once; then its step grows as the work of the rank that has most to do."""
+    constants = library(rows[0][0].hardware(rows[0][1]))
+    names = free(rows, name)
+    firsts = [predict(table, run, constants) for table, run in rows]
+    misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
+    start = _busy(rows, constants)
+    for _ in range(_STEPS):
+        here = _busy(rows, constants)
+        now = misses + here - start
+        slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
+        held_back = np.vstack([np.stack(slopes, axis=1), _DAMPING * np.eye(len(names))])
+        change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
+        limited = np.clip(change, -_MOST, _MOST)
+        constants = _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
+    return constants
+
+
+def _busy(rows: Sequence[tuple[Table, Run]], constants: Constants) -> np.ndarray:
+    """For each row the logarithm of the work of a step on the rank that has most of it."""
+    return np.array([math.log(_work(table, run, constants)) for table, run in rows])
+
+
+def _work(table: Table, run: Run, constants: Constants) -> float:
+    trial = Trial.of(workload(run), run.candidate, _with(table.hardware(run), run, constants))
+    again = 0.0 if run.recomputed == "none" else 1.0
+    of_stages = [
+        stage.forward + stage.input_grad + stage.weight_grad + again * stage.recomputed
+        for stage in trial.stages
+    ]
+    placement = trial.proof.schedule.placement
+    ranks = (placement.stages_of(rank) for rank in range(run.pp))
+    return max(sum(of_stages[stage % placement.depth] for stage in stages) for stages in ranks)
+
+
+def _scaled(constants: Constants, logarithms: Mapping[str, float]) -> Constants:
+    """Shares of a peak are at most one."""
+    scaled = {name: getattr(constants, name) * math.exp(by) for name, by in logarithms.items()}
+    return replace(
+        constants, **{name: value if name == "traffic" else min(value, 1.0) for name, value in scaled.items()}
+    )
+
+
+def read_constants() -> dict[str, Constants]:
+    tree = json.loads(FITTED.read_text(encoding="utf-8"))
+    return {
+        name: Constants(**{one.name: keys[one.name] for one in fields(Constants)})
+        for name, keys in tree.items()
+    }
+
+
+def write_constants(fitted: Mapping[str, Constants], tables: Mapping[str, Table]) -> None:
+    tree = {
+        name: asdict(constants) | {"fitted_on": list(_names(tables, name))}
+        for name, constants in fitted.items()
+    }
+    FITTED.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
+def _names(tables: Mapping[str, Table], name: str) -> Iterator[str]:
+    for stem, table in tables.items():
+        if table.constants == name:
+            yield from (
+                f"{stem}: {run.name}" for run in table.runs if run.half == "fit" and not run.unpredicted
+            )

@@ -1,0 +1,400 @@
+"""Predict a step of a candidate: its timeline, and the memory of each rank.
+
+    op              roofline of its parts, and the collectives of tp, cp and ep within it      stages.py
+    edge            a message of hidden states to the next stage's rank
+    first F         and FSDP's gathering of the stage's weights, layer by layer under the layers before
+    last W or B     then the reduction of the stage's gradients, while its result is on the way
+    after all       the sum of tied weights' gradients, the norm, and the optimizer
+
+The schedule's simulation has all but the last line. What is not counted: data loading, checkpoints, the time
+of the host, and waiting for slow ranks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any
+
+from penstock.models.split.balanced_split import balanced_split, ranges
+from penstock.models.split.partition import check_enough
+from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.candidate import Candidate
+from penstock.planner.communication import (
+    Group,
+    all_gather,
+    all_reduce,
+    groups,
+    reduce_scatter,
+    send,
+)
+from penstock.planner.hardware import Cluster, Device
+from penstock.planner.stages import Parts, StageParts
+from penstock.planner.weights import rank_memory
+from penstock.planner.workload import Workload
+from penstock.schedule import Costs, Placement, Proof, Schedule, Timeline, simulate, verify
+from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A predicted step of a candidate.
+
+    Attributes:
+        candidate: with the split that was chosen
+        timeline: of one pipeline, up to the last reduction
+        after: seconds after it: tied weights, the norm, the optimizer
+        memory: of each rank, activations included
+        exposed: seconds of communication that a step waits for, by axis, on the rank that waits most
+        spent: seconds of a step by what they go to, means over ranks; they add up to a step
+        flops: of the model for a step, without recomputation
+        peak: FLOP/s of all devices, in the dtype of products
+    """
+
+    candidate: Candidate
+    timeline: Timeline
+    after: float
+    memory: tuple[RankMemory, ...]
+    exposed: Mapping[str, float]
+    spent: Mapping[str, float]
+    flops: float
+    peak: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.timeline.makespan + self.after
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices."""
+        return self.candidate.batch * self.candidate.length / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of the devices' peak that the model's own FLOPs take."""
+        return self.flops / self.seconds / self.peak
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which ranks wait for others, reductions aside."""
+        return self.timeline.bubble
+
+    @cached_property
+    def fullest(self) -> int:
+        """The rank that holds most."""
+        return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @property
+    def nbytes(self) -> int:
+        """What the fullest rank holds."""
+        return self.memory[self.fullest].total
+
+
+def estimate(model: Workload, candidate: Candidate, cluster: Cluster) -> Estimate:
+    """Predict a step of `candidate`.
+
+    Raises ConfigError where the mesh does not fit into the cluster, or the schedule does not exist for these
+    numbers; PartitionError where there are more stages than layers.
+    """
+    return Trial.of(model, candidate, cluster).estimate()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate with all that does not depend on which microbatches are recomputed.
+
+    candidate: with its split
+    kept, recomputed: costs with every microbatch kept, and sizes with every one recomputed
+    fixed: the memory of each rank without activations
+    flops: of the model for a row; tied: bytes of gradients that the first and the last stage sum
+    """
+
+    candidate: Candidate
+    cluster: Cluster
+    proof: Proof
+    stages: tuple[StageParts, ...]
+    kept: Costs
+    recomputed: Costs
+    fixed: tuple[RankMemory, ...]
+    flops: float
+    tied: int
+    computed: str
+
+    @classmethod
+    def of(cls, model: Workload, candidate: Candidate, cluster: Cluster, *, buffers: bool = True) -> Trial:
+        """buffers: whether messages hold memory, too. Without it a simulation takes half the time."""
+        across = groups(candidate.ranks, candidate.axes, cluster)
+        parts = Parts.of(model.measured(candidate), model.traffic(candidate), across, cluster)
+        everything = candidate.recomputed != "none" and candidate.in_flight is None
+        proof = proven(candidate)
+        placement = proof.schedule.placement
+        check_enough(model.layers, placement.depth)
+        if candidate.split:
+            split = ranges(candidate.split)
+        else:
+            costs = parts.layer_costs(everything)
+            split = balanced_split(costs, placement.depth, holders=placement.holders)
+        candidate = replace(candidate, split=tuple(map(len, split)))
+        stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
+        moved = _Mesh(candidate, cluster, across, buffers, bool(proof.schedule.split), parts.shared)
+        kept = moved.costs(placement, stages, weights, recomputed=False)
+        most_live = _most_live(proof.schedule)
+        fixed = tuple(
+            rank_memory(
+                [weights[stage % placement.depth] for stage in placement.stages_of(rank)],
+                candidate.reshard,
+                [most_live[stage] > 1 for stage in placement.stages_of(rank)],
+            )
+            for rank in range(candidate.ranks)
+        )
+        return cls(
+            candidate,
+            cluster,
+            proof,
+            stages,
+            kept,
+            moved.costs(placement, stages, weights, recomputed=True),
+            fixed,
+            model.flops(candidate.length),
+            model.tied(candidate) if placement.depth > 1 else 0,
+            model.computed,
+        )
+
+    def costs(self) -> Costs:
+        """With the microbatches recomputed that the candidate says."""
+        if self.candidate.recomputed == "none":
+            return self.kept
+        schedule = self.proof.schedule
+        places = first_in_flight(schedule, self.candidate.in_flight)
+        return mixed(schedule, self.kept, self.recomputed, places)
+
+    def estimate(self) -> Estimate:
+        """Simulate it."""
+        timeline = simulate(self.proof, self.costs())
+        memory = tuple(
+            rank._replace(activations=int(peak))
+            for rank, peak in zip(self.fixed, timeline.peak_memory, strict=True)
+        )
+        peak = self.cluster.device.peak(self.computed) * self.candidate.devices
+        waits, after = self.waits(timeline), self.after()
+        axes = dict.fromkeys(name for of_rank in waits for name in of_rank)
+        worst = {axis: max(of_rank.get(axis, 0.0) for of_rank in waits) for axis in axes}
+        spent = {axis: sum(of_rank.get(axis, 0.0) for of_rank in waits) / len(waits) for axis in axes}
+        spent["optimizer"] = after
+        spent["bubble"] = sum(idle.peer + idle.outside + idle.runtime for idle in timeline.idle) / len(waits)
+        spent["compute"] = timeline.makespan + after - sum(spent.values())
+        return Estimate(
+            self.candidate,
+            timeline,
+            after,
+            memory,
+            {axis: time for axis, time in worst.items() if time},
+            {name: time for name, time in spent.items() if time},
+            self.flops * self.candidate.batch,
+            peak,
+        )
+
+    @property
+    def least_bytes(self) -> float:
+        """What the fullest rank holds at least, with all layers recomputed."""
+        placement, one = self.proof.schedule.placement, 1
+        names = ("activation", "held_in_backward")
+        activation, backward = (
+            [row[0] for row in self.recomputed.rows(name, placement, one)] for name in names
+        )
+        least = 0.0
+        for rank, (fixed, live) in enumerate(zip(self.fixed, self.proof.peak_live, strict=True)):
+            stages = placement.stages_of(rank)
+            together = live * min(activation[stage] for stage in stages)
+            least = max(least, fixed.fixed + max(together, max(backward[stage] for stage in stages)))
+        return least
+
+    def peaks(self, places: StageMicrobatches) -> list[float]:
+        """By rank, the most bytes of activations, without messages: the order of its ops decides.
+
+        places: the (stage, microbatch) whose layers run again
+        """
+        import numpy as np
+
+        arrays, schedule = self.proof.arrays, self.proof.schedule
+        again = np.zeros((schedule.stages, schedule.microbatches), bool)
+        for stage, microbatch in places:
+            again[stage, microbatch] = True
+
+        def size(name: str) -> Any:
+            both = (costs.rows(name, schedule.placement, 1) for costs in (self.recomputed, self.kept))
+            there, elsewhere = (np.array(rows)[:, 0][arrays.stage] for rows in both)
+            return np.where(again[arrays.stage, arrays.microbatch], there, elsewhere)
+
+        kept, forward, backward, for_weight = map(
+            size, ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
+        )
+        is_f, is_b, is_i, is_w = (arrays.kind == kind for kind in range(4))
+        start = np.select([is_f, is_b | is_i], [forward, backward - kept], 0.0)
+        ends = [kept - forward, -backward, for_weight - backward, -for_weight]
+        end = np.select([is_f, is_b, is_i, is_w], ends, 0.0)
+        changes = np.stack([start, end], axis=1)
+        bounds = pairwise(arrays.bounds)
+        return [float(np.cumsum(changes[first:last]).max(initial=0.0)) for first, last in bounds]
+
+    def fits(self, limit: float, places: StageMicrobatches = frozenset()) -> list[bool]:
+        """By rank, whether its memory is within `limit`, without messages."""
+        return [rank.fixed + peak <= limit for rank, peak in zip(self.fixed, self.peaks(places), strict=True)]
+
+    def counts(self, limit: float) -> tuple[int, ...]:
+        """The least microbatches in flight that each rank recomputes to fit into `limit`; all of them fit."""
+        schedule = self.proof.schedule
+        low, high = [0] * schedule.ranks, list(self.proof.peak_live)
+        while low != high:  # of all ranks at once: to recompute more never holds more
+            middle = [(few + many) // 2 for few, many in zip(low, high, strict=True)]
+            enough = self.fits(limit, first_in_flight(schedule, middle))
+            for rank, fit in enumerate(enough):
+                if low[rank] < high[rank]:
+                    low[rank], high[rank] = (
+                        (low[rank], middle[rank]) if fit else (middle[rank] + 1, high[rank])
+                    )
+        return tuple(low)
+
+    def after(self) -> float:
+        """Seconds from the last reduction to the end of the step, on the rank that takes longest."""
+        across = groups(self.candidate.ranks, self.candidate.axes, self.cluster)
+        norm = sum(all_reduce(8.0, across[axis], self.cluster) for axis in ("pp", "loss", "tp"))
+        tied = send(self.tied, across["pp"].hosts > 1, self.cluster) if self.tied else 0.0
+        return tied + norm + max(optimizer_seconds([rank], self.cluster.device) for rank in self.fixed)
+
+    def waits(self, timeline: Timeline) -> list[Mapping[str, float]]:
+        """By rank, the seconds of communication that it waits for, by axis."""
+        schedule = self.proof.schedule
+        again = frozenset[tuple[int, int]]()
+        if self.candidate.recomputed != "none":
+            again = first_in_flight(schedule, self.candidate.in_flight)
+        placement, by_rank = schedule.placement, list[Mapping[str, float]]()
+        gathers = self.kept.of_stages("gather", placement)
+        for rank, idle in enumerate(timeline.idle):
+            waits = defaultdict[str, float](float, pp=idle.wire, dp=idle.reduce)
+            for stage in placement.stages_of(rank):
+                here = [op.microbatch for op in schedule.programs[rank] if op[:2] == (stage, "F")]
+                share = sum((stage, i) in again for i in here) / max(len(here), 1)
+                within = self.stages[stage % placement.depth].within(share)
+                for axis, taken in within.items():
+                    waits[axis] += len(here) * taken
+                waits["dp"] += gathers[stage]
+            by_rank.append(waits)
+        return by_rank
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """What stages take and hold on a mesh, in the terms of `schedule.Costs`."""
+
+    candidate: Candidate
+    cluster: Cluster
+    across: Mapping[str, Group]
+    buffers: bool
+    split: bool
+    shared: int
+
+    def costs(
+        self,
+        placement: Placement,
+        stages: Sequence[StageParts],
+        weights: Sequence[Sequence[RankMemory]],
+        *,
+        recomputed: bool,
+    ) -> Costs:
+        """recomputed: the sizes of a microbatch whose layers run again"""
+        nbytes = [stage.nbytes(recomputed, self.split, self.shared) for stage in stages]
+        gathers = [self.gather(*both) for both in zip(stages, weights, strict=True)]
+        every = [time if self.candidate.reshard else 0.0 for time in gathers]  # gathered in each F and I anew
+        return Costs(
+            forward=[stage.forward + gather for stage, gather in zip(stages, every, strict=True)],
+            input_grad=[stage.input_grad + gather for stage, gather in zip(stages, every, strict=True)],
+            weight_grad=[stage.weight_grad for stage in stages],
+            bytes=self.edges(placement, [size.sent for size in nbytes]),
+            bandwidth=1.0,  # of edges in seconds: some cross hosts, and some do not
+            activation=[size.activation for size in nbytes],
+            held_for_weight=[size.for_weight for size in nbytes],
+            held_in_forward=[size.forward_peak for size in nbytes],
+            held_in_backward=[size.backward_peak for size in nbytes],
+            recomputed=[stage.recomputed for stage in stages],
+            buffer=[size.sent for size in nbytes] if self.buffers else 0.0,
+            gather=0.0 if self.candidate.reshard else gathers,
+            reduction=[reduction_seconds(parts, self.across, self.cluster) for parts in weights],
+        )
+
+    def edges(self, placement: Placement, sent: Sequence[int]) -> list[float]:
+        """Seconds of a message over the edge behind each stage. Rank r begins at device r x ranks a stage."""
+        stride, devices = self.candidate.axes.ranks_per_stage, self.cluster.devices
+        hosts = [rank * stride // devices for rank in placement.rank_of]
+        depth = placement.depth
+        return [
+            send(size, hosts[stage] != hosts[stage + 1], self.cluster)
+            if stage + 1 < depth and placement.rank_of[stage] != placement.rank_of[stage + 1]
+            else 0.0
+            for stage, size in enumerate(sent)
+        ]
+
+    def gather(self, stage: StageParts, weights: Sequence[RankMemory]) -> float:
+        """Seconds that a forward waits for FSDP's gatherings: of each part under the parts before it."""
+        group = self.across["shards"]
+        if group.size == 1:
+            return 0.0
+        layers = [part.forward for part in stage.layers]
+        rest = stage.forward - sum(layers)  # embedding and head, which are gathered first
+        here = computed = 0.0
+        for part, taken in zip(weights, [rest, *layers], strict=True):
+            if part.gathered_weights:
+                here += all_gather(part.gathered_weights, group, self.cluster)
+            computed = max(here, computed) + taken
+        return computed - stage.forward
+
+
+def reduction_seconds(weights: Sequence[RankMemory], across: Mapping[str, Group], cluster: Cluster) -> float:
+    """Seconds of FSDP's sums of the gradients of these parts: over shards, then of the shards over copies."""
+    shards, copies = across["shards"], across["dp_replicate"]
+    return sum(
+        reduce_scatter(part.gathered_gradients, shards, cluster)
+        + all_reduce(part.gathered_gradients / shards.size, copies, cluster)
+        for part in weights
+        if part.gathered_gradients
+    )
+
+
+def optimizer_seconds(memory: Sequence[RankMemory], device: Device) -> float:
+    """Seconds of the norm and the optimizer over the weights of `memory`, which the bandwidth bounds.
+
+    The norm reads gradients once, and clipping reads and writes them. The optimizer reads gradients, and
+    reads and writes weights and states.
+    """
+    moved = sum(4 * part.gradients + 2 * part.weights + 2 * part.optimizer for part in memory)
+    return moved / (device.bandwidth * device.efficiencies.memory)
+
+
+@lru_cache(maxsize=4096)
+def _proven(candidate: Candidate) -> Proof:
+    return verify(candidate.built())
+
+
+def proven(candidate: Candidate) -> Proof:
+    """The proof of a candidate's schedule: one for all candidates with the same numbers."""
+    return _proven(
+        Candidate(
+            candidate.ranks,
+            schedule=candidate.schedule,
+            options=candidate.options,
+            microbatches=candidate.microbatches,
+        )
+    )
+
+
+def _most_live(schedule: Schedule) -> list[int]:
+    """By stage, the most microbatches between F and the end of their backward."""
+    live, most = [0] * schedule.stages, [0] * schedule.stages
+    for op in (op for program in schedule.programs for op in program):
+        live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
+        most[op.stage] = max(most[op.stage], live[op.stage])
+    return most

@@ -1,0 +1,324 @@
+"""Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
+
+1. Each mesh gets a lower bound: its ops, collectives and reductions spread evenly over the pipeline's ranks,
+   with no bubble, and the optimizer.
+2. Runs are simulated in the order of what they promise: the bound, and about the bubble of their schedule.
+3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
+
+No run of these meshes, by whatever schedule and split, takes less than the least bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import nsmallest
+from typing import Any, NamedTuple
+
+from penstock.errors import ConfigError, PartitionError, ScheduleError
+from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.candidate import Candidate, Recomputed
+from penstock.planner.communication import groups
+from penstock.planner.estimate import Estimate, Trial, optimizer_seconds, reduction_seconds
+from penstock.planner.hardware import Cluster
+from penstock.planner.space import meshes, runs
+from penstock.planner.stages import Parts
+from penstock.planner.workload import Workload
+from penstock.schedule.simulation.recompute import first_in_flight
+
+RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
+_SIMULATED = 100  # runs of a search
+_SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
+_FEW = 12  # runs of a search for what would fit
+_AGAIN: tuple[Recomputed, ...] = ("full", "selective")
+
+
+class Promise(NamedTuple):
+    """A run before it is simulated. least: seconds that it takes at least; likely: about"""
+
+    likely: float
+    least: float
+    candidate: Candidate
+
+
+class Miss(NamedTuple):
+    """A run that does not fit, and the bytes that its fullest rank needs at least."""
+
+    nbytes: float
+    candidate: Candidate
+
+    def __lt__(self, other: Any) -> bool:
+        return bool(self.nbytes < other.nbytes)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a search has seen.
+
+    best: the fastest runs that fit, the fastest first
+    fitting: all simulated runs that fit, in that order
+    least: seconds that no run of these meshes takes less than
+    simulated, runs: how many were simulated, of how many
+    limit: bytes of a device
+    """
+
+    best: tuple[Estimate, ...]
+    fitting: tuple[Estimate, ...] = field(repr=False)
+    least: float
+    simulated: int
+    runs: int
+    limit: float
+
+    @property
+    def gap(self) -> float:
+        """The share of the best run's time by which another run might be faster."""
+        return max(0.0, 1 - self.least / self.best[0].seconds)
+
+
+def plan(
+    model: Workload,
+    cluster: Cluster,
+    batch: int,
+    length: int,
+    *,
+    limit: float | None = None,
+    keep: int = 10,
+    most: int = _SIMULATED,
+) -> Plans:
+    """Search for the fastest runs.
+
+    Args:
+        batch: rows of a step; length: tokens of a row
+        limit: bytes of a device; None takes its memory but for `RESERVED`
+        keep: how many runs to return; most: how many to simulate
+
+    Raises ConfigError where no mesh takes such a batch, or nothing fits.
+    """
+    nbytes = memory_limit(cluster, limit)
+    field = list(meshes(model, cluster, batch, length))
+    taken = [mesh for mesh in field if not model.takes(mesh)]
+    if not taken:
+        raise _no_mesh(model, cluster, batch, field)
+    roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
+    if not roomy:
+        raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
+    promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
+    if not promises:
+        raise _no_activations(model, cluster, batch, length, nbytes)
+    fitting, missed, simulated = _simulated(model, cluster, promises, nbytes, keep, most)
+    if not fitting:
+        raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
+    ordered = sorted(fitting, key=lambda run: run.seconds)
+    finals = (_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep])
+    best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
+    least = min(promise.least for promise in promises)
+    return Plans(tuple(best or ordered[:1]), tuple(ordered), least, simulated, len(promises), nbytes)
+
+
+def fixed_bytes(model: Workload, mesh: Candidate) -> float:
+    """The least that the fullest rank of a mesh holds of weights, gradients and the optimizer's states.
+
+    Weights that FSDP gathers may be freed layer by layer; the sums of gradients are whole.
+    """
+    parts = (part._replace(gathered_weights=0) for part in _weights(model, mesh))
+    return sum(part.fixed for part in parts) / mesh.ranks
+
+
+def _weights(model: Workload, mesh: Candidate) -> list[RankMemory]:
+    """All parts of the model, a tied weight as often as the mesh's stages hold it."""
+    memory = model.memory(mesh)
+    if mesh.ranks == 1:
+        return memory.stages([range(model.layers)])[0]
+    return [memory.embedding, *(memory.kinds[kind] for kind in memory.layers), memory.head]
+
+
+def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """A run with the memory of its messages; formed again where that is too much."""
+    run = Trial.of(model, candidate, cluster).estimate()
+    if run.nbytes <= limit:
+        return run
+    fresh = replace(candidate, recomputed="none", in_flight=None, split=())
+    again = fitted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
+    if isinstance(again, Miss):
+        return again
+    return _simulated_within(Trial.of(model, again.candidate, cluster), limit)
+
+
+def memory_limit(cluster: Cluster, limit: float | None) -> float:
+    """Bytes that a run may take of a device. Raises ConfigError for more than it has."""
+    if limit is not None and not 0 < limit <= cluster.device.memory:
+        rule = f"{cluster.device.name} has {gib(cluster.device.memory)}"
+        raise ConfigError(f"memory={gib(limit)}", rule, "Give at most that, or leave it out")
+    return cluster.device.memory * (1 - RESERVED) if limit is None else limit
+
+
+def _simulated(
+    model: Workload, cluster: Cluster, promises: list[Promise], limit: float, keep: int, most: int
+) -> tuple[list[Estimate], Miss | None, int]:
+    """The runs that fit; of the others the one that misses least; and how many were simulated."""
+    fitting: list[Estimate] = []
+    missed: Miss | None = None
+    simulated = 0
+    for promise in promises:
+        times = nsmallest(keep, (run.seconds for run in fitting))
+        if simulated >= most:
+            break
+        if len(times) == keep and promise.least >= times[-1]:
+            continue
+        try:
+            run = fitted(model, promise.candidate, cluster, limit)
+        except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
+            continue
+        if isinstance(run, Estimate):
+            fitting.append(run)
+            simulated += 1
+        elif missed is None or run.nbytes < missed.nbytes:
+            missed = run
+    return fitting, missed, simulated
+
+
+def promised(
+    model: Workload, cluster: Cluster, field: Iterable[Candidate], limit: float
+) -> Iterator[Promise]:
+    """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
+    for mesh in field:
+        ranks, across = mesh.ranks, groups(mesh.ranks, mesh.axes, cluster)
+        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
+        weights = _weights(model, mesh)
+        busy = parts.whole(recomputed=False) * mesh.microbatches / ranks
+        whole = reduction_seconds(weights, across, cluster) + optimizer_seconds(weights, cluster.device)
+        room = limit - fixed_bytes(model, mesh)
+        live = sum(part.nbytes.recomputed_activation for part in parts.work.parts(range(model.layers)))
+        for run, kind in runs(mesh, model.layers):
+            if _SURELY * min(kind.live, mesh.microbatches / ranks) * live > room:
+                continue
+            idle = busy * kind.bubble * (ranks - 1) / mesh.microbatches
+            yield Promise(busy + whole / ranks + idle, busy + whole / ranks, run)
+
+
+def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """The fastest form of a run that fits into `limit`.
+
+    Layers run again in as few microbatches as the memory asks for. Weights are gathered layer by layer where
+    gathered whole they do not fit. Messages are left out
+    """
+    trial = Trial.of(model, candidate, cluster, buffers=False)
+    if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
+        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
+    if trial.least_bytes > limit:
+        return Miss(trial.least_bytes, trial.candidate)
+    if all(trial.fits(limit)):
+        return _simulated_within(trial, limit)
+    forms = []
+    for what in _AGAIN:
+        form = _recomputed(model, trial, cluster, limit, what)
+        if isinstance(form, Estimate):
+            forms.append(form)
+        elif what == "full":  # nothing holds less
+            return form
+    return min(forms, key=lambda run: run.seconds)
+
+
+def _simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
+    """A run whose activations fit; its messages may be too much."""
+    run = trial.estimate()
+    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
+
+
+def _recomputed(
+    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed
+) -> Estimate | Miss:
+    """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
+
+    Where that split never fits, with all recomputed in layers split for it.
+    """
+    everything = replace(kept.candidate, recomputed=what, in_flight=None)
+    some = Trial.of(model, everything, cluster, buffers=False)
+    whole = first_in_flight(some.proof.schedule, None)
+    if all(some.fits(limit, whole)):
+        fewer = replace(some.candidate, in_flight=some.counts(limit))
+        return _simulated_within(replace(some, candidate=fewer), limit)
+    again = Trial.of(model, replace(everything, split=()), cluster, buffers=False)
+    if all(again.fits(limit, whole)):
+        return _simulated_within(again, limit)
+    needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
+    return Miss(max(needed), again.candidate)
+
+
+# ---- errors
+
+
+def _no_mesh(model: Workload, cluster: Cluster, batch: int, field: Sequence[Candidate]) -> ConfigError:
+    devices = f"{cluster.world} devices"
+    remedy = f"Give a multiple of {cluster.world} rows, or take another number of devices"
+    if field:
+        rule = f"no mesh of {devices} that divides it takes the model: {model.takes(field[0])}"
+    else:
+        rule = f"no mesh of {devices} divides it into rows for each pipeline"
+    return ConfigError(f"batch={batch}", rule, remedy)
+
+
+def _value(model: Workload, cluster: Cluster) -> str:
+    name = type(model.source.model).__name__
+    return f"{name} with {model.parameters:,} parameters on {cluster.world} devices"
+
+
+def _too_large(model: Workload, cluster: Cluster, limit: float, least: float) -> ConfigError:
+    """Weights alone do not fit. least: bytes of a device, in the mesh that spreads them best"""
+    rule = (
+        f"weights, gradients and the optimizer's states alone take {gib(least)} a device in the mesh that "
+        f"spreads them best, {gib(least - limit)} more than {gib(limit)}"
+    )
+    hosts = 2 ** math.ceil(math.log2(cluster.hosts * least / limit))
+    return ConfigError(_value(model, cluster), rule, f"Take {hosts} hosts or more, or a smaller model")
+
+
+def _no_activations(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> ConfigError:
+    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} a device"
+    return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
+
+
+def _nothing_fits(
+    model: Workload, cluster: Cluster, batch: int, length: int, limit: float, missed: Miss | None
+) -> ConfigError:
+    if missed is None:
+        rule = f"no schedule exists for a batch of {batch} on these meshes"
+        return ConfigError(_value(model, cluster), rule, "Give a larger batch")
+    whole = replace(missed.candidate, recomputed="full", in_flight=None, split=())
+    run = Trial.of(model, whole, cluster).estimate()
+    rank = run.memory[run.fullest]
+    rule = (
+        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
+        f"recomputation, needs {gib(run.nbytes)} a device, {gib(run.nbytes - limit)} more than {gib(limit)}: "
+        f"{gib(rank.fixed)} for weights, gradients and the optimizer, and {gib(rank.activations or 0)} for "
+        "activations"
+    )
+    return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
+
+
+def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> str:
+    """The first change that fits: more hosts, or else shorter rows."""
+    changes = [
+        (
+            f"{cluster.hosts * times} hosts",
+            cluster.model_copy(update={"hosts": cluster.hosts * times}),
+            length,
+        )
+        for times in (2, 4, 8)
+        if cluster.between is not None
+    ]
+    changes += [(f"rows of {length // times} tokens", cluster, length // times) for times in (2, 8)]
+    for words, larger, shorter in changes:
+        field = [mesh for mesh in meshes(model, larger, batch, shorter) if mesh.rows == 1]
+        roomy = (mesh for mesh in field if not model.takes(mesh) and fixed_bytes(model, mesh) <= limit)
+        few = sorted(promised(model, larger, roomy, limit), key=lambda promise: -promise.candidate.axes.tp)[
+            :_FEW
+        ]
+        if _simulated(model, larger, few, limit, 1, _FEW)[0]:
+            return f"Take {words}, which fit"
+    return "Take more hosts, a smaller model, or shorter rows"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"

@@ -1,0 +1,124 @@
+"""A predicted step, held against closed forms and the account of memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import ConfigError, PartitionError
+from penstock.parallel.axes import Axes
+from penstock.pipeline.building.memory import Account
+from penstock.planner.candidate import Candidate, Recomputed
+from penstock.planner.communication import all_reduce, groups, send
+from penstock.planner.estimate import Trial, estimate
+from penstock.schedule.simulation.recompute import first_in_flight
+from support.planning import LENGTH, cluster, workload
+
+RUN = Candidate(2, rows=1, length=LENGTH, microbatches=4, split=(3, 3))
+
+
+def test_a_step_of_one_stage_is_its_ops_and_the_optimizer() -> None:
+    run = replace(RUN, ranks=1, split=(6,))
+    trial = Trial.of(workload(), run, cluster())
+    (stage,) = trial.stages
+    predicted = trial.estimate()
+    assert predicted.timeline.makespan == pytest.approx(
+        4 * (stage.forward + stage.input_grad + stage.weight_grad)
+    )
+    assert predicted.seconds == predicted.timeline.makespan + trial.after()
+    assert predicted.bubble == pytest.approx(0)
+    assert predicted.tokens_per_second == pytest.approx(4 * LENGTH / predicted.seconds)
+    peak = cluster().device.peak("bfloat16")
+    assert predicted.mfu == pytest.approx(4 * workload().flops(LENGTH) / predicted.seconds / peak)
+
+
+def test_a_pipeline_waits_for_its_messages() -> None:
+    """1F1B on two ranks whose edge crosses hosts: rank 1 begins after a forward and a message."""
+    trial = Trial.of(workload(), RUN, cluster(hosts=2, devices=1))
+    first = min(span.start for span in trial.estimate().timeline.of_rank(1))
+    message = send(1 * LENGTH * 64 * 4, True, cluster(hosts=2, devices=1))
+    assert first == pytest.approx(trial.stages[0].forward + message)
+    inside = Trial.of(workload(), RUN, cluster(hosts=1, devices=2))
+    assert inside.estimate().seconds < trial.estimate().seconds
+
+
+def test_gathering_comes_first_and_reducing_last() -> None:
+    run = replace(RUN, ranks=1, axes=Axes(dp_shard=2, dp_replicate=2), split=(6,))
+    sharded, alone = (Trial.of(workload(), one, cluster()) for one in (run, replace(run, axes=Axes())))
+    (stage,) = sharded.stages
+    step = sharded.estimate().timeline
+    work = 4 * (stage.forward + stage.input_grad + stage.weight_grad)
+    gather, reduction = sharded.kept.gather[0], sharded.kept.reduction[0]  # type: ignore[index]
+    assert step.makespan == pytest.approx(work + gather + reduction)
+    assert gather > 0 < reduction
+    assert alone.kept.gather == [0.0]
+    assert [(one.rank, one.stage) for one in step.reductions] == [(0, 0)]
+    again = Trial.of(workload(), replace(run, reshard=True), cluster())
+    assert again.estimate().timeline.makespan == pytest.approx(work + 4 * 2 * gather + reduction)
+    assert again.fixed[0].gathered_weights < sharded.fixed[0].gathered_weights
+
+
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("schedule", "axes", "options"),
+    [("1f1b", Axes(), ()), ("zb_h1", Axes(), ()), ("1f1b", Axes(dp_shard=2), (("stages_per_rank", 2),)),
+     ("1f1b", Axes(tp=2), ())],
+)  # fmt: skip
+def test_memory_is_that_of_the_account(
+    recomputed: Recomputed, schedule: str, axes: Axes, options: tuple[tuple[str, int], ...]
+) -> None:
+    """A sum over parts, and a run of each whole stage, within 2 %."""
+    run = replace(RUN, axes=axes, schedule=schedule, options=options, recomputed=recomputed, split=())
+    model = workload()
+    predicted = estimate(model, run, cluster())
+    plan = model.plan(run.built(), predicted.candidate.split)
+    account = Account(plan, axes, run.parallel_options(), run.checkpointing())
+    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
+        assert rank._replace(activations=None) == expected._replace(activations=None)
+        assert rank.activations == pytest.approx(expected.activations, rel=0.02)
+
+
+def test_recomputation_costs_a_forward_and_holds_less() -> None:
+    kept, full = (Trial.of(workload(), replace(RUN, recomputed=how), cluster()) for how in ("none", "full"))
+    first, again = kept.estimate(), full.estimate()
+    assert again.nbytes < first.nbytes
+    longer = again.timeline.busy[0] - first.timeline.busy[0]
+    assert longer == pytest.approx(4 * kept.stages[0].recomputed)
+    one = replace(full, candidate=replace(full.candidate, in_flight=(1, 0))).estimate()
+    assert first.timeline.busy[0] < one.timeline.busy[0] < again.timeline.busy[0]
+    assert one.timeline.busy[1] == pytest.approx(first.timeline.busy[1])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h2", "v_half"])
+def test_peaks_are_those_of_the_simulation(schedule: str) -> None:
+    run = replace(RUN, schedule=schedule, recomputed="full", in_flight=(2, 1), microbatches=8, split=())
+    trial = Trial.of(workload(), run, cluster(), buffers=False)
+    peaks = trial.peaks(first_in_flight(trial.proof.schedule, (2, 1)))
+    assert peaks == pytest.approx(list(trial.estimate().timeline.peak_memory))
+    all_kept, none_kept = (max(trial.peaks(first_in_flight(trial.proof.schedule, n))) for n in (0, None))
+    assert trial.least_bytes <= none_kept + max(rank.fixed for rank in trial.fixed)
+    limit = max(rank.fixed for rank in trial.fixed) + (all_kept + none_kept) / 2
+    counts = trial.counts(limit)
+    assert all(trial.fits(limit, first_in_flight(trial.proof.schedule, counts)))
+    for rank, count in enumerate(counts):
+        fewer = [max(n - (at == rank), 0) for at, n in enumerate(counts)]
+        assert not count or not trial.fits(limit, first_in_flight(trial.proof.schedule, fewer))[rank]
+
+
+def test_what_a_step_is_spent_on_adds_up() -> None:
+    run = Candidate(2, Axes(tp=2), rows=2, length=LENGTH, microbatches=4, sequence_parallel=True)
+    predicted = estimate(workload(), run, cluster())
+    assert sum(predicted.spent.values()) == pytest.approx(predicted.seconds)
+    assert predicted.spent["bubble"] > 0 < predicted.spent["compute"]
+    host = cluster()
+    across = groups(2, Axes(tp=2), host)
+    hidden = 2 * LENGTH * 64 * 2
+    assert predicted.exposed["tp"] > 4 * 3 * 2 * all_reduce(hidden, across["tp"], host)
+
+
+def test_a_candidate_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="devices"):
+        estimate(workload(), replace(RUN, axes=Axes(dp_shard=8)), cluster())
+    with pytest.raises(PartitionError):
+        estimate(workload(), replace(RUN, ranks=4, schedule="zb_v", split=()), cluster())

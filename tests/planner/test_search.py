@@ -1,0 +1,99 @@
+"""A search sees what matters, and says what it may have missed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.planner.candidate import Candidate
+from penstock.planner.estimate import Estimate, estimate
+from penstock.planner.search import (
+    RESERVED,
+    Miss,
+    Promise,
+    fitted,
+    fixed_bytes,
+    memory_limit,
+    plan,
+    promised,
+)
+from penstock.planner.space import meshes
+from support.planning import LENGTH, cluster, workload
+
+SMALL = cluster(1, 4)
+
+
+def field() -> list[Candidate]:
+    return [mesh for mesh in meshes(workload(), SMALL, 16, LENGTH) if not workload().takes(mesh)]
+
+
+def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
+    limit = 60e6
+    everything: list[tuple[Promise, float]] = []
+    for promise in promised(workload(), SMALL, field(), inf):
+        try:
+            run = fitted(workload(), promise.candidate, SMALL, limit)
+        except ConfigError:
+            continue
+        if isinstance(run, Miss):
+            assert run.nbytes > limit
+            continue
+        assert run.nbytes <= limit
+        assert run.seconds >= promise.least * (1 - 1e-9)
+        everything.append((promise, run.seconds))
+    plans = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=10**6)
+    assert plans.best[0].seconds == pytest.approx(min(seconds for _, seconds in everything))
+    assert len(plans.best) == 3
+    assert plans.simulated < plans.runs
+    assert [run.seconds for run in plans.best] == sorted(run.seconds for run in plans.best)
+    assert 0 <= plans.gap < 1
+    assert plans.least <= plans.best[0].seconds
+    assert all(run.nbytes <= limit * 1.02 for run in plans.best)
+
+
+def test_no_more_microbatches_are_recomputed_than_memory_asks_for() -> None:
+    run = next(
+        promise.candidate
+        for promise in promised(workload(), SMALL, field(), inf)
+        if promise.candidate.ranks == 2 and promise.candidate.axes.tp == 2 and promise.candidate.rows == 2
+    )
+    kept = fitted(workload(), run, SMALL, 1e12)
+    assert isinstance(kept, Estimate)
+    assert kept.candidate.recomputed == "none"
+    tight = fitted(workload(), run, SMALL, kept.nbytes - 1)
+    assert isinstance(tight, Estimate)
+    assert tight.candidate.recomputed != "none"
+    assert tight.nbytes < kept.nbytes
+    assert tight.seconds > kept.seconds
+    none = fitted(workload(), run, SMALL, 1e3)
+    assert isinstance(none, Miss)
+    everything = estimate(workload(), replace(run, recomputed="full"), SMALL)
+    assert 1e3 < none.nbytes <= everything.nbytes
+
+
+def test_where_nothing_fits_the_error_says_what_would() -> None:
+    least = min(fixed_bytes(workload(), mesh) for mesh in field())
+    with pytest.raises(
+        ConfigError, match=r"the smallest, .* needs .* GiB a device, .* more than"
+    ) as activations:
+        plan(workload(), SMALL, 16, LENGTH, limit=least * 1.5)
+    assert activations.value.remedy.startswith("Take")
+    with pytest.raises(ConfigError, match=r"weights, gradients .* alone take") as weights:
+        plan(workload(), SMALL, 16, LENGTH, limit=least / 3)
+    assert weights.value.remedy.startswith("Take 4 hosts")
+
+
+def test_a_batch_that_no_mesh_divides_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="batch=3: no mesh of 7 devices that divides it takes the model: tp=7"
+    ):
+        plan(workload(), cluster(1, 7), 3, LENGTH)
+
+
+def test_a_limit_is_what_the_device_has() -> None:
+    assert memory_limit(SMALL, None) == pytest.approx(1e9 * (1 - RESERVED))
+    with pytest.raises(ConfigError, match=r"H100 has 0\.9 GiB"):
+        memory_limit(SMALL, 2e9)

@@ -1,0 +1,133 @@
+"""benchmarks/validation/runs: the halves follow their rule, and docs/validation.md shows every row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from benchmarks.validation import models, published
+from benchmarks.validation.predict import (
+    FITTED,
+    Constants,
+    Predicted,
+    _names,
+    library,
+    predict,
+    read_constants,
+)
+from benchmarks.validation.runs import Run, Table, tables
+
+TABLES = tables()
+SMALL = Run(
+    name="small", half="blind", value=2.0, family="gpt", vocabulary=512, layers=4, hidden=64, heads=4,
+    length=64, batch=8, rows=1, pp=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
+def test_printed_rows_fit_and_are_blind_in_turn(table: Table) -> None:
+    """A printed row may have several figures, which are of one model: 22 B full, 22 B selective."""
+    if len(table.runs) == 1:
+        assert table.runs[0].half == "blind"
+        return
+    printed = [list(rows) for _, rows in groupby(table.runs, lambda run: _printed_row(table, run))]
+    assert [{run.half for run in rows} for rows in printed] == [
+        {("fit", "blind")[place % 2]} for place in range(len(printed))
+    ]
+
+
+def _printed_row(table: Table, run: Run) -> str:
+    return run.name.rpartition(" ")[0] if "2205.05198" in table.source else run.name
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
+def test_a_run_fills_whole_hosts_and_its_batch(table: Table) -> None:
+    for run in table.runs:
+        assert run.batch == run.candidate.batch
+        assert run.candidate.devices == table.hardware(run).world
+        assert sum(run.split) in {0, run.layers}
+        assert run.memory is None or table.memory_of
+
+
+def test_constants_name_the_rows_that_fit_them_and_no_blind_one() -> None:
+    fitted = json.loads(FITTED.read_text(encoding="utf-8"))
+    # private: which rows fit a set is one rule, and the file must follow it
+    assert {name: keys["fitted_on"] for name, keys in fitted.items()} == {
+        name: list(_names(TABLES, name)) for name in fitted
+    }
+    assert fitted.keys() == {table.constants for table in TABLES.values()}
+    assert read_constants().keys() == fitted.keys()
+
+
+def test_the_page_shows_every_row_with_what_was_measured() -> None:
+    page = published.PAGE.read_text(encoding="utf-8")
+    for table in TABLES.values():
+        assert f"### {table.source}: {table.table}" in page
+        for run in table.runs:
+            if run.unpredicted:
+                assert f"{run.name} ({run.half}): {run.unpredicted}" in page
+            elif table.measured == "seconds":
+                assert f"| {run.name} | {run.half} | {run.value:.2f} |" in page
+            else:
+                assert f"| {run.name} | {run.half} | " in page
+
+
+def test_writing_keeps_the_other_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(published, "PAGE", page)
+    page.write_text("# Page\n\n## First\n\ntext\n")
+    published.write(f"{published.TITLE}\n\nold\n")
+    published.write(f"{published.TITLE}\n\nnew\n")
+    assert page.read_text() == f"# Page\n\n## First\n\ntext\n\n{published.TITLE}\n\nnew\n"
+
+
+def test_a_step_time_follows_from_what_was_published() -> None:
+    """96 B s l h^2 (1 + s / 6h + V / 16lh), arXiv 2104.04473 (3)."""
+    devices, rows, s, layers, h, vocabulary = 2, 8, 64, 4, 64, 512
+    formula = 96 * rows * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+    assert models.seconds(SMALL, "tflops_recomputed") == pytest.approx(formula / (2e12 * devices))
+    assert models.seconds(SMALL, "tokens_per_device") == rows * s / (2 * devices)
+    assert models.seconds(SMALL, "seconds") == 2.0
+    masked = models.gpt_flops(SMALL, recomputed=False, mask=True)
+    assert models.flops(SMALL) == pytest.approx(masked)
+    assert models.seconds(SMALL, "tflops") == pytest.approx(masked / (2e12 * devices))
+
+
+def test_constants_change_what_they_name() -> None:
+    table = replace_cluster(TABLES["megatron_sc21"])
+    plain = library(table.hardware(SMALL))
+    first = predict(table, SMALL, plain).seconds
+    assert predict(table, SMALL, replace(plain, matmul=plain.matmul / 4)).seconds > first
+    assert predict(table, SMALL, replace(plain, traffic=4.0)).seconds > first
+    apart = SMALL.model_copy(update={"fused": False})
+    assert predict(table, apart, replace(plain, traffic=4.0)).seconds == pytest.approx(first)
+    assert predict(table, SMALL, replace(plain, float8=plain.float8 / 4)).seconds == pytest.approx(first)
+
+
+def replace_cluster(table: Table) -> Table:
+    return table.model_copy(update={"cluster": {"host": "DGX H100", "devices": 2}})
+
+
+def test_bars_count_blind_rows_alone() -> None:
+    table = replace_cluster(TABLES["bloom"]).model_copy(update={"one_model": True})
+    row = predict(table, SMALL, Constants(0.8, 0.8, 0.5, 1.0))
+    blind = replace(row, seconds=2.2, memory=None)
+    fit = replace(row, run=SMALL.model_copy(update={"half": "fit"}), measured=1.0, seconds=9.0)
+    results = {"bloom": [blind, fit, replace(blind, seconds=1.8, memory=1.05, run=_with_memory())]}
+    median, worst, memory, order = published.bars({"bloom": table}, results)
+    assert (median.figures, worst.figures, memory.figures, order.figures) == (2, 2, 1, 3)
+    assert median.result == "10.0%"
+    assert worst.met
+    assert memory.met
+    assert not order.met
+
+
+def _with_memory() -> Run:
+    return SMALL.model_copy(update={"memory": 1.0})
+
+
+def test_an_error_has_a_sign() -> None:
+    assert Predicted(SMALL, 2.0, 1.0, None, 0.0).error == -0.5
