@@ -75,7 +75,7 @@ def test_the_trips_of_the_page_are_those_of_the_picture() -> None:
 
 def rows() -> dict[str, str]:
     """The table of the layers: what stands behind each name."""
-    return dict(re.findall(r"^\| `([a-z]+)(?:\.py)?` \|(.*)", PAGE.read_text(encoding="utf-8"), re.M))
+    return dict(re.findall(r"^\| `([a-z_]+)(?:\.py)?` \|(.*)", PAGE.read_text(encoding="utf-8"), re.M))
 
 
 def test_every_layer_has_its_row_in_the_page() -> None:

@@ -72,11 +72,11 @@ def test_the_wheel_holds_every_source_and_data_file(wheel: Path) -> None:
     wanted = {
         file.relative_to(package.parent).as_posix()
         for file in package.rglob("*")
-        if file.suffix in {".py", ".html", ".css", ".js", ".typed"}
+        if file.suffix in {".py", ".html", ".css", ".js", ".typed", ".yaml"}
     }
     wanted_data = {name for name in wanted if not name.endswith(".py")}
     assert {Path(name).suffix or Path(name).name for name in wanted_data} == {
-        ".html", ".css", ".js", ".typed"
+        ".html", ".css", ".js", ".typed", ".yaml"
     }  # fmt: skip
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if ".dist-info/" not in name}
