@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from penstock.cli.dry_run import memory
@@ -45,4 +46,8 @@ def test_a_dry_run_agrees_with_the_plan(run: Candidate, tmp_path: Path) -> None:
     assert planned.plan.schedule.programs == run.built().programs
     for mine, theirs in zip(predicted.memory, needs, strict=True):
         assert mine._replace(activations=0) == theirs._replace(activations=0)
-        assert mine.activations == pytest.approx(theirs.activations, rel=0.02)
+        # a plan sums parts, which end in hidden states that stages free: two of a microbatch at most
+        hidden_states = 2 * RUN.rows * LENGTH * small_config().hidden_size * torch.float32.itemsize
+        assert theirs.activations is not None
+        near = 0.02 * theirs.activations + hidden_states
+        assert mine.activations == pytest.approx(theirs.activations, abs=near)
