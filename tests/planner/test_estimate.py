@@ -49,7 +49,8 @@ def test_gathering_comes_first_and_reducing_last() -> None:
     (stage,) = sharded.stages
     step = sharded.estimate().timeline
     work = 4 * (stage.forward + stage.input_grad + stage.weight_grad)
-    gather, reduction = sharded.kept.gather[0], sharded.kept.reduction[0]  # type: ignore[index]
+    (gather,) = sharded.kept.of_stages("gather", sharded.proof.schedule.placement)
+    (reduction,) = sharded.kept.of_stages("reduction", sharded.proof.schedule.placement)
     assert step.makespan == pytest.approx(work + gather + reduction)
     assert gather > 0 < reduction
     assert alone.kept.gather == [0.0]
