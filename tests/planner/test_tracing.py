@@ -40,4 +40,4 @@ def test_recomputation_runs_the_forward_again_or_all_but_products() -> None:
     assert part.recomputed == tuple(op for op in full.forward if op.kind == "other")
     kept = full.nbytes
     assert kept.recomputed_activation < part.nbytes.recomputed_activation < kept.activation
-    assert kept.recomputed_activation == TOKENS * 64 * 4  # its input, in float32: angles are shared
+    assert kept.recomputed_activation == TOKENS * 64 * 4 + LENGTH * 8  # its input, in float32, and positions

@@ -13,9 +13,9 @@ of the host, and waiting for slow ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,8 +48,7 @@ class Estimate:
         timeline: of one pipeline, up to the last reduction
         after: seconds after it: tied weights, the norm, the optimizer
         memory: of each rank, activations included
-        exposed: seconds of communication that a step waits for, by axis, on the rank that waits most
-        spent: seconds of a step by what they go to, means over ranks; they add up to a step
+        waits: finds the seconds of communication that each rank waits for, by axis
         flops: of the model for a step, without recomputation
         peak: FLOP/s of all devices, in the dtype of products
     """
@@ -58,8 +57,7 @@ class Estimate:
     timeline: Timeline
     after: float
     memory: tuple[RankMemory, ...]
-    exposed: Mapping[str, float]
-    spent: Mapping[str, float]
+    waits: Callable[[], Sequence[Mapping[str, float]]] = field(repr=False, compare=False)
     flops: float
     peak: float
 
@@ -87,6 +85,30 @@ class Estimate:
     def fullest(self) -> int:
         """The rank that holds most."""
         return max(range(len(self.memory)), key=lambda rank: self.memory[rank].total)
+
+    @cached_property
+    def exposed(self) -> Mapping[str, float]:
+        """Seconds of communication that a step waits for, by axis, on the rank that waits most."""
+        longest = {axis: max(waits.get(axis, 0.0) for waits in self._by_rank) for axis in self._axes}
+        return {axis: time for axis, time in longest.items() if time}
+
+    @cached_property
+    def spent(self) -> Mapping[str, float]:
+        """Seconds of a step by what they go to, means over ranks; they add up to a step."""
+        ranks = len(self._by_rank)
+        spent = {axis: sum(waits.get(axis, 0.0) for waits in self._by_rank) / ranks for axis in self._axes}
+        spent["optimizer"] = self.after
+        spent["bubble"] = sum(idle.peer + idle.outside + idle.runtime for idle in self.timeline.idle) / ranks
+        spent["compute"] = self.seconds - sum(spent.values())
+        return {name: time for name, time in spent.items() if time}
+
+    @cached_property
+    def _by_rank(self) -> Sequence[Mapping[str, float]]:
+        return self.waits()
+
+    @property
+    def _axes(self) -> Sequence[str]:
+        return list(dict.fromkeys(axis for waits in self._by_rank for axis in waits))
 
     @property
     def nbytes(self) -> int:
@@ -180,20 +202,12 @@ class Trial:
             for rank, peak in zip(self.fixed, timeline.peak_memory, strict=True)
         )
         peak = self.cluster.device.peak(self.computed) * self.candidate.devices
-        waits, after = self.waits(timeline), self.after()
-        axes = dict.fromkeys(name for of_rank in waits for name in of_rank)
-        worst = {axis: max(of_rank.get(axis, 0.0) for of_rank in waits) for axis in axes}
-        spent = {axis: sum(of_rank.get(axis, 0.0) for of_rank in waits) / len(waits) for axis in axes}
-        spent["optimizer"] = after
-        spent["bubble"] = sum(idle.peer + idle.outside + idle.runtime for idle in timeline.idle) / len(waits)
-        spent["compute"] = timeline.makespan + after - sum(spent.values())
         return Estimate(
             self.candidate,
             timeline,
-            after,
+            self.after(),
             memory,
-            {axis: time for axis, time in worst.items() if time},
-            {name: time for name, time in spent.items() if time},
+            partial(self.waits, timeline),
             self.flops * self.candidate.batch,
             peak,
         )
