@@ -35,7 +35,8 @@ from penstock.planner.hardware import Cluster, Device
 from penstock.planner.stages import Parts, StageParts
 from penstock.planner.weights import rank_memory
 from penstock.planner.workload import Workload
-from penstock.schedule import Costs, Placement, Proof, Schedule, Timeline, simulate, verify
+from penstock.schedule import Costs, Placement, Proof, Timeline, simulate, verify
+from penstock.schedule.ops import KINDS
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
 
 
@@ -162,9 +163,10 @@ class Trial:
             split = balanced_split(costs, placement.depth, holders=placement.holders)
         candidate = replace(candidate, split=tuple(map(len, split)))
         stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
-        moved = _Mesh(candidate, cluster, across, buffers, bool(proof.schedule.split), parts.shared)
+        splits = bool((proof.arrays.kind == KINDS.index("I")).any())
+        moved = _Mesh(candidate, cluster, across, buffers, splits, parts.shared)
         kept = moved.costs(placement, stages, weights, recomputed=False)
-        most_live = _most_live(proof.schedule)
+        most_live = _most_live(proof)
         fixed = tuple(
             rank_memory(
                 [weights[stage % placement.depth] for stage in placement.stages_of(rank)],
@@ -405,10 +407,11 @@ def proven(candidate: Candidate) -> Proof:
     )
 
 
-def _most_live(schedule: Schedule) -> list[int]:
+def _most_live(proof: Proof) -> list[int]:
     """By stage, the most microbatches between F and the end of their backward."""
-    live, most = [0] * schedule.stages, [0] * schedule.stages
-    for op in (op for program in schedule.programs for op in program):
-        live[op.stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[op.kind]
-        most[op.stage] = max(most[op.stage], live[op.stage])
-    return most
+    import numpy as np
+
+    arrays = proof.arrays
+    change = np.array([{"F": 1, "B": -1, "I": 0, "W": -1}[kind] for kind in KINDS])[arrays.kind]
+    stages = range(proof.schedule.stages)  # each on one rank, whose ops are in order
+    return [int(np.cumsum(change[arrays.stage == stage]).max(initial=0)) for stage in stages]

@@ -25,6 +25,7 @@ from penstock.planner.hardware import Cluster
 from penstock.planner.space import meshes, runs
 from penstock.planner.stages import Parts
 from penstock.planner.workload import Workload
+from penstock.schedule.collector import collector_paused
 from penstock.schedule.simulation.recompute import first_in_flight
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
@@ -167,7 +168,8 @@ def _simulated(
         if len(times) == keep and promise.least >= times[-1]:
             continue
         try:
-            run = fitted(model, promise.candidate, cluster, limit)
+            with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
+                run = fitted(model, promise.candidate, cluster, limit)
         except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
             continue
         if isinstance(run, Estimate):
