@@ -1,4 +1,4 @@
-"""benchmarks/validation/runs: the halves follow their rule, and docs/validation.md shows every row."""
+"""benchmarks/validation/tables: the halves follow their rule, and docs/validation.md shows every row."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from penstock.planner.hardware import Cluster, read_cluster
 from penstock.reading import parse_size
 from penstock.yaml_reader import read_yaml
 
-FOLDER = Path(__file__).with_name("runs")
+FOLDER = Path(__file__).with_name("tables")
 Size = Annotated[float, BeforeValidator(lambda value: parse_size(value) if isinstance(value, str) else value)]
 State = Literal["weights", "gradients", "optimizer"]
 Measure = Literal["seconds", "tokens_per_device", "tflops", "tflops_recomputed", "mfu"]

@@ -54,8 +54,10 @@ dispatch_get_all_op_names = torch._C._dispatch_get_all_op_names
 # ---- Tensors without values that keep their device
 FakeTensor = torch._subclasses.fake_tensor.FakeTensor  # instead: is_meta, with the device kept aside
 FakeTensorMode = torch._subclasses.fake_tensor.FakeTensorMode
-# what fake tensors raise of code that looks at values. instead: RuntimeError, which hides other errors
+# what fake tensors raise of code that looks at values, and of ops that need them. instead: RuntimeError,
+# which hides other errors
 LOOKS_AT_VALUES: tuple[type[Exception], ...] = (
+    NotImplementedError,
     torch._subclasses.fake_tensor.DataDependentOutputException,
     torch._subclasses.fake_tensor.DynamicOutputShapeException,
 )

@@ -158,7 +158,10 @@ def test_images_that_do_not_fit_their_tokens() -> None:
         ),
         ({**batch, "input_ids": batch["input_ids"] % 60}, "with no tokens of images"),
         (without(batch, "mm_token_type_ids"), "image_grid_thw without mm_token_type_ids"),
-        ({**batch, "image_grid_thw": batch["image_grid_thw"][:2]}, "with 5 tokens .* those of 2 in .* are 3"),
+        (
+            {**batch, "image_grid_thw": batch["image_grid_thw"][:2]},
+            "with 5 tokens .* the 2 images in .* have 3 tokens",
+        ),
     ):
         with pytest.raises(BatchError, match=message):
             pipe.step([wrong])

@@ -55,4 +55,4 @@ def test_what_only_one_of_them_has_is_wrong() -> None:
         (wrong,) = compared(found, expected).wrong
         assert wrong.remark == "only one of the two has it"
     (wrong,) = compared(some, some, name="b").wrong
-    assert wrong.remark == "the whole model has none of that name"
+    assert wrong.remark == "the whole model has no weight of that name"

@@ -28,7 +28,6 @@ from penstock.models.tracing.chain import Chain, prefixes
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import after_first, layer_kind
 from penstock.models.tracing.towers import encodes
-from penstock.private import LOOKS_AT_VALUES
 
 SEQUENCE = 4096  # tokens of a row, by default
 _SHORT = 16  # tokens
@@ -175,6 +174,8 @@ def _grown(once: int, twice: int) -> MultiplyAdds:
     return MultiplyAdds(once / _SHORT - _SHORT * square, square)
 
 
+# torch's, of a forward that looks at values, mixes in tensors with values, or does not run at all as it is
+_FAILS_WITHOUT_VALUES = (RuntimeError, AssertionError)
 _REMEMBERED = 64  # models
 _known: dict[object, list[tuple[ProductCounts, ProductCounts]]] = {}
 
@@ -195,7 +196,7 @@ def _short_rows(
         try:
             counted = _counted(model, chain, kinds, (_SHORT, 2 * _SHORT), save)
             _known[kind] = [*zip(*counted, strict=True)]
-        except LOOKS_AT_VALUES:
+        except _FAILS_WITHOUT_VALUES:
             _known[kind] = []
     return _known[kind]
 
