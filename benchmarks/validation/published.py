@@ -83,7 +83,8 @@ Each row is a run that others measured and published, and what `penstock plan` p
 where it ran. Half of the rows fit a few constants of the devices. The other half is predicted blind: of the
 rows of a table, in the order of print, the first fits, the second is blind, and so on. The rows, their
 sources, what these leave open and the half of each row are in `benchmarks/validation/tables/`.
-`make validate` predicts them again; `python -m benchmarks.validate --fit --write` also fits, and writes this section.
+`make validate` predicts them again; `python -m benchmarks.validate --fit --write` also fits, and writes
+this section.
 """
 _MISSES = """\
 What misses, and why:
