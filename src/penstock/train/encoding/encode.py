@@ -93,7 +93,7 @@ class Encoder:
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _row(self, record: Record) -> dict[str, Any]:
-        """The fields of a record; a chat in a table without None, and one in JSON with the nulls of its user."""
+        """The fields of a record: of a chat in a table without None, of one in JSON with the nulls."""
         row = _row(record)
         return _without_none(row) if self.kind == "chat" and not self.lines else row
 
