@@ -37,7 +37,6 @@ from server_client import Client, ServerError
 from server_front import Front
 from server_requests import Limits
 from support.pool import Pool
-from support.refusals import refuses
 from support.tiny import QWEN3
 
 TOKEN = "a token of sixteen letters"
@@ -251,7 +250,7 @@ def test_a_checkpoint_has_the_optimizer_and_its_name_is_taken_once(tmp_path: Pat
         assert client.call("status")["pending"]["calls"] == 0
         step(client)
         assert running.loss() == loss
-        with refuses(ServerError, "name='one'", "a checkpoint has that name"):
+        with pytest.raises(ServerError, match="a checkpoint has that name"):
             client.call("save", name="one")
         with pytest.raises(ServerError, match="none"):
             client.call("load", name="none")
@@ -270,7 +269,7 @@ def test_an_altered_checkpoint_is_refused_before_anything_changes(tmp_path: Path
         path.write_bytes(content)
         running.client.call("forward_backward", microbatches=ROWS)
         loss = running.loss()
-        with refuses(ServerError, rule="contents differ"):
+        with pytest.raises(ServerError, match="contents differ from what was written"):
             running.client.call("load", name="one")
         assert running.loss() == loss
         assert running.client.call("status")["pending"]["calls"] == 1
@@ -526,7 +525,7 @@ def test_an_error_of_one_rank_ends_the_server_and_answers_who_waits(
             asked = threads.submit(running.client.call, "forward", microbatches=ROWS)
             wait_for(lambda: running.front.status()["busy"] == "forward")
             running.front.__exit__()
-            with refuses(ServerError, "a server that ends") as refused:
+            with pytest.raises(ServerError, match="a server that ends") as refused:
                 asked.result()
         assert refused.value.status == 503
 
