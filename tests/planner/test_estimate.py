@@ -90,6 +90,22 @@ def test_recomputation_costs_a_forward_and_holds_less() -> None:
     assert one.timeline.busy[1] == pytest.approx(first.timeline.busy[1])
 
 
+def test_a_pipeline_of_equal_stages_takes_two_forwards_a_microbatch() -> None:
+    """(m + P - 1) (2F + I + W). What runs again is F up to the last result that I reads."""
+    run = replace(RUN, ranks=3, microbatches=7, split=(2, 2, 2), recomputed="full", axes=Axes(tp=2))
+    trial = Trial.of(workload(), run, cluster(hosts=3))
+    stage = trial.stages[1]
+    once = ("forward", "input_grad", "weight_grad", "recomputed")
+    times = {name: getattr(stage, name) for name in once}
+    equal = replace(trial, kept=replace(trial.kept, bytes=0.0, **times))
+    assert equal.estimate().timeline.makespan == pytest.approx((7 + 3 - 1) * sum(times.values()))
+    assert 0.8 * stage.forward < stage.recomputed <= stage.forward
+    products = [op for op in stage.works[0].weight_grad if op.kind == "matmul"]
+    added = [op for op in stage.works[0].weight_grad if op.kind == "other"]
+    assert sum(op.calls for op in products) == 7  # q, k, v, o, gate, up, down
+    assert sum(op.calls for op in added) == 2 * 7  # of each a cast to float32 and a sum
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h2", "v_half"])
 def test_peaks_are_those_of_the_simulation(schedule: str) -> None:
     run = replace(RUN, schedule=schedule, recomputed="full", in_flight=(2, 1), microbatches=8, split=())

@@ -25,7 +25,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.memory import Account
-from penstock.private import GROUPED_MM, TorchDispatchMode, tree_leaves
+from penstock.private import GROUPED_MM, TorchDispatchMode, tree_leaves, tree_map
 from penstock.schedule.ops import Kind
 
 OpKind = Literal["matmul", "attention", "other"]
@@ -194,9 +194,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its shards come next
         result = func(*args, **kwargs)
+        if any(issubclass(kind, DTensor) for kind in types):
+            # under this mode, the first op of a shape would also show the ops on whole tensors by which torch
+            # finds the shape of the result
+            args, kwargs, result = tree_map(_shard, (args, kwargs, result))
         if getattr(func, "namespace", "") == "aten" and not func.is_view and func not in _WITHOUT_DATA:
             self._record(func, args, kwargs, result)
         return result
@@ -230,6 +232,14 @@ _WITHOUT_DATA = frozenset({
     getattr(torch.ops.aten, name).default
     for name in ("detach", "_unsafe_view", "new_empty", "empty_like", "new_empty_strided", "empty_strided")
 })  # fmt: skip
+
+
+def _shard(value: Any) -> Any:
+    """The shard of a DTensor on this process; anything else as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
 
 
 def _tensors(values: Any) -> list[Tensor]:
