@@ -186,6 +186,25 @@ def test_the_default_split_keeps_the_memory_limit() -> None:
         replace(auto, activation_checkpointing=how).build_plan(config)
 
 
+def test_a_memory_limit_splits_for_what_runs_again() -> None:
+    """1.0: the layers were split as if none ran again, which makes the head's rank wait for the others."""
+    config, shape = tiny_config("llama", layers=12, vocab_size=1500), (2, 32)
+    auto = AutoPipeline(ranks=2, microbatches=8, sequence_length=32)
+    free = auto.build_plan(config)
+    everything = replace(auto, activation_checkpointing=True)
+    most, least = (max(rank.total for rank in one.account(free).ranks(shape)) for one in (auto, everything))
+    limit = least + 0.3 * (most - least)
+    how = Checkpointing(memory_limit=limit, shape=shape)
+    limited = replace(auto, activation_checkpointing=how)
+    plan = limited.build_plan(config)
+    assert (counts(free), counts(plan)) == ([9, 3], [8, 4])
+    accounts = [limited.account(one) for one in (free, plan)]
+    times = [simulate(one.schedule, account.timed(shape)).makespan
+             for one, account in zip((free, plan), accounts, strict=True)]  # fmt: skip
+    assert times[1] < 0.97 * times[0]
+    assert max(rank.total for rank in accounts[1].ranks(shape)) <= limit * (1 + 1e-9)
+
+
 def test_an_estimate_holds_no_gradients_of_what_is_sent() -> None:
     """Estimates count a packing mask that steps do not make: the same one on each stage."""
     model = tiny_model("llama", layers=4)
