@@ -39,7 +39,6 @@ from penstock.schedule import Costs, Placement, Proof, Timeline, simulate, verif
 from penstock.schedule.ops import KINDS
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
 
-
 _PARTS, _PARTS_OF_ENDS = 100, 20  # to which costs are rounded for a split: of layers, of embedding and head
 
 

@@ -1,8 +1,8 @@
 """A long step by two short ones, of a few microbatches a rank.
 
-Between a pipeline's first and last microbatches each one takes as long as the one before, so that a step grows
-evenly with them, and what a rank holds does not grow at all. `looped_bfs` holds all microbatches: it is never
-shortened.
+Between a pipeline's first and last microbatches each one takes as long as the one before, so that a step
+grows evenly with them, and what a rank holds does not grow at all. `looped_bfs` holds all microbatches: it is
+never shortened.
 """
 
 from __future__ import annotations
