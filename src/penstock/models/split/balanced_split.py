@@ -111,10 +111,13 @@ def balanced_split(
     split = _least_squares(cost, slowest, has_room, stages, layers)
     hosts = [rank for ranks in holders or () for rank in ranks]
     one_each = len(set(hosts)) == len(hosts)
-    return split if holders is None or one_each else _even_ranks(split, cost, has_room, holders)
+    test = None if memory is None else has_room
+    return split if holders is None or one_each else _even_ranks(split, cost, test, holders)
 
 
-def _even_ranks(split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders) -> list[range]:
+def _even_ranks(
+    split: list[range], cost: _StageSum, has_room: _StageTest | None, holders: Holders
+) -> list[range]:
     """The better of two local optima: one from `split`, one from a split of layers that cost the same."""
     stages, layers = len(split), split[-1].stop
     mean = cost(0, 0, layers) - cost(0, 0, 0)  # the cost of a layer, times `layers`
@@ -135,7 +138,7 @@ _STEPS = (-8, -5, -4, -3, -2, -1, 1, 2, 3, 4, 5, 8)
 
 
 def _moved(
-    split: list[range], cost: _StageSum, has_room: _StageTest, holders: Holders
+    split: list[range], cost: _StageSum, has_room: _StageTest | None, holders: Holders
 ) -> tuple[tuple[int, ...], list[range]]:
     """Move layers off the slowest rank until no move helps. Returns the split, and its quality.
 
@@ -157,7 +160,7 @@ def _moved(
             shifted = cuts.copy()
             shifted[first] += step
             shifted[second] += other
-            if all(start <= end for start, end in pairwise(shifted)):
+            if all(shifted[at - 1] <= shifted[at] <= shifted[at + 1] for at in (first, second)):
                 new = [range(start, end) for start, end in pairwise(shifted)]
                 if _fits(new, has_room):
                     yield new
@@ -176,8 +179,9 @@ def _moved(
         best, split = cheapest
 
 
-def _fits(split: Sequence[range], has_room: _StageTest) -> bool:
-    return all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
+def _fits(split: Sequence[range], has_room: _StageTest | None) -> bool:
+    """has_room: None where nothing limits a stage"""
+    return has_room is None or all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
 
 
 def _by_rank(costs: Sequence[int], holders: Holders) -> dict[int, int]:
