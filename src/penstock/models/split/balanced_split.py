@@ -181,7 +181,9 @@ def _moved(
 
 def _fits(split: Sequence[range], has_room: _StageTest | None) -> bool:
     """has_room: None where nothing limits a stage"""
-    return has_room is None or all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
+    if has_room is None:
+        return True
+    return all(has_room(stage, layers.start, layers.stop) for stage, layers in enumerate(split))
 
 
 def _by_rank(costs: Sequence[int], holders: Holders) -> dict[int, int]:
