@@ -65,7 +65,7 @@ def test_what_is_frozen_stays_frozen() -> None:
         frozen = gc.get_freeze_count()
         with collector_paused(all_stay=True):
             many = [[] for _ in range(150_000)]  # type: ignore[var-annotated]
-        assert gc.get_freeze_count() == frozen
+        assert frozen / 2 < gc.get_freeze_count() <= frozen  # a frozen object may die
         assert len(many) == 150_000
     finally:
         gc.unfreeze()
