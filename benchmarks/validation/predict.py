@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -16,11 +16,9 @@ from penstock.planner.estimate import Trial, estimate
 from penstock.planner.hardware import Cluster, read_cluster
 
 FITTED = Path(__file__).with_name("constants.json")
-_STEPS, _STEP, _MOST = (
-    3,
-    0.02,
-    0.4,
-)  # of the fit: rounds, a difference, the most that a round changes, in logarithms
+_ROUNDS = 20  # of the fit at most
+_STEP, _MOST = 0.02, 0.4  # a difference, and the most that a round changes, in logarithms
+_STILL = 0.005  # a round that changes no constant by more is the last
 _DAMPING = 0.05  # of a constant that no row says much about
 
 
@@ -109,13 +107,16 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
 
 
 def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
-    """The rows that fit the set of constants called `name`."""
+    """The rows that fit the set of constants called `name`.
+
+    Mixtures fit none: their runs hide exchanges of experts, which the planner does not.
+    """
     return [
         (table, run)
         for table in tables.values()
         if table.constants == name
         for run in table.runs
-        if run.half == "fit" and not run.unpredicted
+        if run.half == "fit" and not run.mixture and not run.unpredicted
     ]
 
 
@@ -140,7 +141,7 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
     firsts = [predict(table, run, constants) for table, run in rows]
     misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
     start = _busy(rows, constants)
-    for _ in range(_STEPS):
+    for _ in range(_ROUNDS):
         here = _busy(rows, constants)
         now = misses + here - start
         slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
@@ -148,6 +149,8 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
         change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
         limited = np.clip(change, -_MOST, _MOST)
         constants = _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
+        if np.abs(limited).max() < _STILL:
+            break
     return constants
 
 
@@ -186,15 +189,13 @@ def read_constants() -> dict[str, Constants]:
 
 def write_constants(fitted: Mapping[str, Constants], tables: Mapping[str, Table]) -> None:
     tree = {
-        name: asdict(constants) | {"fitted_on": list(_names(tables, name))}
+        name: asdict(constants) | {"fitted_on": fitting_names(tables, name)}
         for name, constants in fitted.items()
     }
     FITTED.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
-def _names(tables: Mapping[str, Table], name: str) -> Iterator[str]:
-    for stem, table in tables.items():
-        if table.constants == name:
-            yield from (
-                f"{stem}: {run.name}" for run in table.runs if run.half == "fit" and not run.unpredicted
-            )
+def fitting_names(tables: Mapping[str, Table], name: str) -> list[str]:
+    """The rows that fit the set of constants called `name`, as ``file: row``."""
+    stems = {table.table: stem for stem, table in tables.items()}
+    return [f"{stems[table.table]}: {run.name}" for table, run in fitting(tables, name)]

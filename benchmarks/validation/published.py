@@ -8,7 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from benchmarks.validation.models import flops, gpt_flops
-from benchmarks.validation.predict import Constants, Predicted
+from benchmarks.validation.predict import Constants, Predicted, fitting
 from benchmarks.validation.runs import FOLDER, Table
 
 PAGE = FOLDER.parents[2] / "docs" / "validation.md"
@@ -118,12 +118,7 @@ def _constants(tables: Mapping[str, Table], constants: Mapping[str, Constants]) 
     yield "| constants of | `matmul` | of float8 | `attention` | traffic of fused ops | rows that fit them |"
     yield "|---|---:|---:|---:|---:|---:|"
     for name, of_device in constants.items():
-        fitted = sum(
-            run.half == "fit" and not run.unpredicted
-            for table in tables.values()
-            if table.constants == name
-            for run in table.runs
-        )
+        fitted = len(fitting(tables, name))
         shares = (of_device.matmul, of_device.float8, of_device.attention, of_device.traffic)
         yield f"| {name} | {' | '.join(f'{share:.3f}' for share in shares)} | {fitted} |"
 
