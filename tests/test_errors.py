@@ -19,6 +19,7 @@ from penstock.errors import (
     account_of,
     give_account,
 )
+from support.refusals import refuses
 
 KINDS = [getattr(errors, name) for name in errors.__all__]
 
@@ -78,3 +79,29 @@ def test_an_error_of_a_peer_adds_what_both_ranks_said_last() -> None:
     error.rank, error.peer_report = 0, "rank 1 last reported 0.1 s ago"
     give_account(error, FailurePoint("in 0B1"))
     assert str(error).splitlines() == [error.brief, "  rank 1 last reported 0.1 s ago", "  rank 0 in 0B1"]
+
+
+def raise_it(kind: type[PenstockError], *texts: str) -> None:
+    raise kind(*texts)
+
+
+def test_a_refusal_is_matched_by_its_parts() -> None:
+    with refuses(InputError, "ranks", "one", "Give") as caught:
+        raise_it(InputError, "ranks=0", "one at least", "Give 1")
+    assert caught.value.value == "ranks=0"
+
+
+@pytest.mark.parametrize(
+    ("kind", "texts"),
+    [
+        (errors.ConfigError, ("ranks=0", "one at least", "Give 1")),  # a derived class
+        (InputError, ("steps=0", "one at least", "Give 1")),
+        (InputError, ("ranks=0", "two at least", "Give 1")),
+        (InputError, ("ranks=0", "one at least", "")),
+        (InputError, ("ranks=0", "one at least", "Give 1.")),
+        (InputError, ("ranks=0", "one at least", "give 1")),
+    ],
+)
+def test_another_refusal_is_not_matched(kind: type[PenstockError], texts: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError), refuses(InputError, "ranks=0", "one"):
+        raise_it(kind, *texts)

@@ -6,6 +6,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from penstock.batch.loss import MeanOverRows, NextToken, TokenLabels, total_of
 from penstock.errors import BatchError, ModelError
+from support.refusals import refuses
 
 
 def test_next_token_is_the_loss_of_transformers() -> None:
@@ -31,7 +32,7 @@ def test_shifted_labels_go_before_labels() -> None:
     assert NextToken().weight(both) == 8
     loss = NextToken().total(logits, both)
     torch.testing.assert_close(loss, NextToken().total(logits, {"labels": labels}))
-    with pytest.raises(BatchError, match="shift_labels in a batch"):
+    with refuses(BatchError, "shift_labels in a batch"):
         TokenLabels().check(both, 11)
 
 

@@ -22,6 +22,7 @@ from penstock.batch.payload import (
     unpack_specs,
 )
 from penstock.errors import ShapeError
+from support.refusals import refuses
 
 TENSORS = (
     torch.zeros(2, 3),
@@ -164,7 +165,5 @@ def test_a_named_tuple_crosses_where_no_text_describes_it() -> None:
     back = unflatten(tensors, form)
     assert isinstance(back, Pair)
     assert same(back.one, value.one)
-    with pytest.raises(
-        ShapeError, match=r"Pair\(one=tensor, other=\{'count': 3\}\): only the nesting of tuples"
-    ):
+    with refuses(ShapeError, "a stage's output Pair(one=tensor, other={'count': 3})", "nesting of tuples"):
         pack_specs(EdgeSpecs.of(tensors, form))

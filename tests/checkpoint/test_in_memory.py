@@ -22,6 +22,7 @@ from penstock.train.run import run
 from support.folders import flip
 from support.jobs_memory import lost, remembered
 from support.pool import Pool
+from support.refusals import refuses
 from support.tiny import (
     GPT2_WITH_DROPOUT,
     QWEN3,
@@ -55,7 +56,7 @@ def undisturbed(folder: Path, *arguments: Any, **train: Any) -> Path:
 def lose(made: TrainConfig, step: int, resume: str | None = None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         lost(patch, step)
-        with pytest.raises(RunError, match="a process was lost"):
+        with refuses(RunError, rule="a process was lost"):
             run(preflight(made, resume))
 
 
@@ -282,7 +283,7 @@ def test_changed_data_is_refused(memory: Path, tmp_path: Path) -> None:
     made = config(tmp_path, steps=STEPS, memory_checkpoint_every=1)
     lose(made, 3)
     (tmp_path / "text").write_bytes(bytes(range(32, 127)) * 9)
-    with pytest.raises(CheckpointError, match="it is not the data of the checkpoint"):
+    with refuses(CheckpointError, "the data of a resumed run", "it is not the data of the checkpoint"):
         run(preflight(made, NEWEST))
 
 

@@ -264,3 +264,35 @@ def test_the_sample_in_the_tutorial_is_what_it_prints(
     summary, *rest = out.partition("\nconfig\n")[0].strip().split("\n\n")
     for part in (summary.partition("\nnote ")[0], *rest):
         assert part in text, "write it into docs/tutorial.md"
+
+
+@pytest.mark.parametrize(("memory", "is_too_full"), [("80 GB", True), ("300 GB", False)])
+def test_a_rank_above_its_devices_memory_is_one_warning(
+    tmp_path: Path, penstock: Command, memory: str, is_too_full: bool
+) -> None:
+    """1.0: a rank that no device holds was printed without a word."""
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(f"hosts: 8\nhost: DGX H100\ndevice: {{memory: {memory}}}\n")
+    config = elsewhere(tmp_path, parallel={"dp_shard": 1}, train={"batch_size": 16})
+    _, plain, _ = penstock("train", config, "--dry-run", "pipeline.ranks=8")
+    assert "\nwarning " not in plain  # no device is at hand
+    code, out, err = penstock("train", config, "--dry-run", "pipeline.ranks=8", "--cluster", cluster)
+    assert (code, err) == (0, "")
+    summary = " ".join(out.partition("\n\n")[0].split())
+    assert ("of H100: " in summary) == is_too_full
+    if is_too_full:
+        needed = re.search(r"warning ([\d.]+) GiB is above the 74.51 GiB of H100", summary)
+        assert needed
+        assert f"memory {needed[1]} GiB predicted" in summary
+        assert "train.activation_checkpointing=full" in summary
+        assert "more pipeline.microbatches, of fewer than 2 rows" in summary
+        assert "a larger parallel.dp_shard would help" in summary or "dp_shard; " in summary
+
+
+def test_a_cluster_of_a_run_that_does_not_plan_is_refused(tmp_path: Path, penstock: Command) -> None:
+    code, _, err = penstock("train", config_file(tmp_path), "--cluster", "CPU host")
+    assert code == 2
+    assert "--cluster 'CPU host': it is what pipeline.schedule=planned plans for" in err
+    code, _, err = penstock("train", elsewhere(tmp_path), "--dry-run", "--world", "64", "--cluster", "DGX 9")
+    assert code == 2
+    assert "it is neither a known host nor a file" in err

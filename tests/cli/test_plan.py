@@ -10,7 +10,9 @@ import yaml
 
 from penstock.cli.plan import show
 from penstock.errors import InputError
+from penstock.planner.hardware import read_cluster
 from penstock.train.config.load import load_config
+from support.command import Command
 from support.planning import LENGTH, small_config
 
 CLUSTER = "hosts: 1\nhost: DGX H100\ndevices: 4\ndevice: {memory: 1 GB}\n"
@@ -64,6 +66,40 @@ def test_wrong_input_is_one_message(folder: Path, change: dict[str, object], mes
     given = {"model": str(folder), "cluster": str(folder / "cluster.yaml"), "batch": 16, "length": LENGTH}
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
         show(**given | change)  # type: ignore[arg-type]
+
+
+def test_calibration_writes_a_cluster_that_a_plan_takes(
+    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.cli.plan._SECONDS", 2.0)  # what is measured does not matter here
+    file = folder / "measured.yaml"
+    code, out, err = penstock("plan", "--calibrate", "--out", file)
+    assert (code, err) == (0, "")
+    assert f"wrote {file}" in out
+    assert "start it with torchrun" in out
+    assert read_cluster(file).devices == 1
+    sizes = ("--batch", "4", "--length", str(LENGTH))
+    assert "6 layers" in penstock("plan", folder, "--cluster", file, *sizes).out
+    code, out, _ = penstock("plan", folder, "--calibrate", *sizes)
+    assert code == 0
+    assert "threads of a CPU" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "penstock plan without MODEL, --batch, --length, --cluster"),
+        (("--calibrate", "--batch", "8"), "penstock plan without MODEL, --length"),
+        (("--calibrate", "--cluster", "CPU host"), "--calibrate with --cluster 'CPU host'"),
+        (("--calibrate", "--out", "measured"), "a cluster is a YAML file"),
+    ],
+)
+def test_arguments_that_are_missing_or_exclude_each_other_are_one_message(
+    penstock: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    code, out, err = penstock("plan", *arguments)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 def test_a_million_layers_are_refused_at_once(folder: Path) -> None:

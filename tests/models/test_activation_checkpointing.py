@@ -33,6 +33,7 @@ from penstock.runtime.stage_part import Forward
 from support.covering import every, pairs
 from support.families import FAMILIES, ragged_batch, tiny_model
 from support.reference import TOLERANCE, Gradients, assert_gradients, gradients_of, plain_step
+from support.refusals import refuses
 from support.splitting import ORDERS, assert_exact, plain, split
 
 FULL, SELECTIVE = Checkpointing(), Checkpointing(save=("matmul", "attention"))
@@ -456,7 +457,7 @@ def test_a_layer_in_two_places_is_checkpointed_once() -> None:
 def test_a_forward_on_the_instance_is_refused() -> None:
     layer = Products()
     layer.forward = layer.one.forward  # type: ignore[method-assign, assignment]
-    with pytest.raises(ModelError, match="layer 3, a Products"):
+    with refuses(ModelError, "layer 3, a Products with a forward of its own"):
         install([(3, layer)], FULL)
     install([(3, layer)], Checkpointing(every=2))
 
@@ -579,7 +580,7 @@ def test_forms_of_the_option() -> None:
     own = Checkpointing(every=3, in_flight=(2, 0))
     assert checkpointing(own) is own
     for other in ("all", 1.5, "Full"):
-        with pytest.raises(ConfigError, match="'full', 'selective' or 'none'"):
+        with refuses(ConfigError, rule="'full', 'selective' or 'none'"):
             checkpointing(other)  # type: ignore[arg-type]
 
 

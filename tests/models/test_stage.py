@@ -23,6 +23,7 @@ from penstock.models.stage import (
 )
 from penstock.runtime.ranks import Ranks
 from support.ranks import on_threads
+from support.refusals import refuses
 
 FIRST = object()  # in place of what a first stage does not receive
 BATCH = {"x": "x", "y": "y", "z": "z"}
@@ -97,7 +98,7 @@ def test_layers_are_dealt_out_evenly() -> None:
     for before, after in ((1, 1), (0, 3)):
         found = [distribute_layers(12, StageInfo(s, 5), before=before, after=after) for s in range(5)]
         assert found == even_split(12, 5, before, after)
-    with pytest.raises(PartitionError, match="4 stages for 3 layers"):
+    with refuses(PartitionError, "4 stages for 3 layers"):
         distribute_layers(3, StageInfo(1, 4))
 
 

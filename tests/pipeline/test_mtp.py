@@ -22,6 +22,7 @@ from support.covering import every
 from support.mesh import build_whole, own_part
 from support.pool import Pool
 from support.predicting import packed_batch, tiny_config, tiny_predicting
+from support.refusals import refuses
 
 BATCH = zoo.tiny_batch("deepseek_v3", rows=8)
 TWO_EACH = {"schedule": "1f1b", "stages_per_rank": 2}
@@ -218,7 +219,11 @@ def test_refused(options: dict[str, Any], error: type[InputError], message: str)
 
 
 def test_a_model_object_is_taken_as_it_is() -> None:
-    with pytest.raises(ModelError, match=r"Build it with penstock\.with_mtp\(DeepseekV3ForCausalLM\)"):
+    with refuses(
+        ModelError,
+        "mtp_loss_scaling_factor for a model object",
+        remedy="Build it with penstock.with_mtp(DeepseekV3ForCausalLM)",
+    ):
         AutoPipeline(ranks=2, microbatches=4, mtp_loss_scaling_factor=0.1).build_plan(tiny_predicting())
 
 

@@ -60,6 +60,8 @@ def test_a_section_of_a_config_shares_the_options_of_its_groups() -> None:
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Pipeline\.from_provider\(\) has no option 'scedule'.*'schedule'"):
         Pipeline.from_provider(Piece, scedule="1f1b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"no option 'replay_routing'\. Its options are ranks, .*, common$"):
+        Pipeline.from_provider(Piece, replay_routing=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"Pipeline\.from_provider\(\) takes its options by keyword"):
         Pipeline.from_provider(Piece, 2)
 

@@ -23,6 +23,7 @@ from penstock.planner.communication import (
     send,
 )
 from support.clusters import round_cluster
+from support.refusals import refuses
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -76,7 +77,7 @@ def test_all_to_all_sends_inside_and_between_side_by_side() -> None:
     assert all_to_all(16e9, Group(16, 8), CLUSTER) == pytest.approx(10e-6 + 0.8)
     assert all_to_all(16e9, Group(16, 8), CLUSTER, imbalance=1.5) == pytest.approx(10e-6 + 1.2)
     assert all_to_all(8e9, Group(8, 8), CLUSTER) == pytest.approx(1e-6 + 0.07)
-    with pytest.raises(ConfigError, match=r"imbalance=0.5: the fullest rank receives the mean"):
+    with refuses(ConfigError, "imbalance=0.5", "fullest rank receives"):
         all_to_all(1, Group(8, 8), CLUSTER, imbalance=0.5)
 
 

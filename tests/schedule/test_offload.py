@@ -16,6 +16,7 @@ from penstock.schedule.builders.gpipe import forwards
 from penstock.schedule.offload import HostCopies, HostCopy, host_copies, offloaded, verify_copies
 from penstock.schedule.ops import loop
 from support.programs import valid
+from support.refusals import refuses
 
 
 def grid(program: Sequence[Op], copies: HostCopies) -> list[str]:
@@ -119,7 +120,7 @@ def test_copies_out_of_order_are_refused(change: str, violation: str) -> None:
 
 def test_copies_of_another_schedule_are_refused() -> None:
     proof = verify(build("1f1b", ranks=4, microbatches=4))
-    with pytest.raises(ScheduleError, match="host copies of 2 ranks, for 4"):
+    with refuses(ScheduleError, "schedule '1f1b'", "2 ranks, for 4"):
         verify_copies(proof, host_copies(build("1f1b", ranks=2, microbatches=4)))
     with pytest.raises(ScheduleError, match="host copies in front of 12 ops, and it has 8"):
         verify_copies(proof, host_copies(build("1f1b", ranks=4, microbatches=6)))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError
 from penstock.schedule import Op, Pair, Placement, Schedule, both_ways, build, loop
 from support.programs import written
+from support.refusals import refuses
 
 ops = st.builds(Op, st.integers(0, 10_000), st.sampled_from(["F", "B", "I", "W"]), st.integers(0, 10_000))
 
@@ -91,6 +92,6 @@ def test_a_given_placement_keeps_the_order_of_the_data() -> None:
 
 @pytest.mark.parametrize("rank_of", [(), (1,), (0, 2), (0, -1)])
 def test_a_rank_without_a_stage_is_refused(rank_of: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigError, match="each rank from 0 to the highest") as caught:
+    with refuses(ConfigError, rule="0 to the highest") as caught:
         Placement(rank_of)
     assert caught.value.value == f"placement {list(rank_of)}"

@@ -31,6 +31,7 @@ from penstock.train.preflight import preflight
 from penstock.train.run import run
 from penstock.train.state import UNNAMED, read_state
 from support.folders import check_folder, flip, relist
+from support.refusals import refuses
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
 
@@ -225,7 +226,7 @@ def test_a_run_does_not_go_on_from_older_than_what_came_while_it_started(
     shutil.copytree(two_checkpoints / "out", tmp_path / "out")
     prepared = preflight(config(tmp_path, steps=4), NEWEST)
     write(tmp_path / "out", 3)
-    with pytest.raises(RunError, match="step-00000003: another run wrote it while this one started"):
+    with refuses(RunError, "step-00000003", "another run wrote"):
         run(prepared)
     assert left(tmp_path / "out") == [1, 2, 3]
 
@@ -346,7 +347,7 @@ def test_where_no_checkpoint_can_be_written_no_run_begins(tmp_path: Path) -> Non
     """0.5.0: a file in the place of the folder of checkpoints ended the run at the first one."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "checkpoints").touch()
-    with pytest.raises(ConfigError, match="checkpoints is no folder"):
+    with refuses(ConfigError, rule="checkpoints is no folder"):
         preflight(config(tmp_path))
 
 
@@ -364,7 +365,7 @@ def test_a_disk_that_fails_while_tensors_are_read_costs_one_checkpoint(
         load(saved, folder, stages)
 
     monkeypatch.setattr(SavedModel, "load", failing)
-    with pytest.raises(CheckpointError, match=r"its tensors: it cannot be read \(Input"):
+    with refuses(CheckpointError, "its tensors", "read (Input"):
         run(preflight(config(tmp_path, steps=3), str(checkpoint(tmp_path, 2))))  # which was asked for
     run(preflight(config(tmp_path, steps=3), NEWEST))
     said = capsys.readouterr().out
@@ -376,7 +377,7 @@ def test_a_disk_that_fails_while_tensors_are_read_costs_one_checkpoint(
 def test_a_checkpoint_of_another_model_is_not_passed_over(tmp_path: Path, two_checkpoints: Path) -> None:
     """With an older one of the same model the run would go on no better, and the user would not notice."""
     shutil.copytree(two_checkpoints / "out", tmp_path / "out")
-    with pytest.raises(UnfitError, match="intermediate_size=32: the model has 64"):
+    with refuses(UnfitError, "intermediate_size=32", "model has 64"):
         preflight(config(tmp_path, {**QWEN3, "intermediate_size": 64}, steps=3), NEWEST)
 
 
@@ -400,7 +401,7 @@ def test_a_failed_write_leaves_all_that_was_there(tmp_path: Path, monkeypatch: p
         return written(self, folder, index, count)
 
     monkeypatch.setattr(OptimizerState, "write", write)
-    with pytest.raises(RunError, match="step-00000003: it could not be written in the background"):
+    with refuses(RunError, "step-00000003", "it could not be written in the background"):
         run(preflight(kept(tmp_path, last=1)))
     assert left(tmp_path / "out") == [2]
     assert newest_checkpoint(tmp_path / "out")[1] == []
@@ -423,7 +424,7 @@ def test_a_failed_write_is_raised_at_the_next_step(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(OptimizerState, "write", failing)
     monkeypatch.setattr(loop, "seed_step", ended)
-    with pytest.raises(RunError, match="step-00000002: it could not be written in the background") as caught:
+    with refuses(RunError, "step-00000002", "it could not be written in the background") as caught:
         run(preflight(config(tmp_path, steps=8, checkpoint_every=2)))
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3]
     assert not getattr(caught.value, "__notes__", [])

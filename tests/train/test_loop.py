@@ -27,6 +27,7 @@ from penstock.train.records.metrics import Metrics
 from penstock.train.run import run
 from penstock.train.state import read_state
 from support.jobs_train import poison
+from support.refusals import refuses
 from support.tiny import checkpoint, config, metrics
 
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -94,7 +95,7 @@ def test_a_resumed_run_remembers_how_many_steps_were_skipped(
 
 def test_broken_weights_end_a_run_that_skips_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, range(2, 100))
-    with pytest.raises(RunError, match=r"steps 2 to 11: .*10 steps in a row .*--resume"):
+    with refuses(RunError, "steps 2 to 11: loss=nan, grad_norm=nan at the last", "10 steps", "--resume"):
         run(preflight(config(tmp_path, steps=20, nonfinite="skip", evaluate_every=100)))
     assert [row["step"] for row in steps(tmp_path)] == list(range(1, 12))
 

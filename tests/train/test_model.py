@@ -10,6 +10,7 @@ from transformers import AutoConfig, Qwen3Config
 from penstock.errors import ConfigError, ModelError
 from penstock.train.config.sections import ModelSection
 from penstock.train.model import inline_config, named_model
+from support.refusals import refuses
 
 
 def test_inline_keys_make_the_config_of_their_type() -> None:
@@ -41,7 +42,7 @@ def test_a_folder_is_read_for_its_weights_or_for_its_config_alone(tmp_path: Path
     assert named_model(ModelSection(path=str(tmp_path))) == tmp_path
     config = named_model(ModelSection(path=str(tmp_path), weights="random"))
     assert isinstance(config, Qwen3Config)
-    with pytest.raises(ModelError, match="there is no such folder"):
+    with refuses(ModelError, rule="there is no such folder"):
         named_model(ModelSection(path=str(tmp_path / "nowhere"), weights="random"))
 
 

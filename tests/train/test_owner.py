@@ -116,6 +116,15 @@ def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(
     assert "is gone" in taken(tmp_path, beat=0.02, patience=0.1)[0]
 
 
+def test_a_file_that_is_removed_while_it_is_looked_at_is_no_heartbeat(tmp_path: Path) -> None:
+    """Unreleased: it said "its heartbeat moves", and refused the folder of an owner that was gone."""
+    write(tmp_path, machine="another boot")
+    removal = threading.Timer(0.1, (tmp_path / OWNER).unlink)
+    removal.start()
+    assert "is gone" in taken(tmp_path, beat=0.02, patience=0.3)[0]
+    removal.join()
+
+
 @pytest.mark.fault("two jobs and one output folder", "several come at once")
 def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> None:
     for ended in (None, True, False):

@@ -25,6 +25,8 @@ from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.at_hand import device_at_hand
+from penstock.planner.hardware import Device, read_cluster
 from penstock.runtime.device.free_memory import room_in_memory
 from penstock.schedule import render, simulate
 from penstock.schedule.offload import host_copies, offloaded
@@ -39,15 +41,20 @@ _WIDEST = 120  # characters a line
 _LINES = 16  # of the memory's table, and the most ranks of a schedule's drawing
 
 
-def show(config: TrainConfig, resume: str | None, world: int | None) -> None:
-    """Plan the run and print a summary, stages, memory, mesh, optimizers, schedule and config."""
+def show(config: TrainConfig, resume: str | None, world: int | None, cluster: str | None = None) -> None:
+    """Plan the run and print a summary, stages, memory, mesh, optimizers, schedule and config.
+
+    cluster: the hardware of the run, as `read_cluster` reads it; None: the device at hand
+    """
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     with sdpa_for_flash():
-        planned = dry_run(config, resume, world)
+        hardware = None if cluster is None else read_cluster(cluster)
+        planned = dry_run(config, resume, world, hardware)
         costs = stage_costs(planned)
         bubble = predicted_bubble(planned)
         needs = memory(planned)
-    echo(_filled(_summary(planned, bubble, needs), width))
+    device = device_at_hand(config.train.device == "cpu") if hardware is None else hardware.device
+    echo(_filled((*_summary(planned, bubble, needs), *_too_full(planned, needs, device)), width))
     echo("\nstages, with the parameters and the share of all multiply-adds of each", _stages(planned, costs))
     echo("\nmemory of a process of each rank, GiB, without the framework's own")
     echo(_memory(needs, planned.plan.proof.peak_live))
@@ -112,6 +119,30 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
         yield "offload", f"activations of {away:,} of {forwards:,} forwards wait in host memory"
     for note in planned.notes:
         yield "note", note
+
+
+def _too_full(planned: Planned, needs: Sequence[RankMemory], device: Device | None) -> Iterator[PlanLine]:
+    """A line where the fullest rank needs more memory than its device has. Of no device nothing is said."""
+    most = max(needs, key=lambda need: need.total)
+    if device is None or most.total <= device.memory:
+        return
+    amounts = f"{gib(most.total, most.total)} GiB is above the {gib(device.memory, most.total)} GiB"
+    yield "warning", f"{amounts} of {device.name}: {'; '.join(_remedies(planned, most))} would help"
+
+
+def _remedies(planned: Planned, most: RankMemory) -> Iterator[str]:
+    """What makes the fullest rank hold less, that which helps most first."""
+    train, rows = planned.config.train, largest_microbatch(planned.config)[0]
+    activations = most.activations or 0
+    fewer_weights = "more ranks, or a larger parallel.dp_shard"
+    if activations <= most.fixed:
+        yield fewer_weights
+    if activations and train.activation_checkpointing is None:
+        yield "train.activation_checkpointing=full"
+    if activations and rows > 1:
+        yield f"more pipeline.microbatches, of fewer than {rows} rows"
+    if activations > most.fixed:
+        yield fewer_weights
 
 
 def _left_out(planned: Planned) -> str:

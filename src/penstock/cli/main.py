@@ -23,6 +23,7 @@ from penstock.launch.start import Server
 from penstock.launch.stop import Stop, fail, leave, under_torchrun
 
 if TYPE_CHECKING:
+    from penstock.planner.hardware import Cluster
     from penstock.train.config.sections import TrainConfig
     from penstock.train.preflight import Prepared
 
@@ -67,6 +68,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help=
         "Go on from the checkpoint whose path follows, or else the newest one, if there is any. An argument "
         "with = is no path, unless a / stands before the =.")] = False,
+    cluster: Annotated[str | None, typer.Option(help=
+        "A file (cluster.yaml), or known hosts: '8 x DGX H100'. With pipeline.schedule=planned, what to plan "
+        "for; with --dry-run also whose memory limits a rank. Default: the device at hand.")] = None,
     restarts: Annotated[int, typer.Option(
         min=0, help="After a failure restart from the newest checkpoint: so often without a new one."
     )] = 0,
@@ -88,20 +92,29 @@ def train(
                 rule = "torchrun starts its processes again by itself"
                 remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
                 raise ConfigError(f"--restarts {restarts}", rule, remedy)
+            planned = settings.pipeline.schedule == "planned"
+            if cluster is not None and not (planned or dry_run):
+                rule = "it is what pipeline.schedule=planned plans for, and a dry run compares with"
+                raise ConfigError(f"--cluster {cluster!r}", rule, "Leave it out, or add one of the two")
             if dry_run:
                 from penstock.cli.dry_run import show
 
                 with ending_quietly():
-                    return show(settings, checkpoint, world)
+                    return show(settings, checkpoint, world, cluster)
             from penstock.train.preflight import preflight
 
             with _server(settings, restarts) as server:
-                prepared = preflight(settings, checkpoint)
+                prepared = preflight(settings, checkpoint, _hardware(cluster))
                 if server is not None:
                     from penstock.cli.restart import start_ranks
 
                     if (commit := prepared.config.model.commit) is not None:  # ranks must not use a later one
                         overrides.append(f"model.commit={commit!r}")
+                    if planned:
+                        from penstock.train.planned import as_overrides
+
+                        print(prepared.choice, flush=True)
+                        overrides += as_overrides(prepared.config)
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
                     raise typer.Exit(
                         start_ranks(server, ranks, config, overrides, checkpoint, settings, restarts)
@@ -188,11 +201,15 @@ def check(
 @app.command()
 @taking()
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", callback=usable, help=
-        "A local Hugging Face folder, its config.json, or a Hub name. No weight is read.")],
-    cluster: Annotated[str, typer.Option(help="A file (cluster.yaml), or known hosts: '8 x DGX H100'.")],
-    batch: Annotated[int, typer.Option(help="Rows of a step.")],
-    length: Annotated[int, typer.Option(help="Tokens of a row.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", callback=usable, help=
+        "A local Hugging Face folder, its config.json, or a Hub name. No weight is read.")] = None,
+    cluster: Annotated[str | None, typer.Option(
+        help="A file (cluster.yaml), or known hosts: '8 x DGX H100'.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows of a step.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help=
+        "Measure the machine at hand in place of --cluster, in under a minute. Without MODEL the cluster is "
+        "printed, or written to --out. Under torchrun links are measured, too.")] = False,
     memory: Annotated[str | None, typer.Option(
         help="What a run may take of a device, as 75GiB. Default: 94 % of it.")] = None,
     precision: Annotated[Literal["mixed", "bfloat16", "float32"], typer.Option(
@@ -208,9 +225,31 @@ def plan(
 
     Example: penstock plan models/Llama-3-70B --cluster '8 x DGX H100' --batch 1024 --length 8192
     """
-    from penstock.cli.plan import show
+    _check_plan(model, cluster, batch, length, calibrate)
+    from penstock.cli.plan import calibrated, show
 
-    show(model, cluster, batch, length, memory, out, page, precision)
+    hardware: str | Cluster | None = cluster
+    if calibrate:
+        hardware = calibrated(None if model else out, as_text=model is None)
+    if hardware is not None and model is not None and batch is not None and length is not None:
+        show(model, hardware, batch, length, memory, out, page, precision)
+
+
+def _check_plan(
+    model: str | None, cluster: str | None, batch: int | None, length: int | None, calibrate: bool
+) -> None:
+    """Raise ConfigError for arguments of `penstock plan` that are missing, or exclude each other."""
+    if calibrate and cluster is not None:
+        rule = "it measures the cluster, and --cluster names one"
+        raise ConfigError(f"--calibrate with --cluster {cluster!r}", rule, "Leave one of them out")
+    needed: dict[str, object] = {"MODEL": model, "--batch": batch, "--length": length}
+    if not calibrate:
+        needed["--cluster"] = cluster
+    missing = [name for name, value in needed.items() if value is None]
+    if missing and not (calibrate and len(missing) == len(needed)):
+        rule = "a plan is of a model, a cluster, and the rows and tokens of a step"
+        remedy = "Give them, or --calibrate alone to measure this machine"
+        raise ConfigError(f"penstock plan without {', '.join(missing)}", rule, remedy)
 
 
 @app.command()
@@ -261,6 +300,14 @@ def _load(config: Path, overrides: list[str]) -> TrainConfig:
     from penstock.train.config.load import load_config
 
     return load_config(config, overrides)
+
+
+def _hardware(cluster: str | None) -> Cluster | None:
+    if cluster is None:
+        return None
+    from penstock.planner.hardware import read_cluster
+
+    return read_cluster(cluster)
 
 
 @contextmanager

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import yaml
 from rich.table import Table
 from transformers import PretrainedConfig
 
 from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError
+from penstock.launch.stop import under_torchrun
 from penstock.models import hub
 from penstock.models.model_folder import config_of
 from penstock.models.source import sdpa_for_flash
+from penstock.planner.calibrate import calibrate
 from penstock.planner.candidate import Precision
 from penstock.planner.estimate import Estimate
-from penstock.planner.hardware import Cluster, read_cluster
+from penstock.planner.hardware import Cluster, read_cluster, to_yaml
 from penstock.planner.page import page
 from penstock.planner.run_config import run_config
 from penstock.planner.search import Plans, gib, plan
@@ -28,6 +32,7 @@ from penstock.schedule.files import write_text
 
 _CONFIG = "config.json"
 _MOST_LAYERS = 4096  # of a config: each is made, without values
+_SECONDS = 30.0  # of a calibration
 _MOST_ROWS = 10**7  # of a step
 _WORDS = {
     "compute": "computes",
@@ -43,7 +48,7 @@ _WORDS = {
 
 def show(
     model: str,
-    cluster: str,
+    cluster: str | Cluster,
     batch: int,
     length: int,
     memory: str | None = None,
@@ -52,7 +57,8 @@ def show(
     precision: Precision = "mixed",
 ) -> None:
     """Search, and print the best runs; write the first one's config and a page."""
-    hardware, limit = read_cluster(cluster), _limit(memory)
+    hardware = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    limit = _limit(memory)
     named, config = opened(model)
     check_sizes(config, batch, length)
     workload = Workload(config, precision)
@@ -68,6 +74,42 @@ def show(
     if page_path is not None:
         write_text(page_path, page(plans, hardware, type(workload.source.model).__name__), "page")
         echo(f"wrote {page_path}")
+
+
+def calibrated(out: Path | None, *, as_text: bool) -> Cluster | None:
+    """Measure this machine; under torchrun in all processes, of which the first alone goes on.
+
+    as_text: write the cluster to `out`, or print it. Returns None in the other processes of torchrun.
+    """
+    if out is not None:
+        check_ending(out)  # before a minute of measuring
+    group = under_torchrun()
+    if group:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        cluster = calibrate(_SECONDS)
+        if group and dist.get_rank():
+            return None
+    finally:
+        if group:
+            dist.destroy_process_group()
+    if as_text:
+        text = to_yaml(cluster)
+        if out is None:
+            echo(text.rstrip("\n"))
+        else:
+            write_text(out, text, "cluster")
+            links = "" if group else "; one process has no links: start it with torchrun to measure them"
+            echo(f"wrote {out}: give it as --cluster {out}{links}")
+    return cluster
+
+
+def check_ending(out: Path) -> None:
+    """Raise ConfigError for the path of a cluster that `read_cluster` would take for a name."""
+    if out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--out {out}", "a cluster is a YAML file", "End it in .yaml")
 
 
 def opened(model: str) -> tuple[dict[str, Any], PretrainedConfig]:
@@ -145,7 +187,7 @@ def ranked(best: Sequence[Estimate]) -> Table:
             run.candidate.mesh,
             run.candidate.label,
             f"{run.candidate.microbatches} x {run.candidate.rows}",
-            recomputation(run),
+            run.candidate.recomputation,
             f"{run.seconds:.4g}",
             f"{run.tokens_per_second:,.0f}",
             f"{run.mfu:.1%}",
@@ -171,16 +213,6 @@ def ranked(best: Sequence[Estimate]) -> Table:
     return table(heads, rows, left=("mesh", "schedule", "recomputed", "exposed"), gap=1)
 
 
-def recomputation(run: Estimate) -> str:
-    """What runs again in the backward, in words."""
-    candidate = run.candidate
-    what: str = candidate.recomputed
-    if candidate.in_flight is not None:
-        counts = sorted(set(candidate.in_flight))
-        what += f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in flight"
-    return f"{what}; weights gathered by layer" if candidate.reshard else what
-
-
 def exposed_shares(run: Estimate) -> Mapping[str, float]:
     """The share of a step that ranks wait for communication, by axis; what is below 0.1 % is left out."""
     shares = {axis: time / run.seconds for axis, time in run.exposed.items()}
@@ -195,7 +227,7 @@ def _reasons(plans: Plans) -> Iterator[str]:
         for name, time in sorted(first.spent.items(), key=lambda of: -of[1])
     )
     yield f"a step of 1 is, as a mean over ranks: {parts}"
-    yield f"layers of its stages: {_split(first.candidate.split)}"
+    yield f"layers of its stages: {first.candidate.split_in_words}"
     if not others:
         yield "no other run fits"
         return
@@ -208,12 +240,6 @@ def _reasons(plans: Plans) -> Iterator[str]:
         f"2 loses {late:.3g} s a step ({late / first.seconds:.1%}): "
         f"it {_WORDS[worst]} {more[worst]:.3g} s longer"
     )
-
-
-def _split(split: Sequence[int]) -> str:
-    """10 x 4, 9 for stages with 10 layers four times, then 9."""
-    runs = [(count, len(list(alike))) for count, alike in groupby(split)]
-    return ", ".join(f"{count} x {times}" if times > 1 else str(count) for count, times in runs)
 
 
 def _memory(run: Estimate) -> Table:

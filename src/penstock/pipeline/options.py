@@ -338,7 +338,7 @@ def takes_options(
     """Make a method of (provider, options) take the keywords of `make` in place of `options`.
 
     So the options are stated once, but signature and types still name all of them. For any other keyword the
-    method raises TypeError, which names the nearest one.
+    method raises TypeError, which names a similar one, or all.
     """
     keywords = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in signature(make).parameters.values()]
     known = [option.name for option in keywords]
@@ -351,8 +351,9 @@ def takes_options(
             if args:
                 raise TypeError(f"{name} takes its options by keyword, such as {known[0]}={args[0]!r}")
             for key in kwargs.keys() - set(known):
-                near = get_close_matches(key, known, n=1, cutoff=0)
-                raise TypeError(f"{name} has no option {key!r}. Did you mean {near[0]!r}?")
+                near = get_close_matches(key, known, n=1)
+                remedy = f"Did you mean {near[0]!r}?" if near else f"Its options are {', '.join(known)}"
+                raise TypeError(f"{name} has no option {key!r}. {remedy}")
             return method(cls, provider, make(*args, **kwargs))
 
         update_wrapper(with_keywords, method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
@@ -100,6 +101,21 @@ class Candidate:
     def label(self) -> str:
         """Schedule and options in a line: 1f1b stages_per_rank=2."""
         return " ".join([self.schedule, *(f"{name}={value}" for name, value in self.options)])
+
+    @property
+    def recomputation(self) -> str:
+        """What runs again in the backward, in words."""
+        what: str = self.recomputed
+        if self.in_flight is not None:
+            counts = sorted(set(self.in_flight))
+            what += f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in flight"
+        return f"{what}; weights gathered by layer" if self.reshard else what
+
+    @property
+    def split_in_words(self) -> str:
+        """10 x 4, 9 for stages with 10 layers four times, then 9."""
+        alike = [(count, len(list(group))) for count, group in groupby(self.split)]
+        return ", ".join(f"{count} x {times}" if times > 1 else str(count) for count, times in alike)
 
     @property
     def mesh(self) -> str:

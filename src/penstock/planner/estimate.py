@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
-from penstock.models.split.balanced_split import balanced_split, ranges
+from penstock.models.split.balanced_split import LayerCosts, balanced_split, ranges
 from penstock.models.split.partition import check_enough
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate
@@ -38,6 +38,8 @@ from penstock.planner.workload import Workload
 from penstock.schedule import Costs, Placement, Proof, Timeline, simulate, verify
 from penstock.schedule.ops import KINDS
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
+
+_PARTS, _PARTS_OF_ENDS = 100, 20  # to which costs are rounded for a split: of layers, of embedding and head
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,7 @@ class Trial:
         if candidate.split:
             split = ranges(candidate.split)
         else:
-            costs = parts.layer_costs(everything)
-            split = balanced_split(costs, placement.depth, holders=placement.holders)
+            split = _even(parts.layer_costs(everything), placement)
         candidate = replace(candidate, split=tuple(map(len, split)))
         stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
         splits = bool((proof.arrays.kind == KINDS.index("I")).any())
@@ -388,6 +389,29 @@ def optimizer_seconds(memory: Sequence[RankMemory], device: Device) -> float:
     """
     moved = sum(4 * part.gradients + 2 * part.weights + 2 * part.optimizer for part in memory)
     return moved / (device.bandwidth * device.efficiencies.memory)
+
+
+def _even(costs: LayerCosts, placement: Placement) -> list[range]:
+    """The balanced split, by costs in parts of a mean layer's, so that many meshes share one."""
+    mean = sum(costs.layers) / len(costs.layers) or 1.0
+
+    def rounded(cost: float, parts: int) -> int:
+        return round(cost / mean * parts) * (_PARTS // parts)
+
+    return _split(
+        tuple(rounded(cost, _PARTS) for cost in costs.layers),
+        rounded(costs.embedding, _PARTS_OF_ENDS),
+        rounded(costs.head, _PARTS_OF_ENDS),
+        placement.depth,
+        tuple(map(tuple, placement.holders)),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _split(
+    layers: tuple[int, ...], embedding: int, head: int, depth: int, holders: tuple[tuple[int, ...], ...]
+) -> list[range]:
+    return balanced_split(LayerCosts(layers, embedding, head), depth, holders=holders)
 
 
 @lru_cache(maxsize=4096)

@@ -44,6 +44,16 @@ def _pipeline(candidate: Candidate) -> dict[str, Any]:
     return section
 
 
+def chosen_keys(candidate: Candidate) -> dict[str, dict[str, Any]]:
+    """The keys of `run_config` that schedule, split and recomputation make, by section."""
+    pipeline = _pipeline(candidate)
+    keys: dict[str, Any] = {
+        name: value for name, value in pipeline.items() if name in ("schedule", "layers_per_stage")
+    }
+    again = None if candidate.recomputed == "none" else _checkpointing(candidate)
+    return {"pipeline": keys, "train": {"activation_checkpointing": again}}
+
+
 def _parallel(candidate: Candidate) -> dict[str, Any]:
     axes, usual = candidate.axes.sizes, Axes().sizes
     section: dict[str, Any] = {name: size for name, size in axes.items() if size != usual[name]}

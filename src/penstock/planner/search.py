@@ -2,8 +2,10 @@
 
 1. Each mesh gets a lower bound: its ops, collectives and reductions spread evenly over the pipeline's ranks,
    with no bubble, and the optimizer.
-2. Runs are simulated in the order of what they promise: the bound, and about the bubble of their schedule.
+2. Runs are drafted in the order of what they promise: the bound, and about the bubble of their schedule. A
+   draft simulates a few microbatches a rank, and lengthens the step evenly.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
+4. The best are simulated whole, with the memory of their messages.
 
 No run of these meshes, by whatever schedule and split, takes less than the least bound.
 """
@@ -22,6 +24,7 @@ from penstock.planner.candidate import Candidate, Recomputed
 from penstock.planner.communication import groups
 from penstock.planner.estimate import Estimate, Trial, optimizer_seconds, reduction_seconds
 from penstock.planner.hardware import Cluster
+from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import meshes, runs
 from penstock.planner.stages import Parts
 from penstock.planner.workload import Workload
@@ -58,14 +61,14 @@ class Plans:
     """What a search has seen.
 
     best: the fastest runs that fit, the fastest first
-    fitting: all simulated runs that fit, in that order
+    fitting: drafts of all runs that fit, in that order
     least: seconds that no run of these meshes takes less than
     simulated, runs: how many were simulated, of how many
     limit: bytes of a device
     """
 
     best: tuple[Estimate, ...]
-    fitting: tuple[Estimate, ...] = field(repr=False)
+    fitting: tuple[Draft, ...] = field(repr=False)
     least: float
     simulated: int
     runs: int
@@ -111,10 +114,13 @@ def plan(
     if not fitting:
         raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
     ordered = sorted(fitting, key=lambda run: run.seconds)
-    finals = (_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep])
-    best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
+    with collector_paused():
+        finals = [_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep]]
+        best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
+        if not best:  # their messages are too much
+            best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
     least = min(promise.least for promise in promises)
-    return Plans(tuple(best or ordered[:1]), tuple(ordered), least, simulated, len(promises), nbytes)
+    return Plans(tuple(best), tuple(ordered), least, simulated, len(promises), nbytes)
 
 
 def fixed_bytes(model: Workload, mesh: Candidate) -> float:
@@ -140,7 +146,7 @@ def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
     if run.nbytes <= limit:
         return run
     fresh = replace(candidate, recomputed="none", in_flight=None, split=())
-    again = fitted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
+    again = drafted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
     if isinstance(again, Miss):
         return again
     return _simulated_within(Trial.of(model, again.candidate, cluster), limit)
@@ -156,9 +162,9 @@ def memory_limit(cluster: Cluster, limit: float | None) -> float:
 
 def _simulated(
     model: Workload, cluster: Cluster, promises: list[Promise], limit: float, keep: int, most: int
-) -> tuple[list[Estimate], Miss | None, int]:
+) -> tuple[list[Draft], Miss | None, int]:
     """The runs that fit; of the others the one that misses least; and how many were simulated."""
-    fitting: list[Estimate] = []
+    fitting: list[Draft] = []
     missed: Miss | None = None
     simulated = 0
     for promise in promises:
@@ -169,10 +175,10 @@ def _simulated(
             continue
         try:
             with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
-                run = fitted(model, promise.candidate, cluster, limit)
+                run = drafted(model, promise.candidate, cluster, limit)
         except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
             continue
-        if isinstance(run, Estimate):
+        if isinstance(run, Draft):
             fitting.append(run)
             simulated += 1
         elif missed is None or run.nbytes < missed.nbytes:
@@ -197,6 +203,18 @@ def promised(
                 continue
             idle = busy * kind.bubble * (ranks - 1) / mesh.microbatches
             yield Promise(busy + whole / ranks + idle, busy + whole / ranks, run)
+
+
+def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Draft | Miss:
+    """A run as `fitted` forms it, from a short one where it is long."""
+    short = shortened(candidate)
+    run = fitted(model, short or candidate, cluster, limit)
+    microbatches = candidate.microbatches
+    if isinstance(run, Miss):
+        return run._replace(candidate=replace(run.candidate, microbatches=microbatches))
+    if short is None:
+        return Draft(run.candidate, run.seconds, run.nbytes)
+    return lengthened(model, run, cluster, microbatches)
 
 
 def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:

@@ -171,7 +171,7 @@ class Workload:
 
     def flops(self, length: int) -> float:
         """FLOPs of the model for one row: three times its forward's, whatever is recomputed."""
-        whole = self.work(Candidate(length=length, precision=self.precision))
+        whole = self.work(Candidate(axes=Axes(dp_shard=2), length=length, precision=self.precision))
         parts = (whole.embedding, *(whole.kinds[kind] for kind in whole.layers), whole.head)
         return 3 * sum(op.flops * op.calls for part in parts for op in part.forward if op.kind != "other")
 

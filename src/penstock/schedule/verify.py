@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from typing import cast
+from numbers import Real
+from typing import Any, cast
 
 from penstock.errors import ScheduleError
 from penstock.schedule.collector import collector_paused
@@ -219,7 +220,13 @@ def _pairs(arrays: OpArrays) -> list[Violation]:
         rules[Pair(*ops[at : at + 2])] = "overlaps other kinds than a forward and then a backward"
     for at in one[~kinds & (arrays.own[one + 1] == one)].tolist():
         rules[Pair(*ops[at : at + 2])] = "overlaps a backward with the forward that it needs"
-    return [Violation(f"{pair} {rules[pair]}") for pair in sorted(rules)]
+    return [Violation(f"{pair} {rules[pair]}") for pair in sorted(rules, key=_numbers_first)]
+
+
+def _numbers_first(pair: Pair) -> list[tuple[bool, Any]]:
+    """The key of a sort of pairs, which may hold anything: Python compares no number with a text."""
+    parts: list[Any] = [part for op in pair for part in op]
+    return [(False, part) if isinstance(part, Real) else (True, str(part)) for part in parts]
 
 
 def _deadlocks(arrays: OpArrays, walk: Walk) -> Iterator[Violation]:

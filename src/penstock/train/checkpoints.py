@@ -169,17 +169,18 @@ def _start_from(config: TrainConfig, path: Path, notes: list[str]) -> Start:
     return replace(start, checkpoint=path, notes=(*notes, f"going on from {path}", *start.notes))
 
 
-def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
-    """The model section in the checkpoint to go on from; None for a fresh start.
-
-    Raises CheckpointError.
-    """
+def recorded_state(output: Path, resume: str | None) -> RunState | None:
+    """The state of the checkpoint to go on from; None for a fresh start. Raises CheckpointError."""
     if resume is None:
         return None
     path = newest_checkpoint(output).path if resume == NEWEST else Path(resume).expanduser()
-    if path is None:
-        return None
-    return ModelSection.model_construct(**read_state(path).config.get("model", {}))
+    return None if path is None else read_state(path)
+
+
+def recorded_model(output: Path, resume: str | None) -> ModelSection | None:
+    """The model section in the checkpoint to go on from; None for a fresh start. Raises CheckpointError."""
+    state = recorded_state(output, resume)
+    return None if state is None else ModelSection.model_construct(**state.config.get("model", {}))
 
 
 def start_after(config: TrainConfig, state: RunState, name: str) -> Start:

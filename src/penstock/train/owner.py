@@ -35,6 +35,8 @@ PATIENCE = 20.0  # seconds without a touch after which an owner on another machi
 _LARGEST = 64 << 10  # bytes of the file
 _SETTLED = 0.2  # seconds after which another run that came at the same moment has written its name
 
+_ABSENT: tuple[bytes | None, int] = (None, 0)  # what `_seen` gives without a file
+
 OwnerFacts = dict[str, Any]
 
 
@@ -195,7 +197,10 @@ def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
     seen, end = _seen(file), time.monotonic() + patience
     while time.monotonic() < end:
         time.sleep(beat / 2)
-        if _seen(file) != seen:
+        if _seen(file) not in (
+            seen,
+            _ABSENT,
+        ):  # a removed file is no heartbeat: an owner that lives makes it anew
             return "its heartbeat moves"
     return ""
 
@@ -205,7 +210,7 @@ def _seen(file: Path) -> tuple[bytes | None, int]:
     server."""
     with suppress(OSError), open_regular(file) as opened:
         return opened.read(_LARGEST), os.fstat(opened.fileno()).st_mtime_ns
-    return None, 0
+    return _ABSENT
 
 
 # ---- The file

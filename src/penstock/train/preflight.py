@@ -23,6 +23,7 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
+from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
 from penstock.train.config.sections import TrainConfig
@@ -31,6 +32,7 @@ from penstock.train.encoding.images import Processor
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import trained_by
+from penstock.train.planned import chosen
 from penstock.train.records.sample import check_prompt
 from penstock.train.records.trackers import check_trackers
 from penstock.train.settings import (
@@ -55,6 +57,7 @@ class Planned:
         kinds: the class of optimizer that trains each parameter, by name
         start: where the run begins
         notes: lines to show before it begins
+        choice: what `pipeline.schedule: planned` has taken, in a line that is also a note; else empty
     """
 
     config: TrainConfig
@@ -64,6 +67,7 @@ class Planned:
     kinds: Mapping[str, str]
     start: Start
     notes: tuple[str, ...]
+    choice: str
 
     @property
     def axes(self) -> Axes:
@@ -79,11 +83,12 @@ class Prepared(Planned):
     data: Data
 
 
-def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
+def preflight(config: TrainConfig, resume: str | None = None, cluster: Cluster | None = None) -> Prepared:
     """Prepare a run, without loading a weight or communicating with another process.
 
     Args:
         resume: as for `find_start`
+        cluster: for `pipeline.schedule: planned`, whose devices the run has; None: those at hand
 
     Raises: ConfigError, WorldSizeError, ModelError, PartitionError, CheckpointError, DataError, HubError.
     """
@@ -92,7 +97,7 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     check_trackers(config.output.trackers)
     check_machine(config)
     part: hub.ModelPart = "weights" if config.model.weights == "auto" else "tokenizer"
-    config = pinned(config, resume, part)
+    config, choice = chosen(pinned(config, resume, part), resume, cluster)
     named, auto = named_model(config.model), make_auto(config)
     planned = _planned(config, auto, named, auto.build_plan(named), resume)
     model = planned.plan.source.model
@@ -110,7 +115,8 @@ def preflight(config: TrainConfig, resume: str | None = None) -> Prepared:
     )
     start, notes = planned.start, (*planned.notes, *_data_notes(config, data, planned.start))
     data = data_at(config, data, start)
-    return Prepared(**{**vars(planned), "notes": notes}, tokenizer=tokenizer, data=data)
+    changed = {"notes": (*filter(None, [choice]), *notes), "choice": choice}
+    return Prepared(**{**vars(planned), **changed}, tokenizer=tokenizer, data=data)
 
 
 def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> TrainConfig:
@@ -133,18 +139,23 @@ def pinned(config: TrainConfig, resume: str | None, part: hub.ModelPart) -> Trai
     return config.model_copy(update={"model": section.model_copy(update={"commit": folder.name})})
 
 
-def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = None) -> Planned:
+def dry_run(
+    config: TrainConfig,
+    resume: str | None = None,
+    world: int | None = None,
+    cluster: Cluster | None = None,
+) -> Planned:
     """Plan a run. The notes list what this machine lacks. Reads no text, and calls no other process.
 
     Call it inside of `sdpa_for_flash`.
 
     Args:
-        resume: as for `preflight`
+        resume, cluster: as for `preflight`
         world: the number of processes of the run; None takes it from the sizes, or from torchrun
 
     Raises: what `preflight` raises, except for data, tokenizer, output folder and GPUs.
     """
-    config = pinned(for_world(config, world), resume, "config")
+    config, choice = chosen(pinned(for_world(config, world), resume, "config"), resume, cluster)
     named = config_in(config.model) if has_hub_weights(config.model) else named_model(config.model)
     auto = replace(make_auto(config), revision=None)
     source, flash = open_without_flash(
@@ -165,7 +176,8 @@ def dry_run(config: TrainConfig, resume: str | None = None, world: int | None = 
     )
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
-    return replace(planned, notes=planned.notes + tuple(_not_here(config, source.model.config, flash)))
+    notes = (*filter(None, [choice]), *planned.notes, *_not_here(config, source.model.config, flash))
+    return replace(planned, notes=notes, choice=choice)
 
 
 def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
@@ -210,7 +222,7 @@ def _planned(
     start = find_start(config, model, resume, kinds)
     if start.checkpoint is not None and source.adapter is not None:
         check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
-    return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes))
+    return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:

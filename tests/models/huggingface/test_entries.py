@@ -10,6 +10,7 @@ from penstock import AutoPipeline
 from penstock.errors import BatchError, ModelError
 from support import zoo
 from support.families import tiny_model
+from support.refusals import refuses
 
 IDS = torch.arange(32).view(4, 8)
 
@@ -76,5 +77,5 @@ def test_a_loss_may_have_entries_of_its_own() -> None:
     pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=masked).build(tiny_model("llama", layers=2))
     entries = {"input_ids": IDS, "loss_mask": torch.ones(4, 8), "num_items_in_batch": 3}
     pipe.step(entries)
-    with pytest.raises(BatchError, match="Did you mean 'attention_mask'"):
+    with refuses(BatchError, "'attention_masks' in a batch", remedy="you mean 'attention_mask'"):
         pipe.step({**entries, "attention_masks": torch.ones(4, 8)})

@@ -13,6 +13,7 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.partition import even_split, stages_of_size, to_layout
 from penstock.schedule.layout import parse_layout
 from support.layer_counts import counts, split_as
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize(
@@ -117,14 +118,14 @@ def test_a_size_makes_stages_for_each_rank(
         assert stages_of_size(size, layers, ranks, group) == each
         assert max(counts(split_as(layers, each * ranks, layers_per_stage=size))) <= size
         return
-    with pytest.raises(PartitionError, match=r"multiples of 4. Give 3 \(4 stages\)$"):
+    with refuses(PartitionError, rule="multiples of 4", remedy="Give 3 (4 stages)"):
         stages_of_size(size, layers, ranks, group)
 
 
 def test_a_size_that_nothing_fits() -> None:
     with pytest.raises(PartitionError, match=r"4 stages of it, .* multiples of 6. Use at most 4 stages"):
         stages_of_size(1, 4, 6)
-    with pytest.raises(ConfigError, match="Give 1 or more"):
+    with refuses(ConfigError, "layers_per_stage=0", remedy="Give 1"):
         stages_of_size(0, 4, 2)
 
 

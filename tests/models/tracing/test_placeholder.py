@@ -18,6 +18,7 @@ from penstock.models.tracing.placeholder import (
     replaced,
     with_hidden,
 )
+from support.refusals import refuses
 
 HIDDEN, OTHER = torch.zeros(2), torch.ones(2)
 
@@ -44,7 +45,7 @@ def test_hidden_states_come_first_or_by_name(args: tuple[Any, ...], kwargs: dict
 
 
 def test_a_layer_that_takes_no_hidden_states_first_is_refused() -> None:
-    with pytest.raises(ModelError, match="a layer called with int for its hidden states"):
+    with refuses(ModelError, "a layer called with int for its hidden states"):
         with_hidden((7,), {}, OTHER)
 
 

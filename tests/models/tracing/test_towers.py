@@ -17,6 +17,7 @@ from support.mesh import build_whole
 from support.pictures import assert_exact, microbatches
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of, plain_steps
+from support.refusals import refuses
 
 TYPICAL = ("qwen3_vl", "smolvlm")
 
@@ -138,7 +139,9 @@ def test_a_batch_that_lists_the_images_of_each_row() -> None:
     with pytest.raises(BatchError, match="pixel_values: 3"):
         pipe.step({**batch, "pixel_values": PerRow(batch["pixel_values"][:3])})
     wide = PerRow([pixels[0][:, :5], pixels[2]] * 2)
-    with pytest.raises(BatchError, match=r"of shapes .* in one microbatch: the tensors of its rows"):
+    with refuses(
+        BatchError, "pixel_values of shapes [16, 96] and [4, 5] in one microbatch", "the tensors of its rows"
+    ):
         pipe.step({**batch, "pixel_values": wide}, microbatches=2)
 
 
@@ -173,15 +176,13 @@ def test_images_that_only_the_forward_finds_too_few() -> None:
     model = pictures.tiny_model("llava")
     (batch,) = microbatches(model)[:1]
     pipe = AutoPipeline(ranks=2, microbatches=1).build(model)
-    with pytest.raises(
-        BatchError, match=r"images that do not fit the tokens .*: Image features and image tok"
-    ):
+    with refuses(BatchError, "images that do not fit the tokens of their microbatch", "image tok"):
         pipe.step([{**batch, "pixel_values": batch["pixel_values"][:2]}])
 
 
 @pytest.mark.parametrize("model_type", ["blip-2", "mllama", pytest.param("idefics", marks=pytest.mark.sweep)])
 def test_refused(model_type: str) -> None:
-    with pytest.raises(ModelError, match=r"a pipeline cuts a chain of layers, and in this model"):
+    with refuses(ModelError, rule="pipeline cuts a chain"):
         find_chain(pictures.refused_model(model_type))
 
 
@@ -231,7 +232,9 @@ def test_a_config_and_a_folder_are_built_with_their_towers(tmp_path: Any) -> Non
 def test_padding_that_tokens_would_see_is_refused() -> None:
     """In float32 the loss was 1e-3 off."""
     auto = AutoPipeline(ranks=2, microbatches=2, shapes="padded")
-    with pytest.raises(ModelError, match=r"PaliGemma.* when it is padded on the right"):
+    with refuses(
+        ModelError, "shapes='padded' for PaliGemmaForConditionalGeneration", "when it is padded on the right"
+    ):
         auto.build_plan(pictures.tiny_model("paligemma"))
 
 

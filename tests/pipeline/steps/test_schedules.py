@@ -33,6 +33,7 @@ from support.own_chain import Piece, squares, x_batch
 from support.pool import Pool
 from support.ragged import Microbatches, ragged, tokens
 from support.reference import assert_every_gradient, assert_gradients, gradients_of, plain_step, plain_steps
+from support.refusals import refuses
 from support.schedules import FORMS, takes
 
 COUNTS = (4, 1, 6, 3, 6)  # the pipeline is built for 4
@@ -269,7 +270,7 @@ def test_a_total_that_nothing_can_be_divided_by_is_refused(total: Any) -> None:
     pipe = made(tiny_model("llama"))
     with pytest.raises(ConfigError, match=f"total_tokens={total!r}: the loss is divided by it"):
         pipe.step(ragged_batch(), total_tokens=total)
-    with pytest.raises(BatchError, match="a batch given as NoneType"):
+    with refuses(BatchError, "a batch given as NoneType"):
         pipe.count_tokens(ragged_batch(), None)  # type: ignore[arg-type]
     assert pipe.count_tokens() == 0
 

@@ -17,6 +17,7 @@ from penstock.schedule.choose import chosen_schedule
 from support import jobs_channels as jobs
 from support.covering import every
 from support.pool import Pool
+from support.refusals import refuses
 from support.schedules import FORMS, takes
 
 
@@ -62,7 +63,9 @@ def test_gradients_are_those_of_channels_bit_for_bit(pool: Pool, options: dict[s
 
 
 def test_what_cannot_go_in_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a message that carries its shapes has two parts.*'channels'"):
+    with refuses(
+        ConfigError, "exchange='batched' with shapes='exchanged'", "carries its shapes", "'channels'"
+    ):
         jobs.step("1f1b", 2, 2, exchange="batched", shapes="exchanged")
     with pytest.raises(ConfigError, match="exchange='ring'"):
         jobs.step("1f1b", 2, 2, exchange="ring")

@@ -13,6 +13,7 @@ from penstock.schedule import Costs, Schedule, simulate, verify, wave
 from penstock.schedule.builders.conformance import check_builder
 from penstock.schedule.builders.v_schedules import v_half, v_min, zb_v
 from support.orders import torch_order
+from support.refusals import refuses
 
 Builder = Callable[..., Schedule]
 
@@ -155,7 +156,7 @@ def test_zb_v_has_at_most_the_paper_s_bubble(row: VRow) -> None:
 @each
 @pytest.mark.parametrize("forward", [[1.0] * 4, [1.0] * 9])
 def test_costs_of_another_number_of_stages_are_refused(build: Builder, forward: Sequence[float]) -> None:
-    with pytest.raises(ConfigError, match="the schedule has 8 stages"):
+    with refuses(ConfigError, rule="the schedule has 8 stages"):
         build(4, 8, Costs(forward=forward))
 
 

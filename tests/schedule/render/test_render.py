@@ -4,6 +4,7 @@ import pytest
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule import Costs, Op, Schedule, Timeline, build, loop, render, simulate
+from support.refusals import refuses
 
 
 @pytest.mark.parametrize("ending", [".txt", ".svg", ".html", ".json"])
@@ -34,7 +35,7 @@ def test_another_ending_is_refused(tmp_path: Path, name: str, ending: str) -> No
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory"):
+    with refuses(ConfigError, rule="No such file or directory"):
         render(build("gpipe", ranks=2, microbatches=2), tmp_path / "nowhere" / "drawing.svg")
 
 

@@ -25,6 +25,7 @@ from penstock.schedule import (
     verify,
 )
 from support.programs import valid, written
+from support.refusals import refuses
 from support.schedules import FORMS, built
 
 COSTS = Costs(forward=1.25, input_grad=1.5, weight_grad=0.75, communication=0.125)
@@ -211,7 +212,7 @@ def test_percentiles_and_the_mean() -> None:
     assert found.mean == pytest.approx(np.mean(ordered))
     assert found.deviation == pytest.approx(np.std(ordered))
     assert found.loss == found.mean / found.undisturbed - 1
-    with pytest.raises(ConfigError, match="above 0 and at most 100"):
+    with refuses(ConfigError, "percentile(0)", "above 0 and at most 100"):
         found.percentile(0)
 
 

@@ -24,6 +24,7 @@ from penstock.train.config.sections import TrainConfig, _Dumper
 from penstock.train.optimizers.optimizer import MuonSection
 from support.configs import MINIMAL, loaded, pair, refused, same_as_yaml
 from support.mutations import CASES, seeded
+from support.refusals import refuses
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 MUON = "optimizer.name=muon"
@@ -277,13 +278,13 @@ def test_of_many_wrong_keys_the_first_are_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_config(tmp_path / "nowhere.yaml")
-    with pytest.raises(ConfigError, match="it is a folder"):
+    with refuses(ConfigError, rule="it is a folder"):
         load_config(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is not YAML"):
+    with refuses(ConfigError, rule="it is not YAML"):
         load_config(tmp_path / "binary.yaml")
     os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="it is a pipe"):
+    with refuses(ConfigError, rule="it is a pipe"):
         load_config(tmp_path / "pipe.yaml")
 
 

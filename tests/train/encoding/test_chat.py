@@ -14,6 +14,7 @@ from penstock.errors import DataError
 from penstock.train.encoding.chat import ChatEncoder
 from penstock.train.encoding.tokenizer import HuggingFace, byte_level_tokenizer, open_tokenizer
 from support.chats import BOS, CALL, TOOLS, encoder, labels, template
+from support.refusals import refuses
 
 SYSTEM = {"role": "system", "content": "Be short."}
 ASK, SAY = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "It is 5."}
@@ -201,9 +202,7 @@ def test_a_template_without_marks_that_writes_a_turn_in_two_ways_is_refused() ->
     """Qwen3 writes an empty thought into the last turn, and not into those before."""
     made = encoder(template("qwen3"))
     assert labels(made, CHATS[0])
-    with pytest.raises(
-        DataError, match=r"line 3: the template writes its first 2 messages in another way"
-    ) as caught:
+    with refuses(DataError, "data file a.jsonl line 3", "first 2 messages") as caught:
         made.encode("a.jsonl line 3", CHATS[2])
     assert "{% generation %} marks" in caught.value.remedy
     assert labels(encoder(template("qwen3"), loss_on="last"), CHATS[2])
@@ -219,7 +218,7 @@ def test_a_template_that_is_not_jinja_is_refused_by_its_line() -> None:
 
 def test_the_first_message_is_named_in_the_singular() -> None:
     own = "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m.content }}{% endfor %}"
-    with pytest.raises(DataError, match=r"the template writes its first message in another way"):
+    with refuses(DataError, "data file a", "template writes"):
         encoder(own).encode("a", CHATS[0])
 
 
@@ -227,12 +226,12 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     tokenizer = open_tokenizer(str(tmp_path), chat=True)
     assert isinstance(tokenizer, HuggingFace)
-    with pytest.raises(DataError, match="the tokenizer has no chat template") as caught:
+    with refuses(DataError, "data.kind=chat", "chat template") as caught:
         ChatEncoder(tokenizer)
     assert "data.chat_template=" in caught.value.remedy
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     given = open_tokenizer(str(tmp_path), chat=True, template=str(tmp_path / "own.jinja"))
     assert isinstance(given, HuggingFace)
     assert bytes(labels(ChatEncoder(given), CHATS[0])[0]) == b"2 + 3?It is 5."
-    with pytest.raises(DataError, match=r"data.chat_template=nowhere: the file cannot be read"):
+    with refuses(DataError, "data.chat_template=nowhere", "the file cannot be read"):
         open_tokenizer(str(tmp_path), chat=True, template="nowhere")

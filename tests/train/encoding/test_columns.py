@@ -19,6 +19,7 @@ from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.reference import assert_gradients, gradients_of
+from support.refusals import refuses
 from support.tiny import QWEN3, config, metrics
 from support.twin import documents_alone
 
@@ -77,7 +78,7 @@ def test_missing_fields_are_named() -> None:
         DataError, match=r"no field 'context', only 'ctx', 'endings', 'label'\. Name its fields"
     ):
         encoded(ROW, ColumnsSection(prompt="context", completion="endings", choice="label"))
-    with pytest.raises(DataError, match=r"a list\. Mend it; of a list of texts name data\.columns\.choice"):
+    with refuses(DataError, "data file a.jsonl line 1", "a list", "texts name data.columns.choice"):
         encoded(ROW, ColumnsSection(prompt="ctx", completion="endings"))
 
 

@@ -126,13 +126,17 @@ def test_a_row_of_a_table_is_the_chat_without_what_other_rows_have() -> None:
     filled["tools"][0]["function"] |= {"description": None}
     filled["tools"][0]["function"]["parameters"]["properties"] |= {"city": None}
     tokenizer = HuggingFace("bytes", CHATML_TOOLS)
-    encoder = Encoder(tokenizer, "chat", False, "text", (("loss_on", "assistant"),))
-    plain, of_table, of_line = (
-        encoder.encode([Record(NAME, content)])[0][1]
-        for content in (row, filled, json.dumps(filled).encode())
+    table, lines = (
+        Encoder(tokenizer, "chat", of_json, "text", (("loss_on", "assistant"),)) for of_json in (False, True)
+    )
+    plain, of_table = (table.encode([Record(NAME, content)])[0][1] for content in (row, filled))
+    of_list, of_line = (
+        lines.encode([Record(NAME, content)])[0][1] for content in (filled, json.dumps(filled).encode())
     )
     assert plain is not None
     assert of_table is not None
     assert of_line is not None
+    assert of_list is not None
     assert of_table.ids.tolist() == plain.ids.tolist()
     assert len(of_line.ids) > len(plain.ids)  # in JSON a null is the user's word
+    assert of_list.ids.tolist() == of_line.ids.tolist()  # a file of one JSON list lost its nulls once

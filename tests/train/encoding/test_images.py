@@ -22,6 +22,7 @@ from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import preflight
 from penstock.train.run import run
+from support.refusals import refuses
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, held_out_losses
 
 ROOT = Path(__file__).parents[3]
@@ -246,7 +247,7 @@ def test_images_for_a_model_that_takes_none(tmp_path: Path) -> None:
     made = drawn(tmp_path, keys)
     text = {**QWEN3, "vocab_size": 262}
     made = made.model_copy(update={"model": made.model.model_copy(update={"path": None, "config": text})})
-    with pytest.raises(DataError, match="it makes images for a model, and Qwen3ForCausalLM takes none"):
+    with refuses(DataError, rule="Qwen3ForCausalLM takes none"):
         preflight(made)
 
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from penstock.errors import DataError
 from penstock.train.encoding.tokenizer import ByteTokenizer, HuggingFace, byte_level_tokenizer, open_tokenizer
+from support.refusals import refuses
 
 TEXT = "def f(x):\n\treturn 'ä 😀 ' , x . \0\x7f\r\n  don't   stop  "
 
@@ -46,5 +47,5 @@ def test_a_folder_s_own_tokenizer_reads_text(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="reads no tokenizer there"):
+    with refuses(DataError, rule="reads no tokenizer there"):
         open_tokenizer(str(tmp_path))

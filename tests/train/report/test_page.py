@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from penstock.errors import ConfigError
 from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
@@ -20,6 +18,7 @@ from penstock.train.report.recorded import read_run
 from penstock.train.run import run
 from schedule.render.test_page import Page
 from support.recorded_runs import CONFIG, html, row, write
+from support.refusals import refuses
 from support.tiny import config, metrics
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'"
@@ -145,7 +144,7 @@ def test_a_run_of_the_trainer_has_all_that_the_page_shows(tmp_path: Path) -> Non
     assert said == "Step 2, as the ranks recorded it."
     assert {str(span.op) for span in timelines["measured"].spans} >= {"0F0", "1F1", "1B1"}
     identity = found.about["id"]
-    with pytest.raises(ConfigError, match="nothing is left to do"):
+    with refuses(ConfigError, "train.steps=2", "left to do"):
         preflight(config(tmp_path, keys={"optimizer.groups": groups}, steps=2), "newest")
     run(preflight(config(tmp_path, keys={"optimizer.groups": groups}, steps=3), "newest"))
     again = read_run(out)

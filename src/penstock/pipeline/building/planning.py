@@ -6,6 +6,7 @@ options -> schedule -> model -> chain -> split -> schedule without the weight gr
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ from penstock.pipeline.building.auto_options import AutoOptions
 from penstock.pipeline.building.build_plan import BuildPlan, fastest_split, frozen_stages, plan_stages
 from penstock.pipeline.building.check_model import check_fits, check_source
 from penstock.pipeline.building.experts import choose_experts
-from penstock.schedule import Schedule, verify
+from penstock.schedule import Schedule, simulate, verify
 from penstock.schedule.choose import open_stages, with_option
 from penstock.schedule.frozen import without_weight_gradients
 from penstock.schedule.layout import read_layout
@@ -173,10 +174,13 @@ def _fastest(
     chain: Chain,
     schedule: Schedule,
     memory: Memory | None = None,
+    again: float | None = None,
 ) -> list[range]:
+    """again: the share of forwards that run again; None: by the options, all of them with `memory`"""
     check_enough(chain.count, schedule.placement.depth)
     checkpointing = options.checkpointing()
-    again = 1.0 if memory is not None else _share_again(schedule, checkpointing)
+    if again is None:
+        again = 1.0 if memory is not None else _share_again(schedule, checkpointing)
     shape = None if checkpointing is None else checkpointing.shape
     costs = model_costs(
         model,
@@ -192,7 +196,7 @@ def _fastest(
 
 
 def _share_again(schedule: Schedule, checkpointing: Checkpointing | None) -> float:
-    """The share of forwards that run again; a memory limit says it only after the split, and counts none."""
+    """The share of forwards that run again; a memory limit says it only after the split."""
     if checkpointing is None or checkpointing.memory_limit is not None:
         return 0.0
     again = first_in_flight(schedule, checkpointing.in_flight)
@@ -220,14 +224,40 @@ def _within_memory(options: AutoOptions, plan: BuildPlan, schedule: Schedule) ->
     Raises ConfigError for a memory limit that is too small.
     """
     try:
-        options.account(plan).recomputed()
+        again = options.account(plan).recomputed()
     except ConfigError:
         limited = _limited_split(options, plan)
         if limited is None:
             raise
         plan = _planned(plan.source, plan.chain, schedule, limited, plan.routed)
         options.account(plan).recomputed()
-    return plan
+        return plan
+    return _split_again(options, plan, schedule, len(again))
+
+
+def _split_again(options: AutoOptions, plan: BuildPlan, schedule: Schedule, again: int) -> BuildPlan:
+    """`plan`, or with a memory limit the plan of a split for what runs again, where one is faster.
+
+    again: number of forwards that run again; the split of `plan` is for none
+    """
+    checkpointing = options.checkpointing()
+    if checkpointing is None or checkpointing.shape is None or checkpointing.memory_limit is None:
+        return plan
+    if not again or schedule.placement.depth == 1 or not _splits_by_default(options):
+        return plan
+    shape, share = checkpointing.shape, again / (schedule.stages * schedule.microbatches)
+
+    def seconds(plan: BuildPlan) -> float:
+        try:
+            return simulate(plan.schedule, options.account(plan).timed(shape)).makespan
+        except ConfigError:  # it exceeds the limit
+            return inf
+
+    plans = [plan]
+    for share_again in (share, 1.0):  # the fullest rank may run all again, and the others nothing
+        split = _fastest(options, plan.source.model, plan.chain, schedule, again=share_again)
+        plans.append(_planned(plan.source, plan.chain, schedule, split, plan.routed))
+    return min(plans, key=seconds)
 
 
 def _limited_split(options: AutoOptions, plan: BuildPlan) -> list[range] | None:

@@ -30,7 +30,7 @@ from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 RecordKind = Literal["text", "chat", "tokens"]  # the content of records
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
-_RULES = 1  # the version of the rules below, a part of the cache's key: raise it when a rule changes
+_RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
 _ROW_BYTES = 1000  # of a row of a table, about
@@ -93,9 +93,9 @@ class Encoder:
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _row(self, record: Record) -> dict[str, Any]:
-        """The fields of a record, without None for a chat in a table."""
+        """The fields of a record: of a chat in a table without None, of one in JSON with the nulls."""
         row = _row(record)
-        return _without_none(row) if self.kind == "chat" and row is record.content else row
+        return _without_none(row) if self.kind == "chat" and not self.lines else row
 
     def _text(self, record: Record) -> bytes:
         if isinstance(record.content, bytes) and not self.lines:

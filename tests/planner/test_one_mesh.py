@@ -1,0 +1,63 @@
+"""The plan for a fixed mesh: the fastest of its schedules that fits, and less kept where memory is short."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.parallel.axes import Axes
+from penstock.planner.candidate import Candidate
+from penstock.planner.estimate import Estimate, estimate
+from penstock.planner.one_mesh import plan_mesh
+from penstock.planner.space import runs
+from support.planning import LENGTH, cluster, workload
+
+MESH = Candidate(2, rows=2, length=LENGTH, microbatches=8)
+
+
+def every_schedule() -> list[Estimate]:
+    return [estimate(workload(), run, cluster()) for run, _ in runs(MESH, workload().layers)]
+
+
+def test_with_room_it_is_the_fastest_schedule() -> None:
+    best = plan_mesh(workload(), MESH, cluster(), 1e9)
+    assert best.seconds == min(run.seconds for run in every_schedule())
+    assert best.candidate.recomputed == "none"
+    assert (best.candidate.ranks, best.candidate.shape, best.candidate.microbatches) == (2, (2, LENGTH), 8)
+
+
+def test_with_less_room_it_is_slower_and_fits() -> None:
+    least = min(run.nbytes for run in every_schedule())
+    seconds = []
+    for limit in (1e9, 1.2 * least, 0.95 * least):
+        best = plan_mesh(workload(), MESH, cluster(), limit)
+        assert best.nbytes <= limit
+        seconds.append(best.seconds)
+    assert seconds == sorted(seconds)
+    run = best.candidate
+    assert run.recomputed != "none"
+    assert run.in_flight is not None
+    for rank, count in enumerate(run.in_flight):  # one microbatch less is too much
+        if count:
+            fewer = tuple(other - (rank == index) for index, other in enumerate(run.in_flight))
+            assert estimate(workload(), replace(run, in_flight=fewer), cluster()).memory[rank].total > limit
+
+
+def test_a_schedule_that_is_not_accepted_is_not_taken() -> None:
+    best = plan_mesh(workload(), MESH, cluster(), 1e9, lambda run: run.schedule == "zb_h1")
+    assert best.candidate.schedule == "zb_h1"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "limit", "message"),
+    [
+        (MESH, 1e6, "a plan for pp=2 with 8 microbatches of 2 rows: the smallest, .* MiB"),
+        (replace(MESH, ranks=7), 1e9, "no schedule exists"),
+        (replace(MESH, axes=Axes(tp=3)), 1e9, "tp=3"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message(mesh: Candidate, limit: float, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_mesh(workload(), mesh, cluster(4, 8), limit)

@@ -1,0 +1,117 @@
+"""`pipeline.schedule: planned`: what it takes, that the run's bits are those of the keys written out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.planner.hardware import read_cluster
+from penstock.train.config.sections import TrainConfig
+from penstock.train.planned import as_overrides, chosen
+from penstock.train.preflight import preflight
+from penstock.train.run import run
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, config_file, metrics
+
+MODEL = QWEN3 | {"num_hidden_layers": 6}
+
+
+def planned(folder: Path, keys: dict[str, Any] | None = None, **train: Any) -> TrainConfig:
+    folder.mkdir(exist_ok=True)
+    open_keys = {"pipeline.schedule": "planned", "pipeline.head_weight": None}
+    return config(folder, MODEL, open_keys | (keys or {}), **train)
+
+
+def test_the_bits_are_those_of_the_chosen_keys_written_out(tmp_path: Path) -> None:
+    made = planned(tmp_path / "planned", steps=2)
+    choice = chosen(made, None)
+    assert choice.line.startswith("planned: ")
+    written = choice.config.model_dump(mode="json")["pipeline"]
+    assert sum(written["layers_per_stage"]) == MODEL["num_hidden_layers"]
+    prepared = preflight(made)
+    assert prepared.notes[0] == prepared.choice == choice.line
+    run(prepared)
+    (tmp_path / "named").mkdir()
+    keys = {f"pipeline.{name}": written[name] for name in ("schedule", "layers_per_stage", "head_weight")}
+    run(preflight(config(tmp_path / "named", MODEL, keys, steps=2)))
+    assert_same_tensors(checkpoint(tmp_path / "planned", 2), checkpoint(tmp_path / "named", 2))
+    losses = [[row.get("loss") for row in metrics(tmp_path / name)] for name in ("planned", "named")]
+    assert losses[0] == losses[1]
+
+
+def test_a_device_with_little_memory_recomputes(tmp_path: Path) -> None:
+    keys = {"pipeline.microbatches": 4, "data.sequence_length": 64}
+    made = planned(tmp_path, keys, batch_size=1024)
+    device = {"memory": "65 MB"}
+    choice = chosen(made, None, read_cluster({"host": "CPU host", "device": device}))
+    assert choice.config.train.activation_checkpointing is not None
+    assert "recomputed none" not in choice.line
+
+
+def test_a_resumed_run_takes_what_its_checkpoint_says(tmp_path: Path) -> None:
+    first = planned(tmp_path, {"pipeline.schedule": "gpipe"}, steps=2)
+    run(preflight(first))
+    again = preflight(planned(tmp_path, steps=4), "newest")
+    assert again.plan.schedule.name == "gpipe"
+    assert "of the checkpoint" in again.choice
+    assert not any("changed since then: pipeline" in note for note in again.notes)
+    fewer = planned(tmp_path, {"pipeline.microbatches": 4}, steps=4)
+    assert "predicted" in preflight(fewer, "newest").choice  # another step: planned anew
+
+
+def test_ranks_get_the_choice_as_arguments(tmp_path: Path) -> None:
+    choice = chosen(planned(tmp_path), None).config
+    sections: dict[str, dict[str, Any]] = {}
+    for override in as_overrides(choice):
+        name, _, text = override.partition("=")
+        section, _, key = name.partition(".")
+        sections.setdefault(section, {})[key] = json.loads(text)
+    assert TrainConfig.model_validate(_merged(planned(tmp_path), sections)) == choice
+
+
+def _merged(made: TrainConfig, sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    tree = made.model_dump(mode="json")
+    return {name: section | sections.get(name, {}) if section else section for name, section in tree.items()}
+
+
+def test_a_schedule_that_a_ramp_refuses_is_not_taken(tmp_path: Path) -> None:
+    """Three microbatches in groups of two ranks: no interleaved 1F1B."""
+    ramp = [{"until": 2, "batch_size": 3}]
+    keys = {"pipeline.microbatches": 4}
+    assert preflight(planned(tmp_path, keys, ramp=ramp)).plan.schedule.microbatches == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pipeline.head_weight": 1}, "pipeline.head_weight=1: the planner splits the layers"),
+        ({"pipeline.balance": "measured"}, "pipeline.balance=measured: the planner splits"),
+        ({"train.activation_checkpointing": True}, "the planner chooses what is recomputed"),
+        ({"adapter": {"r": 4}}, "adapter: its predictions are of models whose weights are all trained"),
+        ({"train.activation_offloading": True}, "leave copies to host memory out"),
+        ({"model.dtype": "float64"}, "products in float64"),
+    ],
+)
+def test_what_the_planner_does_not_choose_or_predict_is_refused(
+    tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(planned(tmp_path, keys), None)
+
+
+def test_the_command_plans_once_and_its_ranks_take_the_plan(tmp_path: Path, capfd: Any) -> None:
+    from penstock.cli.main import app
+
+    model = {"config": MODEL}
+    file = config_file(tmp_path, model=model, pipeline={"schedule": "planned", "head_weight": None})
+    with pytest.raises(SystemExit) as ended:
+        app(["train", str(file), "train.steps=1"])
+    assert ended.value.code == 0
+    out = capfd.readouterr().out
+    assert out.count("planned: ") == 1
+    recorded = json.loads((tmp_path / "out" / "run.json").read_text())["config"]["pipeline"]
+    assert recorded["schedule"] != "planned"
+    assert len(recorded["layers_per_stage"]) >= 2
