@@ -13,7 +13,7 @@ from benchmarks.validation.predict import (
     FITTED,
     Constants,
     Predicted,
-    _names,
+    fitting_names,
     library,
     predict,
     read_constants,
@@ -54,10 +54,8 @@ def test_a_run_fills_whole_hosts_and_its_batch(table: Table) -> None:
 
 def test_constants_name_the_rows_that_fit_them_and_no_blind_one() -> None:
     fitted = json.loads(FITTED.read_text(encoding="utf-8"))
-    # private: which rows fit a set is one rule, and the file must follow it
-    assert {name: keys["fitted_on"] for name, keys in fitted.items()} == {
-        name: list(_names(TABLES, name)) for name in fitted
-    }
+    names = {name: fitting_names(TABLES, name) for name in fitted}
+    assert {name: keys["fitted_on"] for name, keys in fitted.items()} == names
     assert fitted.keys() == {table.constants for table in TABLES.values()}
     assert read_constants().keys() == fitted.keys()
 

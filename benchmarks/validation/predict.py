@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -16,12 +16,10 @@ from penstock.planner.estimate import Trial, estimate
 from penstock.planner.hardware import Cluster, read_cluster
 
 FITTED = Path(__file__).with_name("constants.json")
-_STEPS, _STEP, _MOST = (
-    3,
-    0.02,
-    0.4,
-)  # of the fit: rounds, a difference, the most that a round changes, in logarithms
-_DAMPING = 0.05  # of a constant that no row says much about
+_ROUNDS = 20  # of the fit at most
+_STEP, _MOST = 0.02, 0.4  # a difference, and the most that a round changes, in logarithms
+_STILL = 0.005  # a round that changes no constant by more is the last
+_PULL = 0.15  # a constant off by a factor of two, 0.7, counts as much as a row off by 10 %, 0.1
 
 
 @dataclass(frozen=True)
@@ -105,17 +103,20 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     return read_cluster({**keys, "device": {**keys["device"], **changed}})
 
 
-# ---- the fit: least squares of the logarithms of predicted over measured, by Gauss-Newton within limits
+# ---- the fit: least squares of the logarithms of predicted over measured, and of constants over the library's
 
 
 def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
-    """The rows that fit the set of constants called `name`."""
+    """The rows that fit the set of constants called `name`.
+
+    Mixtures fit none: their runs hide exchanges of experts, which the planner does not.
+    """
     return [
         (table, run)
         for table in tables.values()
         if table.constants == name
         for run in table.runs
-        if run.half == "fit" and not run.unpredicted
+        if run.half == "fit" and not run.mixture and not run.unpredicted
     ]
 
 
@@ -134,21 +135,45 @@ def free(rows: Sequence[tuple[Table, Run]], name: str) -> list[str]:
 
 
 def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
-    """Each row is simulated once; then its step grows as the work of the rank that has most to do."""
-    constants = library(rows[0][0].hardware(rows[0][1]))
-    names = free(rows, name)
+    """Each row is simulated once; then its step grows as the work of the rank that has most to do.
+
+    No constant passes the library's: these are of the fastest products, and of ops that move all their bytes.
+    """
+    constants = most = library(rows[0][0].hardware(rows[0][1]))
+    names, known = free(rows, name), constants
     firsts = [predict(table, run, constants) for table, run in rows]
     misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
     start = _busy(rows, constants)
-    for _ in range(_STEPS):
+    for _ in range(_ROUNDS):
         here = _busy(rows, constants)
-        now = misses + here - start
         slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
-        held_back = np.vstack([np.stack(slopes, axis=1), _DAMPING * np.eye(len(names))])
-        change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
-        limited = np.clip(change, -_MOST, _MOST)
-        constants = _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
+        away = np.array([math.log(getattr(constants, one) / getattr(known, one)) for one in names])
+        of_all = np.vstack([np.stack(slopes, axis=1), _PULL * np.eye(len(names))])
+        most = [
+            _MOST if one == "traffic" else min(_MOST, -math.log(getattr(constants, one))) for one in names
+        ]
+        change = _within(of_all, -np.concatenate([misses + here - start, _PULL * away]), np.array(most))
+        constants = _scaled(constants, dict(zip(names, map(float, change), strict=True)))
+        if np.abs(change).max() < _STILL:
+            break
     return constants
+
+
+def _within(factors: np.ndarray, wanted: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """The least squares of `factors` @ change - `wanted`, for changes of -_MOST to `most`.
+
+    A change beyond a limit is set to it, and the others are solved for again.
+    """
+    change, inside = np.zeros(len(most)), np.ones(len(most), bool)
+    while inside.any():
+        rest = wanted - factors[:, ~inside] @ change[~inside]
+        solved, *_ = np.linalg.lstsq(factors[:, inside], rest, rcond=None)
+        limited = np.clip(solved, -_MOST, most[inside])
+        change[inside] = limited
+        if np.array_equal(limited, solved):
+            break
+        inside[np.flatnonzero(inside)[limited != solved]] = False
+    return change
 
 
 def _busy(rows: Sequence[tuple[Table, Run]], constants: Constants) -> np.ndarray:
@@ -169,10 +194,8 @@ def _work(table: Table, run: Run, constants: Constants) -> float:
 
 
 def _scaled(constants: Constants, logarithms: Mapping[str, float]) -> Constants:
-    """Shares of a peak are at most one."""
-    scaled = {name: getattr(constants, name) * math.exp(by) for name, by in logarithms.items()}
     return replace(
-        constants, **{name: value if name == "traffic" else min(value, 1.0) for name, value in scaled.items()}
+        constants, **{name: getattr(constants, name) * math.exp(by) for name, by in logarithms.items()}
     )
 
 
@@ -186,15 +209,13 @@ def read_constants() -> dict[str, Constants]:
 
 def write_constants(fitted: Mapping[str, Constants], tables: Mapping[str, Table]) -> None:
     tree = {
-        name: asdict(constants) | {"fitted_on": list(_names(tables, name))}
+        name: asdict(constants) | {"fitted_on": fitting_names(tables, name)}
         for name, constants in fitted.items()
     }
     FITTED.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
-def _names(tables: Mapping[str, Table], name: str) -> Iterator[str]:
-    for stem, table in tables.items():
-        if table.constants == name:
-            yield from (
-                f"{stem}: {run.name}" for run in table.runs if run.half == "fit" and not run.unpredicted
-            )
+def fitting_names(tables: Mapping[str, Table], name: str) -> list[str]:
+    """The rows that fit the set of constants called `name`, as ``file: row``."""
+    stems = {table.table: stem for stem, table in tables.items()}
+    return [f"{stems[table.table]}: {run.name}" for table, run in fitting(tables, name)]

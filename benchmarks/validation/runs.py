@@ -76,6 +76,11 @@ class Run(Record):
         return self.family, *shape, self.length if self.family == "gpt" else 0
 
     @property
+    def mixture(self) -> bool:
+        """Whether its layers are mixtures of experts."""
+        return self.family in ("deepseek", "kimi", "qwen3_moe")
+
+    @property
     def local_vocabulary(self) -> int:
         """The entries of the vocabulary that a process computes.
 
