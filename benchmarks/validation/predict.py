@@ -19,7 +19,7 @@ FITTED = Path(__file__).with_name("constants.json")
 _ROUNDS = 20  # of the fit at most
 _STEP, _MOST = 0.02, 0.4  # a difference, and the most that a round changes, in logarithms
 _STILL = 0.005  # a round that changes no constant by more is the last
-_PULL = 0.15  # a constant off by a factor of two, 0.7, counts as much as a row off by 10 %, 0.1
+_DAMPING = 0.05  # of a constant that no row says much about
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     return read_cluster({**keys, "device": {**keys["device"], **changed}})
 
 
-# ---- the fit: least squares of the logarithms of predicted over measured, and of constants over the library's
+# ---- the fit: least squares of the logarithms of predicted over measured, by Gauss-Newton within limits
 
 
 def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
@@ -140,40 +140,22 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
     No constant passes the library's: these are of the fastest products, and of ops that move all their bytes.
     """
     constants = most = library(rows[0][0].hardware(rows[0][1]))
-    names, known = free(rows, name), constants
+    names = free(rows, name)
     firsts = [predict(table, run, constants) for table, run in rows]
     misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
     start = _busy(rows, constants)
     for _ in range(_ROUNDS):
         here = _busy(rows, constants)
+        now = misses + here - start
         slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
-        away = np.array([math.log(getattr(constants, one) / getattr(known, one)) for one in names])
-        of_all = np.vstack([np.stack(slopes, axis=1), _PULL * np.eye(len(names))])
-        most = [
-            _MOST if one == "traffic" else min(_MOST, -math.log(getattr(constants, one))) for one in names
-        ]
-        change = _within(of_all, -np.concatenate([misses + here - start, _PULL * away]), np.array(most))
-        constants = _scaled(constants, dict(zip(names, map(float, change), strict=True)))
-        if np.abs(change).max() < _STILL:
+        held_back = np.vstack([np.stack(slopes, axis=1), _DAMPING * np.eye(len(names))])
+        change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
+        limited = np.clip(change, -_MOST, _MOST)
+        before, scaled = constants, _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
+        constants = replace(scaled, **{one: min(getattr(scaled, one), getattr(most, one)) for one in names})
+        if all(abs(math.log(getattr(constants, one) / getattr(before, one))) < _STILL for one in names):
             break
     return constants
-
-
-def _within(factors: np.ndarray, wanted: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """The least squares of `factors` @ change - `wanted`, for changes of -_MOST to `most`.
-
-    A change beyond a limit is set to it, and the others are solved for again.
-    """
-    change, inside = np.zeros(len(most)), np.ones(len(most), bool)
-    while inside.any():
-        rest = wanted - factors[:, ~inside] @ change[~inside]
-        solved, *_ = np.linalg.lstsq(factors[:, inside], rest, rcond=None)
-        limited = np.clip(solved, -_MOST, most[inside])
-        change[inside] = limited
-        if np.array_equal(limited, solved):
-            break
-        inside[np.flatnonzero(inside)[limited != solved]] = False
-    return change
 
 
 def _busy(rows: Sequence[tuple[Table, Run]], constants: Constants) -> np.ndarray:
