@@ -156,3 +156,22 @@ def test_frozen_weights_get_no_gradient() -> None:
     backward(NextToken().total(frozen, {"labels": labels()}))
     assert weight.grad is not None
     assert hidden.grad is None
+
+
+@pytest.mark.parametrize("name", ["labels", "shift_labels"])
+def test_a_change_in_place_counts(name: str) -> None:
+    """Whichever labels a batch has, and so whether the logits are sliced."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    microbatch = {"labels": torch.randint(7, (2, 5))}
+    if name == "shift_labels":
+        microbatch = {name: microbatch["labels"]}
+    gradients = []
+    for logits in (HeadLogits(hidden, weight), torch.nn.functional.linear(hidden, weight)):
+        logits[..., -1] = -5.0
+        logits.mul_(3.0)
+        total = NextToken().total({"logits": logits}, microbatch)
+        gradients.append((total, *torch.autograd.grad(total, (hidden, weight))))
+    for deferred, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(deferred, whole, rtol=1e-12, atol=1e-12)

@@ -116,6 +116,11 @@ class HeadLogits(Tensor):
     def _with(self, hidden: Tensor, steps: tuple[LogitsStep, ...], dtype: torch.dtype) -> HeadLogits:
         return HeadLogits(hidden, self.weight, self.bias, steps, dtype, self.by_liger)
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether something has read the values, and may have changed them in place."""
+        return self._whole is not None
+
     def whole(self) -> Tensor:
         """The logits, computed once."""
         if self._whole is None:

@@ -168,7 +168,9 @@ class TokenLabels(OwnLoss):
     def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
         """labels: of the same rows and sequence"""
         if isinstance(logits, HeadLogits):
-            return cross_entropy(logits, labels, IGNORED, self.penalties)
+            if not logits.is_computed:
+                return cross_entropy(logits, labels, IGNORED, self.penalties)
+            logits = logits.whole()  # which a forward may have changed in place
         return self._of_whole_logits(logits, labels, self.penalties)
 
 
