@@ -15,6 +15,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Generic, NamedTuple, TypeVar
 
+import torch
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -78,6 +80,7 @@ def _gathered(ends: Sequence[Connection], arguments: Sequence[A]) -> list[R]:
 def _serve(work: Callable[[A], R], end: Connection) -> None:
     """Answer until the other end is closed, which the end of its process does, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the process that forked this one
+    torch.set_num_threads(1)  # OpenMP's threads, if this process's parent has any, are not forked
     while True:
         try:
             arguments: list[A] = end.recv()
