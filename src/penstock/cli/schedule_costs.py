@@ -18,7 +18,7 @@ _SIZES = ("activation", "held_for_weight", "buffer", "sent", "held_in_forward", 
 _TIME, _MEMORY = 1e-12, 2.0**-30  # multiply-adds in 10^12, bytes in GiB
 
 
-class ModelCosts(NamedTuple):
+class ConfigCosts(NamedTuple):
     """The costs of a model in one stage per rank.
 
     costs: durations in 10^12 multiply-adds, with what runs again; sizes in GiB, 0 where only a step shows
@@ -30,7 +30,7 @@ class ModelCosts(NamedTuple):
     microbatches: int
 
 
-def config_costs(config: Path, ranks: int | None, microbatches: int | None) -> ModelCosts:
+def config_costs(config: Path, ranks: int | None, microbatches: int | None) -> ConfigCosts:
     """Plan the config's run with 1F1B, in one stage per rank. Loads no weight.
 
     ranks, microbatches: None takes the config's
@@ -57,7 +57,7 @@ def config_costs(config: Path, ranks: int | None, microbatches: int | None) -> M
 
     keys: dict[str, Any] = {name: of_ranks(name, _TIME) for name in _DURATIONS}
     keys |= {name: of_ranks(name, _MEMORY) for name in _SIZES} if known else {"activation": 0.0}
-    return ModelCosts(Costs(**keys), schedule.ranks, schedule.microbatches)
+    return ConfigCosts(Costs(**keys), schedule.ranks, schedule.microbatches)
 
 
 def _check(auto: AutoPipeline) -> None:
