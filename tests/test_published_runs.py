@@ -13,6 +13,8 @@ from benchmarks.validation.predict import (
     FITTED,
     Constants,
     Predicted,
+    fit,
+    fitting,
     fitting_names,
     library,
     predict,
@@ -103,6 +105,24 @@ def test_constants_change_what_they_name() -> None:
     apart = SMALL.model_copy(update={"fused": False})
     assert predict(table, apart, replace(plain, traffic=4.0)).seconds == pytest.approx(first)
     assert predict(table, SMALL, replace(plain, float8=plain.float8 / 4)).seconds == pytest.approx(first)
+
+
+def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
+    """Two rows that the planner made with other constants; the third is a mixture, and fits nothing."""
+    table = replace_cluster(TABLES["megatron_sc21"])
+    known = library(table.hardware(SMALL))
+    made = replace(known, matmul=known.matmul / 2)
+    long = {"length": 4096, "heads": 16, "half": "fit"}  # so that products, and not launches, take the time
+    runs = [SMALL.model_copy(update={**long, "hidden": hidden}) for hidden in (2048, 4096)]
+    measured = table.model_copy(update={"measured": "seconds"})
+    rows = [run.model_copy(update={"value": predict(measured, run, made).seconds}) for run in runs]
+    fitted = fit([(measured, run) for run in rows], "H100")
+    for run in rows:
+        assert predict(measured, run, known).error < -0.2
+        assert abs(predict(measured, run, fitted).error) < 0.04
+    mixture = rows[0].model_copy(update={"family": "kimi"})
+    several = measured.model_copy(update={"runs": (*rows, mixture)})
+    assert [run for _, run in fitting({"": several}, table.constants)] == rows
 
 
 def replace_cluster(table: Table) -> Table:

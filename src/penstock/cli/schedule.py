@@ -180,9 +180,13 @@ def convert(
 @app.command()
 @taking(costs=costs_of)
 def compare(
-    ranks: RanksOption,
-    microbatches: Microbatches,
     costs: Costs,
+    ranks: Annotated[int | None, typer.Option("--ranks", "-r", help="Number of ranks.")] = None,
+    microbatches: Annotated[int | None, typer.Option(
+        "--microbatches", "-m", help="Microbatches a step.")] = None,
+    config: Annotated[Path | None, typer.Option(metavar="CONFIG.yaml", help=
+        "A training config, for the costs of its model: times in 10^12 multiply-adds, memory in GiB. Its "
+        "ranks and microbatches count where none are given.")] = None,
     buffer: Buffer = 0.0,
     memory_limit: Limit = None,
     search: Annotated[float | None, typer.Option(
@@ -197,19 +201,41 @@ def compare(
 
     Example: penstock schedule compare -r 4 -m 8 --memory-limit 4 --communication 0.1
     """
+    costs, ranks, microbatches = _compared(config, replace(costs, buffer=buffer), ranks, microbatches)
     searched = [] if search is None else _searched(ranks, microbatches, costs, memory_limit, search)
     entries = all_schedules(
         ranks=ranks,
         microbatches=microbatches,
-        costs=replace(costs, buffer=buffer),
+        costs=costs,
         memory_limit=memory_limit,
         extra=searched,
     )
-    slowed = {} if slow_rank is None else _slowed(entries, replace(costs, buffer=buffer), slow_rank)
+    slowed = {} if slow_rank is None else _slowed(entries, costs, slow_rank)
     if as_json:
         echo(json.dumps(view.comparison_data(entries, ranks, microbatches, memory_limit, slowed)))
     else:
         echo(*view.comparison(entries, ranks, microbatches, memory_limit, slowed))
+        if config is not None:
+            units = "times in 10^12 multiply-adds, memory of activations in GiB"
+            echo(f"The costs are those of {config}: {units}.")
+
+
+def _compared(
+    config: Path | None, costs: Costs, ranks: int | None, microbatches: int | None
+) -> tuple[Costs, int, int]:
+    """Costs, ranks and microbatches of a comparison: those of the command line, or of a config's model."""
+    if config is None:
+        if ranks is None or microbatches is None:
+            missing = "--ranks" if ranks is None else "--microbatches"
+            rule = f"a comparison needs the number of {missing[2:]}"
+            raise ConfigError(missing, rule, f"Give {missing}, or --config with a training config")
+        return costs, ranks, microbatches
+    if costs != Costs():
+        rule = "the costs are those of its model, in units of their own"
+        raise ConfigError(f"--config {config} with costs", rule, "Leave out one of the two")
+    from penstock.cli.schedule_costs import config_costs  # imports torch
+
+    return config_costs(config, ranks, microbatches)
 
 
 def _slowed(entries: Iterable[Entry], costs: Costs, factor: float) -> dict[str, tuple[float, ...]]:
