@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import ConfigError, PartitionError
+
+if TYPE_CHECKING:
+    from penstock.schedule.op_arrays import Integers
 
 
 def ranges(counts: Sequence[int]) -> list[range]:
@@ -63,7 +65,6 @@ class Memory:
     head: tuple[float, float] = (0, 0)
 
 
-Integers = npt.NDArray[Any]
 # (stage, first layer, layer after the last): the cost of that stage, or the memory that it holds
 Holders = Sequence[Sequence[int]]  # for each stage, the ranks that have it or a copy of it
 _StageSum = Callable[[int, int, int], int]
