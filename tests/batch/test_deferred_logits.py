@@ -103,3 +103,21 @@ def test_reads_below_autograd_are_refused() -> None:
     logits = HeadLogits(torch.randn(2, 5, 4), torch.randn(7, 4))
     with DisableTorchFunctionSubclass(), pytest.raises(ModelError, match="below autograd"):
         logits.sum()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        return logits * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+def test_an_autograd_function_of_them_is_refused() -> None:
+    """0.9.0: its gradient did not reach the head, without an error."""
+    logits = HeadLogits(torch.randn(2, 5, 4), torch.randn(7, 4, requires_grad=True))
+    total = NextToken().total(Doubled.apply(logits), {"labels": LABELS})  # type: ignore[no-untyped-call]
+    with pytest.raises(ModelError, match=r"autograd\.Function"):
+        total.backward()

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.batch.logit_sums import Penalties
 from penstock.errors import ModelError
-from penstock.private import DisableTorchFunctionSubclass, tree_map_only
+from penstock.private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
 
 LogitsStep = Callable[[Tensor], Tensor]  # arithmetic on logits, entry by entry
 
@@ -34,6 +34,15 @@ class DeferredLogits(Tensor):
 
     _whole: Tensor | None = None
     _source: tuple[DeferredLogits, Any] | None = None  # of a slice: what it is a view of, and the index
+
+    @classmethod
+    def _made(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, trains: bool) -> Self:
+        """A tensor without values. A gradient of its own would be lost, and raises ModelError."""
+        made = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=trains)
+        if trains:
+            with DisableTorchFunctionSubclass():
+                made.register_hook(_refuse_gradient)
+        return made  # type: ignore[no-any-return]
 
     @abstractmethod
     def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties) -> Tensor:
@@ -97,12 +106,7 @@ class DeferredLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # below autograd, where gradients would be lost
-        raise ModelError(
-            f"logits that are not whole ({cls.__name__}), read by {func}",
-            "a forward or a hook reads them below autograd, where penstock cannot compute them",
-            "Set chunked_loss=False; with tp give a loss_fn, which gets whole logits",
-        )
+        raise _below_autograd(f"read by {func}")
 
     def _later(
         self, func: Any, others: Sequence[Any], options: Mapping[str, Any]
@@ -133,6 +137,18 @@ class DeferredLogits(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _below_autograd(reader: str) -> ModelError:
+    return ModelError(
+        f"logits that are not whole, {reader}",
+        "a forward or a hook reads them below autograd, where penstock cannot compute them",
+        "Set chunked_loss=False; with tp give a loss_fn, which gets whole logits",
+    )
+
+
+def _refuse_gradient(gradient: Tensor) -> None:
+    raise _below_autograd("which an autograd.Function took")
 
 
 _FACTS = {

@@ -24,7 +24,6 @@ from torch import Tensor
 from penstock.batch.deferred_logits import DeferredLogits, LogitsStep
 from penstock.batch.liger import liger_cross_entropy
 from penstock.batch.logit_sums import LogitSums, Penalties, gradient_of, sums_of, wide
-from penstock.private import make_wrapper_subclass
 
 HELD_BYTES = 1 << 28  # logits of a microbatch in float32; those with more are never whole
 
@@ -55,10 +54,8 @@ class HeadLogits(DeferredLogits):
         dtype: torch.dtype | None = None,
         by_liger: bool = False,
     ) -> HeadLogits:
-        made = make_wrapper_subclass(
-            cls, (*hidden.shape[:-1], len(weight)), dtype=dtype or hidden.dtype, device=hidden.device,
-            requires_grad=torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad),
-        )  # fmt: skip
+        trains = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        made = cls._made((*hidden.shape[:-1], len(weight)), dtype or hidden.dtype, hidden.device, trains)
         made.hidden, made.weight, made.bias, made.steps = hidden, weight, bias, steps
         made.by_liger = by_liger
         return made

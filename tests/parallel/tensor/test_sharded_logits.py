@@ -177,6 +177,7 @@ MORE: list[Case] = [
     ("llama", 1, Axes(dp_shard=2, tp=2), {"sharded": Sharded(reshard_after_forward=True)}),
     ("llama", 1, Axes(cp=2, tp=2), {"context": "ulysses"}),
 ]
+LARGE = 4 * 48 * 13  # bytes of blocks of 13 tokens of the vocabulary, of a microbatch of `batch`
 MODES = [(False, False), (False, True), (True, False), (True, True)]  # are logits large, and chunked_loss
 
 
@@ -190,7 +191,7 @@ def differences(case: Case) -> list[float]:
     loss, expected = plain_step(model, batch())
     for large, chunked in MODES:
         with (
-            mock.patch.object(head_logits, "HELD_BYTES", 4 * 48 * 13 if large else 1 << 28),
+            mock.patch.object(head_logits, "HELD_BYTES", LARGE if large else 1 << 28),
             mock.patch.object(HeadLogits, "sums", autospec=True, side_effect=HeadLogits.sums) as blocks,
             mock.patch.object(ShardedLogits, "whole", side_effect=AssertionError("gathered logits")),
         ):
@@ -267,9 +268,12 @@ def seen_by_hooks(at: str, kind: str, ranks: tuple[int, ...]) -> tuple[bool, lis
         hooked.register_forward_hook(see) if kind == "forward" else hooked.register_full_backward_hook(
             see_gradient
         )
-    with mock.patch.object(
-        ShardedLogits, "cross_entropy", autospec=True, side_effect=ShardedLogits.cross_entropy
-    ) as sums:
+    with (
+        mock.patch.object(head_logits, "HELD_BYTES", LARGE),
+        mock.patch.object(
+            ShardedLogits, "cross_entropy", autospec=True, side_effect=ShardedLogits.cross_entropy
+        ) as sums,
+    ):
         pipe = build_whole(model, 1, Axes(tp=2))
         result = pipe.step(batch())
     worst = max(worst_gradient(pipe, expected)[0], abs(result.loss - loss) / loss)

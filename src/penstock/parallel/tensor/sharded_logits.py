@@ -27,7 +27,6 @@ from penstock.batch.head_logits import HeadLogits
 from penstock.batch.logit_sums import LogitSums, Penalties, part_sums
 from penstock.parallel.tensor.plan import TPPlan, logits_plan
 from penstock.parallel.tensor.styles import COLUMNS_GATHERED, WHOLE, SharedInput, Wrapper, redistributed
-from penstock.private import make_wrapper_subclass
 
 
 class ShardedLogits(DeferredLogits):
@@ -46,9 +45,7 @@ class ShardedLogits(DeferredLogits):
     @staticmethod
     def __new__(cls, part: Tensor, mesh: DeviceMesh) -> ShardedLogits:
         shape = (*part.shape[:-1], part.shape[-1] * mesh.size())
-        made = make_wrapper_subclass(
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
-        )
+        made = cls._made(shape, part.dtype, part.device, part.requires_grad)
         made.part, made.mesh = part, mesh
         return made
 
