@@ -120,4 +120,4 @@ def test_an_autograd_function_of_them_is_refused() -> None:
     logits = HeadLogits(torch.randn(2, 5, 4), torch.randn(7, 4, requires_grad=True))
     total = NextToken().total(Doubled.apply(logits), {"labels": LABELS})  # type: ignore[no-untyped-call]
     with pytest.raises(ModelError, match=r"autograd\.Function"):
-        total.backward()
+        total.backward()  # type: ignore[no-untyped-call]

@@ -41,8 +41,8 @@ class DeferredLogits(Tensor):
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=trains)
         if trains:
             with DisableTorchFunctionSubclass():
-                made.register_hook(_refuse_gradient)
-        return made  # type: ignore[no-any-return]
+                made.register_hook(_refuse_gradient)  # type: ignore[no-untyped-call]
+        return made
 
     @abstractmethod
     def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties) -> Tensor:
