@@ -244,7 +244,7 @@ class Pipeline(SplitModel):
 
     def close(self) -> None:
         """Release the pipeline's process groups; the modules stay usable."""
-        for part in (*self._parts, self._whole_backwards):
+        for part in (*self._steps.every_step, *self._parts, self._whole_backwards):
             part.close()
         self._world.transport.close()
 

@@ -41,9 +41,9 @@ class StepRunner:
         seconds: by pipeline and rank, the seconds of its ops, by kind
     """
 
-    def __init__(self, built: BuiltStages, parts: Sequence[StepPart]) -> None:
-        """parts: of every step and evaluation"""
-        self._built, self._world, self._parts = built, built.world, parts
+    def __init__(self, built: BuiltStages, every_step: Sequence[StepPart]) -> None:
+        """every_step: the parts of every step and evaluation"""
+        self._built, self._world, self.every_step = built, built.world, every_step
         self._trace_folder = None if built.trace_folder is None else Path(built.trace_folder)
         self.schedules = Schedules(built)
         self._broken = False
@@ -77,7 +77,7 @@ class StepRunner:
                 "other ranks may still send messages of that step",
                 "Build the pipeline again, if possible in new processes",
             )
-        parts, begun = [*self._parts, *parts], False
+        parts, begun = [*self.every_step, *parts], False
         try:
             try:
                 step = self._prepare(lowered, batch, parts, collect, scored, total_tokens)
