@@ -322,10 +322,11 @@ class LayerOptions:
     Args:
         chunked_loss: whether the next-token loss computes large logits (more than 256 MiB a microbatch in
             float32) one block of the vocabulary at a time, in the forward and again in the backward, so that
-            they never exist whole. Heads that are no plain linear layer, and those on a mesh with other axes,
-            are not affected. liger: Liger's fused kernel, for logits of any size, which runs the head once; a
-            live microbatch then holds the gradient of the head's weight. It needs a GPU, a plain linear head
-            whose logits the model leaves as they are, and no other axes
+            they never exist whole; with tp, a rank's share of the logits counts. Heads that are no plain
+            linear layer, and those with dp_shard, dp_replicate or cp, are not affected. liger: Liger's fused
+            kernel, for logits of any size, which runs the head once; a live microbatch then holds the
+            gradient of the head's weight. It needs a GPU, a plain linear head whose logits the model leaves
+            as they are, and no other axes
         activation_checkpointing: keep less of each layer's forward and run it again in the backward. true or
             full: keep its input alone. selective: also keep what costs most to compute. Or a mapping; in
             Python a Checkpointing
@@ -390,7 +391,7 @@ class CompileOptions:
             their weight gradients. auto: around products where the schedule splits backwards and the layer
             allows it, else whole. none: no layer
         loss: whether the next-token loss of whole logits is compiled. A loss_fn of your own stays as it is,
-            and so do large logits, which `chunked_loss` never makes whole
+            and so do large logits, which `chunked_loss` never makes whole, and logits that tp shards
         backend: as torch.compile takes it: inductor, aot_eager, cudagraphs, ...
         mode: as torch.compile takes it: default, reduce-overhead, max-autotune, ...
         dynamic: whether lengths are dynamic; left out, from the second length on

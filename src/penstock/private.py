@@ -127,6 +127,8 @@ LATE = {
     # a mesh without processes: the import registers the backend "fake"
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     "TrainingState": "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
+    # the owner of a hook that reads no gradient. instead: whole logits with FSDP2
+    "FSDPState": "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
     # sizes of a shard. instead: those of a DTensor on meta
     "local_shape_and_offset": "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
     "active_collector": "transformers.utils.output_capturing:_active_collector",  # records hidden states
@@ -196,6 +198,7 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_root_post_backward_final_callback": "called by us, after the last backward of a step",
         "_fsdp_param_groups": "the weights that are gathered together; not in torch 2.11",
         "_fsdp_param_group": "likewise, in torch 2.11",
+        "_pre_backward": "the hook that gathers a module's weights before its backward",
     },
     "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": {
         "_module_info": "where a weight belongs",

@@ -25,11 +25,11 @@ def test_tp_sums_behind_each_row_wise_projection_and_in_front_of_column_wise_one
     run = Candidate(axes=Axes(tp=2), rows=3, length=LENGTH)
     reduce = "tp", "all_reduce", HIDDEN
     assert layer(run) == {(*reduce, False): 2, (*reduce, True): 2}
-    logits = 3 * LENGTH * 512 * 2
     sent = workload().traffic(run)
     assert sent.embedding == (Collective("tp", "all_reduce", HIDDEN),)
     assert set(sent.head) == {
-        Collective("tp", "all_gather", logits), Collective("tp", "all_reduce", HIDDEN, backward=True),
+        Collective("tp", "all_gather", 3 * LENGTH * 2 * 4 * 2),  # of the loss: two sums of each rank
+        Collective("tp", "all_reduce", HIDDEN, backward=True),
     }  # fmt: skip
 
 

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.head_logits import HeadLogits, Penalties, cross_entropy
+from penstock.batch.deferred_logits import DeferredLogits
+from penstock.batch.logit_sums import Penalties
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.placement import host_values
@@ -167,9 +168,9 @@ class TokenLabels(OwnLoss):
 
     def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
         """labels: of the same rows and sequence"""
-        if isinstance(logits, HeadLogits):
-            if not logits.is_computed:
-                return cross_entropy(logits, labels, IGNORED, self.penalties)
+        if isinstance(logits, DeferredLogits):
+            if not logits.is_whole:
+                return logits.cross_entropy(labels, IGNORED, self.penalties)
             logits = logits.whole()  # which a forward may have changed in place
         return self._of_whole_logits(logits, labels, self.penalties)
 

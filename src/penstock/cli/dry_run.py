@@ -22,6 +22,7 @@ from penstock.models.source import sdpa_for_flash
 from penstock.models.split.multiply_adds import works
 from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
+from penstock.parallel.tensor.plan import assigned, logits_plan
 from penstock.pipeline.auto_pipeline import exchange_of
 from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
@@ -108,7 +109,7 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
         again = len(planned.auto.account(plan).recomputed())
         yield "recompute", f"the layers of {again:,} of {forwards:,} forwards run again in the backward"
     if axes.tp > 1:
-        yield "logits", "whole on every rank of tp: the loss is not sharded"
+        yield "logits", _logits(planned)
     if scores := _scores(planned):
         eager = (
             f"eager: a layer keeps the scores of all pairs of tokens, {gib(scores, scores)} GiB a microbatch"
@@ -143,6 +144,17 @@ def _remedies(planned: Planned, most: RankMemory) -> Iterator[str]:
         yield f"more pipeline.microbatches, of fewer than {rows} rows"
     if activations > most.fixed:
         yield fewer_weights
+
+
+def _logits(planned: Planned) -> str:
+    """Where the logits are with tp, in words."""
+    model, tp = planned.plan.source.model, planned.axes.tp
+    if not planned.auto.own_loss:
+        return "whole on every rank of tp: the loss_fn gets them"
+    head, reason = logits_plan(model, assigned(model, tp))
+    if head is None:
+        return f"whole on every rank of tp: {reason}"
+    return f"sharded over tp: a rank has 1/{tp} of the vocabulary, and the loss sums over the ranks"
 
 
 def _left_out(planned: Planned) -> str:

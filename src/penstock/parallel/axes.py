@@ -59,6 +59,11 @@ class Axes(AxisSizes):
         """Number of ranks over which FSDP2 shards the weights of a stage."""
         return self.dp_shard * self.cp
 
+    @property
+    def uses_fsdp(self) -> bool:
+        """Whether FSDP2 stands around the stages, or may, where a size is -1."""
+        return (self.dp_replicate, self.dp_shard, self.cp) != (1, 1, 1)
+
     def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
         """One rank's (rows, tokens per row) of a microbatch of (rows, sequence)."""
         rows, length = shape  # cp pads a row to an even number of equal pieces

@@ -45,6 +45,7 @@ class ParallelOptions:
     context: the attention over a split sequence, "ulysses" or "ring"
     sequence_parallel: whether tp also shards the activations between its matrices, along the sequence
     autocast: the dtype of torch.autocast in forwards; None for none
+    shards_logits: whether tp keeps the logits sharded, for a loss of penstock that takes them so
 
     Raises ConfigError for another `context`.
     """
@@ -53,11 +54,16 @@ class ParallelOptions:
     context: Method = "ulysses"
     sequence_parallel: bool = False
     autocast: torch.dtype | None = None
+    shards_logits: bool = True
 
     def __post_init__(self) -> None:
         if self.context not in ("ulysses", "ring"):
             rule = "attention over a split sequence is 'ulysses' or 'ring'"
             raise ConfigError(f"context={self.context!r}", rule, "Take 'ulysses' where heads divide by cp")
+
+    def of_tp(self) -> dict[str, bool]:
+        """The options of `tensor_parallel`."""
+        return {"sequence_parallel": self.sequence_parallel, "shards_logits": self.shards_logits}
 
 
 def check_model(model: PreTrainedModel, axes: Axes, options: ParallelOptions) -> None:
@@ -158,7 +164,7 @@ class MeshPlan:
             assert isinstance(module, PreTrainedModel)
             parallelize_attention(module, self._mesh.get_group("cp"), self._options.context)
         if self.axes.tp > 1:
-            tensor_parallel(module, self._mesh["tp"], sequence_parallel=self._options.sequence_parallel)
+            tensor_parallel(module, self._mesh["tp"], **self._options.of_tp())
 
     def fully_shard(self, module: nn.Module, layers: Sequence[nn.Module]) -> StagePart | None:
         """Apply FSDP2 to a stage's module in place. Returns None if gradients need no later reduction."""

@@ -191,7 +191,9 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         return offloading(self.activation_offloading)
 
     def parallel_options(self) -> ParallelOptions:
-        return ParallelOptions(self.sharded, self.context, self.sequence_parallel, self.autocast)
+        return ParallelOptions(
+            self.sharded, self.context, self.sequence_parallel, self.autocast, self.own_loss
+        )
 
     def mesh_plan(self, world: World) -> MeshPlan | None:
         """How the other axes change stages and microbatches; None without them. Collective.

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from penstock.models.tracing.chain import Chain
 from penstock.parallel.context.ulysses import repeats
 from penstock.parallel.expert.experts import mixtures
-from penstock.parallel.tensor.plan import assigned, is_token_wise
+from penstock.parallel.tensor.plan import assigned, is_token_wise, logits_plan
 from penstock.parallel.tensor.styles import COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_SPLIT, VOCABULARY
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import Group, all_gather, all_reduce, all_to_all, reduce_scatter
@@ -68,6 +68,9 @@ def traffic(model: PreTrainedModel, chain: Chain, firsts: Iterable[int], candida
     rows, length = axes.local_shape(candidate.shape)
     hidden = float(rows * length * itemsize)  # bytes of one number a token
     styles = assigned(model, axes.tp) if axes.tp > 1 else {}
+    head, sums = logits_plan(model, styles).head, tuple[Collective, ...]()
+    if head is not None:
+        styles, sums = {**styles, head: COLUMNS}, (_sums(rows * length, axes.tp),)
     inside = set(mixtures(model)) if axes.ep > 1 else set[str]()
     layers = model.get_submodule(chain.layers)
 
@@ -86,7 +89,7 @@ def traffic(model: PreTrainedModel, chain: Chain, firsts: Iterable[int], candida
     return Traffic(
         tuple(tuple(of_layer(index)) for index in firsts),
         tuple(outside(chain.before)),
-        tuple(outside(chain.after)),
+        (*outside(chain.after), *sums),
     )
 
 
@@ -129,6 +132,11 @@ def _tensor(
             yield Collective("tp", "all_gather", hidden * width, backward=True)
             if f"{path}.{name}" in inputs:
                 yield Collective("tp", "reduce_scatter", hidden * width, backward=True)
+
+
+def _sums(tokens: int, tp: int) -> Collective:
+    """Of the vocabulary-parallel loss: each rank's sum of exponentials and logit of the label, in float32."""
+    return Collective("tp", "all_gather", 2.0 * 4 * tokens * tp)
 
 
 def _context(model: PreTrainedModel, hidden: float, cp: int, tp: int) -> Iterator[Collective]:

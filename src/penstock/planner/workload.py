@@ -196,10 +196,10 @@ class Workload:
 
 
 def _shape_key(candidate: Candidate) -> tuple[Hashable, ...]:
-    """Equal for candidates whose parts do the same work for a row. Last, whether logits are whole."""
+    """Equal for candidates whose parts do the same work for a row. Last, whether logits may be chunked."""
     axes = candidate.axes
-    meshed = axes.ranks_per_stage > 1
-    return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, candidate.sequence_parallel, meshed
+    splits = candidate.sequence_parallel
+    return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, splits, axes.uses_fsdp
 
 
 def _run_key(candidate: Candidate) -> tuple[Hashable, ...]:

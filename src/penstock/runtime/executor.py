@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from penstock.batch.head_logits import whole
+from penstock.batch.deferred_logits import whole
 from penstock.batch.loss import Loss, total_of
 from penstock.batch.microbatches import StepInput
 from penstock.batch.payload import SINGLE, EdgeSpecs, Payload, flatten

@@ -28,14 +28,15 @@ def deferred(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The head returns HeadLogits if float32 logits would take more than HELD_BYTES, or for Liger."""
 
     def forward(head: Any, input: Tensor) -> Tensor:
-        by_liger, bias = head._by_liger, head.bias
-        large = by_liger or are_large(input.shape[:-1].numel(), head.out_features)
-        if not large or isinstance(head.weight, DTensor) or torch.compiler.is_compiling():
+        by_liger, weight, bias = head._by_liger, head.weight, head.bias
+        # with tp, the weight is here this rank's shard of the vocabulary; with FSDP it is a DTensor
+        large = by_liger or are_large(input.shape[:-1].numel(), len(weight))
+        if not large or isinstance(weight, DTensor) or torch.compiler.is_compiling():
             return plain(head, input)
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         low = None if bias is None else lowered(bias, dtype)
-        return HeadLogits(lowered(input, dtype), lowered(head.weight, dtype), low, by_liger=by_liger)
+        return HeadLogits(lowered(input, dtype), lowered(weight, dtype), low, by_liger=by_liger)
 
     return forward
 

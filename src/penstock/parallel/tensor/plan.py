@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import ConfigError, ModelError
 from penstock.parallel.tensor.styles import (
     COLUMNS,
+    COLUMNS_GATHERED,
     COMPRESSED,
     EXPERTS,
     FORMER_NAMES,
@@ -63,6 +64,33 @@ def assigned(model: nn.Module, tp: int) -> TPPlan:
     }
     whole |= _tied_to_others(model, plan, whole)
     return {name: style for name, style in styles.items() if name not in whole}
+
+
+class LogitsPlan(NamedTuple):
+    """Where the logits are for a loss that takes them sharded.
+
+    head: name of the head whose logits stay sharded; None where every rank has them whole
+    reason: why they are whole
+    """
+
+    head: str | None
+    reason: str = ""
+
+
+def logits_plan(model: nn.Module, plan: TPPlan) -> LogitsPlan:
+    """Where the logits of `model` are. plan: from `assigned`"""
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    names = (name for name, module in model.named_modules() if module is output)
+    head = next((name for name in names if plan.get(name) == COLUMNS_GATHERED), None)
+    if head is None:
+        return LogitsPlan(None, "the head is not sharded, by the model's plan or by its vocabulary")
+    segments = head.split(".")
+    for count in range(len(segments) + 1):
+        around = ".".join(segments[:count])
+        module = model.get_submodule(around)
+        if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
+            return LogitsPlan(None, f"a hook of {around or type(model).__name__} may read them")
+    return LogitsPlan(head)
 
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from penstock.parallel.tensor.plan import TPPlan, assigned, is_token_wise, layers_of, rotary_width
+from penstock.parallel.tensor.sharded_logits import sharded_head, sharded_logits
 from penstock.parallel.tensor.styles import (
     COLUMNS,
     COLUMNS_GATHERED,
@@ -51,12 +52,15 @@ from penstock.runtime.around import around
 from penstock.runtime.split_backward.casts import marked_as_weight
 
 
-def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False) -> None:
+def tensor_parallel(
+    module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: bool = False, shards_logits: bool = False
+) -> None:
     """Shard the weights of `module` over `mesh`, in place; their names do not change. Collective.
 
-    Outputs are whole and equal on every rank. After a backward every gradient is complete, except for Partial
-    DTensors: the gradients of weights that work on each rank's own heads or tokens. These accumulate without
-    communication, until `complete_gradients`, or FSDP2's reduction, sums them.
+    Outputs are whole and equal on every rank, but for sharded logits. After a backward every gradient is
+    complete, except for Partial DTensors: the gradients of weights that work on each rank's own heads or
+    tokens. These accumulate without communication, until `complete_gradients`, or FSDP2's reduction, sums
+    them.
 
     Args:
         module: a Hugging Face model that `check` accepts (plan.py), or a stage of one, with the same values
@@ -64,11 +68,12 @@ def tensor_parallel(module: nn.Module, mesh: DeviceMesh, *, sequence_parallel: b
         mesh: the `tp` axis alone
         sequence_parallel: shard activations between the parts of layers along the sequence. The input of the
             first layer and the output of the last one stay whole
+        shards_logits: return ShardedLogits (sharded_logits.py) where the plan shards the head
 
     The forward raises BatchError for a length that sequence_parallel cannot shard evenly.
     """
     plan = assigned(module, mesh.size())
-    wrappers = _Wrappers(module, mesh, plan)
+    wrappers = _Wrappers(module, mesh, plan, sharded_head(module, mesh, plan) if shards_logits else None)
     if sequence_parallel:
         wrappers.shard_sequence()
     _shard_parameters(module, mesh, plan)
@@ -186,8 +191,9 @@ def _plain_tensors(plain: Callable[..., Any]) -> Callable[..., Any]:
 class _Wrappers:
     """The wrappers for the modules of a model, by name."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: TPPlan) -> None:
-        self._module, self._mesh, self._plan = module, mesh, plan
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, plan: TPPlan, head: str | None) -> None:
+        """head: the name of the head whose logits stay sharded; None for none"""
+        self._module, self._mesh, self._plan, self._head = module, mesh, plan, head
         self._wrappers: dict[str, list[Wrapper]] = {}
         self._partial: dict[str, set[str]] = {}
         self._inputs: dict[str, SharedInput] = {}
@@ -206,6 +212,8 @@ class _Wrappers:
     def _for_style(self, name: str, style: str | None) -> list[Wrapper]:
         if style in (COLUMNS, COLUMNS_GATHERED):
             shared = self._inputs.setdefault(name.rpartition(".")[0], SharedInput(self._mesh))
+            if name == self._head:
+                return [partial(sharded_logits, self._mesh, shared)]
             return [partial(columns, self._mesh, shared, style == COLUMNS_GATHERED)]
         if style in (ROWS, ROWS_SPLIT):
             return [partial(rows, self._mesh, style == ROWS_SPLIT)]

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from penstock.batch import deferred_logits
 from penstock.errors import BatchError, ModelError
 from penstock.parallel.mesh import refuse_second_derivative
 
@@ -133,7 +134,7 @@ def columns(
 ) -> Tensor:
     """Around a linear layer with sharded outputs. gathered: whether to gather the outputs at once"""
     y: Tensor = call(shared.enter(x))
-    return redistributed(y, mesh, Shard(y.ndim - 1), WHOLE) if gathered else y
+    return redistributed(deferred_logits.whole(y), mesh, Shard(y.ndim - 1), WHOLE) if gathered else y
 
 
 def rows(mesh: DeviceMesh, split: bool, module: nn.Module, call: Wrapper, x: Tensor) -> Tensor:

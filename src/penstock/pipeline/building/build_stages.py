@@ -16,6 +16,7 @@ from penstock.errors import InputError
 from penstock.models.adapters import names_in_file
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import BatchCheck, MicrobatchCompleter, taken
+from penstock.models.huggingface.head import defer_head
 from penstock.models.huggingface.padded import effect_of_padding
 from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.tracing.meta import placed, write_through
@@ -199,9 +200,13 @@ class StagesBuild:
     ) -> Stage:
         auto, plan = self._auto, self._plan
         info = plan.info(index)
+        # FSDP2 frees the head's weight after its forward, before the loss
+        frees_head = self._mesh_plan is not None and self._mesh_plan.axes.uses_fsdp
+        defers_head = not frees_head and auto.own_loss and auto.chunked_loss
+        if defers_head and info.is_last and self._mesh_plan is not None:
+            defer_head(model, defers_head)  # inside the wrappers of tp
         shard = None if self._mesh_plan is None else self._sharding(model)
         routing = None if plan.routed is None else plan.routed.for_stage(model)
-        defers_head = shard is None and auto.own_loss and auto.chunked_loss
         parts = [
             lambda draft: routing,
             *stage_parts(

@@ -27,6 +27,7 @@ from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.activation_offloading import Offloading
 from penstock.models.huggingface.boundary import compute_in
 from penstock.models.huggingface.entries import taken
+from penstock.models.huggingface.head import defer_head
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.split.activation_sizes import AroundOp, StageSizes, stage_sizes
 from penstock.models.split.balanced_split import Memory
@@ -95,7 +96,7 @@ class Account:
     axes: the mesh's axes other than `pp`, without -1
     checkpointing: of its activations; None keeps them all
     offloading: which activations are in host memory between forward and backward
-    chunked_loss: as in Options; has an effect where the mesh has no other axes
+    chunked_loss: as in Options; has an effect where the mesh has no axis but tp
     accumulates: whether a step adds to the gradients of earlier steps; gradients of weights that several
         stages share are then set aside during the step
     sequence_length, image_tokens: as in AutoOptions, for the durations of ops; without a sequence_length
@@ -294,7 +295,7 @@ class Account:
             plan.chain,
             self.sequence_length or shape[1],
             self.image_tokens,
-            together=shape[0] * shape[1],
+            together=-(-shape[0] * shape[1] // self.axes.tp),  # a rank has a share of each token's logits
             chunked=self._defers_head,
             save=() if checkpointing is None else checkpointing.save,
             every=1 if checkpointing is None else checkpointing.every,
@@ -375,7 +376,9 @@ class Account:
                 if self._local[name].whole:
                     parameter.data = parameter.data.to(computed)
         if mesh is not None:
-            tensor_parallel(part, mesh, sequence_parallel=self.options.sequence_parallel)
+            if self._defers_head:  # inside the wrappers of tp
+                defer_head(part, self._defers_head)
+            tensor_parallel(part, mesh, **self.options.of_tp())
         numbered = [(n, part.get_submodule(f"{self.plan.chain.layers}.{n}")) for n in layers]
         autocast = self.options.autocast
         lowered = None if autocast is None else AutocastWithoutValues(autocast)
@@ -403,7 +406,7 @@ class Account:
 
     @property
     def _defers_head(self) -> Chunked:
-        return self.axes.ranks_per_stage == 1 and self.chunked_loss
+        return not self.axes.uses_fsdp and self.chunked_loss
 
     # ---- for a balanced layout
 

@@ -181,14 +181,14 @@ def _fastest(
     checkpointing = options.checkpointing()
     if again is None:
         again = 1.0 if memory is not None else _share_again(schedule, checkpointing)
-    shape = None if checkpointing is None else checkpointing.shape
+    shape, axes = None if checkpointing is None else checkpointing.shape, options.axes or Axes()
     costs = model_costs(
         model,
         chain,
         options.sequence_length,
         options.image_tokens,
-        together=None if shape is None else shape[0] * shape[1],
-        chunked=options.own_loss and options.chunked_loss if options.axes in (None, Axes()) else False,
+        together=None if shape is None else -(-shape[0] * shape[1] // max(axes.tp, 1)),
+        chunked=options.own_loss and options.chunked_loss if not axes.uses_fsdp else False,
         save=() if checkpointing is None else checkpointing.save,
         every=1 if checkpointing is None else checkpointing.every,
     )
