@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.measured_runs import between_ops, few_steps, measured_run
 from support.planning import small_config
 
+pytestmark = pytest.mark.timeout(400)  # 15 s where nothing else runs: commands start, and import torch
 CLUSTER = read_cluster({"host": "CPU host", "devices": 2})
 RUN = Candidate(2, rows=2, length=32, microbatches=4, schedule="zb_h1", split=(3, 3), precision="float32")
 
@@ -58,7 +60,7 @@ def test_two_ranks_run_and_are_measured(
         model, run, CLUSTER, {"path": str(folder)}, on_cpu=True, steps=4, transport="gloo"
     )
     assert measured.error == ""
-    assert len(measured.steps) == 2  # of 4, without the first two
+    assert len(measured.steps) == 1  # of 3, without the first two
     assert 0 < measured.computing < 1
     assert measured.slowdown > 0
     assert measured.predicted_kept == pytest.approx(measured.kept, rel=0.05)
@@ -92,6 +94,39 @@ def test_an_interruption_ends_the_run(
     with pytest.raises(KeyboardInterrupt):
         measured_run(model, run, CLUSTER, {"path": str(folder)}, on_cpu=True)
     assert started[0].poll() is not None
+
+
+_WRITES = """
+import json, sys, time
+from pathlib import Path
+import yaml
+folder = Path(yaml.safe_load(open(sys.argv[1]))["output"]["folder"])
+folder.mkdir()
+timeline = {"name": "1f1b", "ranks": 2, "peak_live": [1, 1], "waits": [], "reductions": [], "overlaps": [],
+            "critical_path": [], "spans": [[0, "0F0", 0.0, 1.0], [1, "1F0", 1.0, 4.0]]}
+rows = [{"step": step, "loss": 1.0, "seconds": seconds, "peak_allocated": [7 * step, 5]}
+        for step, seconds in enumerate((9.0, 8.0, 5.0, 3.0, 4.0), 1)]
+(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
+(folder / "timeline.json").write_text(json.dumps({"step": 5, "measured": timeline, "held": [1, 2]}))
+time.sleep(60)
+"""
+
+
+def test_on_gpus_the_peak_of_all_tensors_counts(model: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that writes what a run on two GPUs does. The first two steps do not count."""
+    start = subprocess.Popen
+
+    def pretended(command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return start([sys.executable, "-c", _WRITES, command[-1]], **options)
+
+    monkeypatch.setattr("penstock.train.measured_runs.subprocess.Popen", pretended)
+    run = estimate(model, RUN, CLUSTER)
+    measured = measured_run(model, run, CLUSTER, {}, on_cpu=False, steps=5)
+    assert measured.error == ""
+    assert measured.steps == (5.0, 3.0, 4.0)
+    assert measured.seconds == 4.0
+    assert measured.computing == pytest.approx((1.0 + 3.0) / 2 / 4.0)  # of the step whose timeline it is
+    assert (measured.kept, measured.predicted_kept) == (35, run.nbytes)
 
 
 def test_no_checkpoint_is_due_while_it_is_measured(tmp_path: Path) -> None:
