@@ -113,7 +113,10 @@ def test_a_failed_background_write_ends_all_ranks_in_one_step_with_its_cause(
 SPOILT = {
     "a gradient of one rank is NaN": (Strike(1, "the norm", 4, "gradient"), f"not those of rank 1 on {HOST}"),
     "a weight becomes NaN between steps": (Strike(0, "the next step", 4, "weight"), "step 4: loss=nan"),
-    "a number of a message becomes NaN": (Strike(1, "a forward", 7, "message", 31), "step 4: loss=nan"),
+    "a number of a message becomes NaN": (
+        Strike(1, "a stage's forward", 7, "message", 31),
+        "step 4: loss=nan",
+    ),
 }
 
 
@@ -152,7 +155,7 @@ def test_a_number_that_is_not_finite_ends_the_run_on_all_ranks(
 @pytest.mark.parametrize("bit", [20, 30])
 def test_a_bit_of_a_message_is_not_noticed(tmp_path: Path, undisturbed: Path, row: Row, bit: int) -> None:
     """Messages have no checksum: TCP has one, memory has its own or none."""
-    ended = attempt(tree(tmp_path), [Strike(1, "a forward", 7, "message", bit)])
+    ended = attempt(tree(tmp_path), [Strike(1, "a stage's forward", 7, "message", bit)])
     assert list(ended.codes.values()) == [0, 0], ended.errors
     row.note(cause="none: the run goes on with it")
     with pytest.raises(AssertionError):

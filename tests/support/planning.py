@@ -24,8 +24,9 @@ def small_config(**keys: object) -> PretrainedConfig:
 
 
 @functools.cache
-def workload() -> Workload:
-    return Workload(small_config())
+def workload(**keys: object) -> Workload:
+    """Of `small_config`, one for all tests, as it keeps what it has measured."""
+    return Workload(small_config(**keys))
 
 
 def cluster(hosts: int = 2, devices: int = 2, memory: str = "1 GB") -> Cluster:

@@ -34,6 +34,7 @@ POINTS = {
     "the load of a checkpoint": ("penstock.train.before_steps", "load_checkpoint"),
     "the writer's group": ("penstock.train.run", "CheckpointWriter"),
     "a forward": ("penstock.runtime.step_memory", "StepMemory.forward"),
+    "a stage's forward": ("penstock.runtime.stage", "Stage.forward"),
     "a backward": ("penstock.runtime.step_memory", "StepMemory.before_backward"),
     "the norm": ("penstock.pipeline.pipeline", "Pipeline.clip_grad_norm_"),
     "the optimizer": ("torch.optim.adamw", "AdamW.step"),
@@ -123,7 +124,7 @@ def _spoil_weight(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
 
 
 def _spoil_message(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
-    """Flip a bit of the first number of what this rank has received; with `number` 31 make it NaN."""
+    """Flip a bit of the first number that a stage has received; with `number` 31 make it NaN."""
     import torch  # late: `sitecustomize` imports this file in every process
 
     received = given[2].tensors[0].detach().view(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -142,7 +143,7 @@ _ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in ke
 def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     *path, key = entry["loc"]  # the key itself may hold a dot
     section = ".".join(str(part) for part in path if part not in _TAGGED)
-    names = list(dict.fromkeys(_names(TrainConfig)))
+    names = _all_names()
     known = [other.rpartition(".")[2] for other in names if other.rpartition(".")[0] == section]
     if path and path[-1] in _TAGGED:  # the keys of this member of the union alone
         known = _TAGGED[path[-1]].keys_in_order()
@@ -158,6 +159,11 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
         remedy = f"Take one of {', '.join(known)}"
     where = f"section {section}" if section else "a config"
     return f"{name}={shown(entry['input'])}", f"{where} has no such key", remedy
+
+
+@functools.cache
+def _all_names() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_names(TrainConfig)))
 
 
 def _names(model: type[Section], section: str = "") -> Iterator[str]:
