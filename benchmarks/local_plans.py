@@ -167,7 +167,8 @@ def _rows(setting: Setting, ranks: int, rounds: Rounds) -> list[Row]:
     for name in names:
         case = f"P={ranks}: {name}"
         key = partial(_key, ranks, name)
-        rows.append(measured(case, "step, measured", rounds[key("measured")].scaled(1e3), "ms"))
+        for what in ("measured", "calibrated", "corrected"):
+            rows.append(measured(case, f"step, {what}", rounds[key(what)].scaled(1e3), "ms"))
         for by in ("calibrated", "corrected"):
             is_fit = by == "corrected" and (ranks, name) == (setting.ranks[0], names[0])
             rows.append(_ratio(case, f"step, {by} / measured", rounds, key(by), key("measured"), not is_fit))
