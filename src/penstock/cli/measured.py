@@ -89,12 +89,12 @@ def _words(factors: Correction, cluster: Cluster) -> Iterator[str]:
             f"{cluster.world} processes share {processors} processors: the prediction gives each its own, "
             "and the correction makes up for it as a mean only"
         )
-    yield f"corrected: ops take {factors.compute:.3f} times as long as predicted{_none(factors.compute)}"
+    yield f"corrected: ops take {factors.compute:.3f} times as long as predicted{_barely(factors.compute)}"
     if factors.links is None:
         yield "links stay: the runs wait too little for them, or no links explain their times"
     else:
-        yield f"corrected: messages take {factors.links:.3f} times as long{_none(factors.links)}"
+        yield f"corrected: messages take {factors.links:.3f} times as long{_barely(factors.links)}"
 
 
-def _none(factor: float) -> str:
+def _barely(factor: float) -> str:
     return ", which is about what was predicted" if abs(factor - 1) < _SAME else ""

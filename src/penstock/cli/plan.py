@@ -79,16 +79,16 @@ def show(
     echo("", ranked(plans.best))
     echo("", *_reasons(plans))
     echo("\nmemory of the fullest rank, GiB, and what the run has it hold", _memory(plans.best[0]))
-    first, measured = plans.best[0], None
+    first, measured, better = plans.best[0], None, hardware
     if finalists:
         runs = list(measured_finalists(workload, plans.best[:finalists], hardware, named))
-        hardware = compared(workload, runs, hardware)
+        better = compared(workload, runs, hardware)
         first, measured = fastest(runs)
     if out is not None:
         write_text(out, written(first, hardware, named, measured), "plan")
         echo(f"\nwrote {out}: start it with penstock train {out}, once data: names your own")
     if cluster_out is not None:
-        write_text(cluster_out, to_yaml(hardware), "cluster")
+        write_text(cluster_out, to_yaml(better), "cluster")
         echo(f"wrote {cluster_out}: give it as --cluster {cluster_out}")
     if page_path is not None:
         write_text(page_path, page(plans, hardware, type(workload.source.model).__name__), "page")
@@ -172,16 +172,16 @@ def _limit(memory: str | None) -> float | None:
 def written(best: Estimate, cluster: Cluster, model: dict[str, Any], measured: float | None = None) -> str:
     """The config of a run, as YAML. measured: seconds of its step"""
     tree = run_config(best.candidate, model)
+    measurement = (
+        ""
+        if measured is None
+        else f"# Measured: {measured:.3g} s a step, the fastest of the runs measured.\n"
+    )
     head = (
         f"# penstock plan: {best.candidate.mesh} on {cluster.hosts} x {cluster.host}. Predicted: "
         f"{best.seconds:.3g} s a step,\n# {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, "
-        f"{gib(best.nbytes)} on the fullest rank.\n"
-        + (
-            ""
-            if measured is None
-            else f"# Measured: {measured:.3g} s a step, the fastest of the runs measured.\n"
-        )
-        + "# The data is made up: name your own.\n"
+        f"{gib(best.nbytes)} on the fullest rank.\n{measurement}"
+        "# The data is made up: name your own.\n"
     )
     return head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 
