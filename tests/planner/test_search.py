@@ -21,7 +21,8 @@ from penstock.planner.search import (
     promised,
 )
 from penstock.planner.space import meshes
-from support.planning import LENGTH, cluster, workload
+from penstock.planner.workload import Workload
+from support.planning import LENGTH, cluster, small_config, workload
 from support.refusals import refuses
 
 SMALL = cluster(1, 4)
@@ -48,11 +49,27 @@ def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
     plans = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=10**6)
     assert plans.best[0].seconds == pytest.approx(min(seconds for _, seconds in everything))
     assert len(plans.best) == 3
-    assert plans.simulated < plans.runs
+    assert len(plans.fitting) < plans.runs
     assert [run.seconds for run in plans.best] == sorted(run.seconds for run in plans.best)
     assert 0 <= plans.gap < 1
     assert plans.least <= plans.best[0].seconds
+    assert plans.gap_of_field == 0
+    few = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=1)
+    assert len(few.fitting) < len(plans.fitting)
+    assert few.left < plans.left
+    assert min(seconds for _, seconds in everything) >= min(few.left, few.best[0].seconds * (1 - 1e-9))
     assert all(run.nbytes <= limit * 1.02 for run in plans.best)
+
+
+def test_several_processes_find_the_same() -> None:
+    alone, together = (
+        plan(model, cluster(1, 2), 4, LENGTH, keep=3, most=10, processes=processes)
+        for model, processes in ((workload(), 1), (Workload(small_config()), 2))
+    )
+    assert together.fitting == alone.fitting
+    assert together.least == alone.least
+    assert [run.candidate for run in together.best] == [run.candidate for run in alone.best]
+    assert [run.seconds for run in together.best] == [run.seconds for run in alone.best]
 
 
 def test_no_more_microbatches_are_recomputed_than_memory_asks_for() -> None:

@@ -28,6 +28,7 @@ from penstock.planner.hardware import Cluster, read_cluster, to_yaml
 from penstock.planner.page import page
 from penstock.planner.run_config import run_config
 from penstock.planner.search import Plans, gib, plan
+from penstock.planner.workers import processors
 from penstock.planner.workload import Workload
 from penstock.reading import parse_size
 from penstock.schedule.files import write_text
@@ -74,7 +75,7 @@ def show(
     check_sizes(config, batch, length)
     workload = Workload(config, precision)
     with sdpa_for_flash():
-        plans = plan(workload, hardware, batch, length, limit=limit)
+        plans = plan(workload, hardware, batch, length, limit=limit, processes=processors())
     echo(*_head(workload, hardware, plans, batch, length))
     echo("", ranked(plans.best))
     echo("", *_reasons(plans))
@@ -199,8 +200,9 @@ def _head(workload: Workload, cluster: Cluster, plans: Plans, batch: int, length
     )
     yield f"{batch:,} rows of {length:,} tokens a step, all of them attended to as one document"
     yield (
-        f"{plans.runs:,} runs, of which {plans.simulated:,} were simulated and {len(plans.fitting):,} fit. "
-        f"No run of these meshes, by whatever schedule or split, beats the first by over {plans.gap:.1%}"
+        f"{plans.runs:,} runs, of which {len(plans.fitting):,} were drafted and fit. "
+        f"No other of them beats the first by over {plans.gap_of_field:.1%}, "
+        f"and no other schedule or split of their meshes by over {plans.gap:.1%}"
     )
 
 

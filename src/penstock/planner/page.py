@@ -49,8 +49,9 @@ def page(plans: Plans, cluster: Cluster, model: str) -> str:
     candidate = first.candidate
     about = (
         f"{cluster.hosts} x {cluster.host}, {candidate.batch:,} rows of {candidate.length:,} tokens a step. "
-        f"{plans.runs:,} runs, {plans.simulated:,} simulated, {len(plans.fitting):,} fit; none of these "
-        f"meshes can be more than {plans.gap:.1%} faster, by whatever schedule"
+        f"{plans.runs:,} runs, of which {len(plans.fitting):,} were drafted and fit. "
+        f"No other of them beats the first by over {plans.gap_of_field:.1%}, "
+        f"and no other schedule or split of their meshes by over {plans.gap:.1%}"
     )
     sections = [
         ("The best runs", _table(plans.best)),

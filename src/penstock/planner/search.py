@@ -7,7 +7,8 @@
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
-No run of these meshes, by whatever schedule and split, takes less than the least bound.
+No run of these meshes, by whatever schedule and split, takes less than the least bound. No run that was not
+drafted takes less than the least of theirs: most often that is above the tenth best.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
+import torch
+
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate, Recomputed
@@ -27,6 +30,7 @@ from penstock.planner.hardware import Cluster
 from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import meshes, runs
 from penstock.planner.stages import Parts
+from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.simulation.recompute import first_in_flight
@@ -34,6 +38,7 @@ from penstock.schedule.simulation.recompute import first_in_flight
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
 _SIMULATED = 100  # runs of a search
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
+_AT_ONCE = 16  # drafts between two looks at the best so far
 _FEW = 12  # runs of a search for what would fit
 _AGAIN: tuple[Recomputed, ...] = ("full", "selective")
 
@@ -62,22 +67,28 @@ class Plans:
 
     best: the fastest runs that fit, the fastest first
     fitting: drafts of all runs that fit, in that order
-    least: seconds that no run of these meshes takes less than
-    simulated, runs: how many were simulated, of how many
+    least: seconds that no run of these meshes takes less than, by whatever schedule and split
+    left: seconds that none of the runs takes less than that were not drafted
+    runs: how many there are
     limit: bytes of a device
     """
 
     best: tuple[Estimate, ...]
     fitting: tuple[Draft, ...] = field(repr=False)
     least: float
-    simulated: int
+    left: float
     runs: int
     limit: float
 
     @property
     def gap(self) -> float:
-        """The share of the best run's time by which another run might be faster."""
+        """The share of the best run's time by which another schedule or split might be faster."""
         return max(0.0, 1 - self.least / self.best[0].seconds)
+
+    @property
+    def gap_of_field(self) -> float:
+        """The share of the best run's time by which a run that was not drafted might be faster."""
+        return max(0.0, 1 - self.left / self.best[0].seconds)
 
 
 def plan(
@@ -89,13 +100,15 @@ def plan(
     limit: float | None = None,
     keep: int = 10,
     most: int = _SIMULATED,
+    processes: int = 1,
 ) -> Plans:
     """Search for the fastest runs.
 
     Args:
         batch: rows of a step; length: tokens of a row
         limit: bytes of a device; None takes its memory but for `RESERVED`
-        keep: how many runs to return; most: how many to simulate
+        keep: how many runs to return; most: about how many to simulate
+        processes: that work at the same time; the result is the same for any number
 
     Raises ConfigError where no mesh takes such a batch, or nothing fits.
     """
@@ -107,10 +120,14 @@ def plan(
     roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
     if not roomy:
         raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
+    if (
+        not torch.accelerator.is_available()
+    ):  # else a process may not run a backward that was forked after one
+        model.measure(roomy, processes)
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)
-    fitting, missed, simulated = _simulated(model, cluster, promises, nbytes, keep, most)
+    fitting, missed, left = _simulated(model, cluster, promises, nbytes, keep, most, processes)
     if not fitting:
         raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
     ordered = sorted(fitting, key=lambda run: run.seconds)
@@ -120,7 +137,7 @@ def plan(
         if not best:  # their messages are too much
             best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
     least = min(promise.least for promise in promises)
-    return Plans(tuple(best), tuple(ordered), least, simulated, len(promises), nbytes)
+    return Plans(tuple(best), tuple(ordered), least, left, len(promises), nbytes)
 
 
 def fixed_bytes(model: Workload, mesh: Candidate) -> float:
@@ -161,29 +178,40 @@ def memory_limit(cluster: Cluster, limit: float | None) -> float:
 
 
 def _simulated(
-    model: Workload, cluster: Cluster, promises: list[Promise], limit: float, keep: int, most: int
-) -> tuple[list[Draft], Miss | None, int]:
-    """The runs that fit; of the others the one that misses least; and how many were simulated."""
-    fitting: list[Draft] = []
-    missed: Miss | None = None
-    simulated = 0
-    for promise in promises:
-        times = nsmallest(keep, (run.seconds for run in fitting))
-        if simulated >= most:
-            break
-        if len(times) == keep and promise.least >= times[-1]:
-            continue
+    model: Workload,
+    cluster: Cluster,
+    promises: Sequence[Promise],
+    limit: float,
+    keep: int,
+    most: int,
+    processes: int = 1,
+) -> tuple[list[Draft], Miss | None, float]:
+    """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
+
+    def draft(candidate: Candidate) -> Draft | Miss | None:
         try:
             with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
-                run = drafted(model, promise.candidate, cluster, limit)
+                return drafted(model, candidate, cluster, limit)
         except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
-            continue
-        if isinstance(run, Draft):
-            fitting.append(run)
-            simulated += 1
-        elif missed is None or run.nbytes < missed.nbytes:
-            missed = run
-    return fitting, missed, simulated
+            return None
+
+    fitting: list[Draft] = []
+    missed: Miss | None = None
+    left = math.inf
+    with forked(draft, processes) as drafts:
+        for first in range(0, len(promises), _AT_ONCE):
+            times = nsmallest(keep, (run.seconds for run in fitting))
+            enough = len(fitting) >= most
+            slowest = times[-1] if len(times) == keep else math.inf
+            some = promises[first : first + _AT_ONCE]
+            chosen = [promise for promise in some if promise.least < slowest and not enough]
+            left = min([left, *(promise.least for promise in some if promise not in chosen)])
+            for run in drafts([promise.candidate for promise in chosen]):
+                if isinstance(run, Draft):
+                    fitting.append(run)
+                elif run is not None and (missed is None or run.nbytes < missed.nbytes):
+                    missed = run
+    return fitting, missed, left
 
 
 def promised(

@@ -6,7 +6,7 @@ these say what any number of rows takes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,14 +22,16 @@ from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.pipeline.building.build_plan import BuildPlan, plan_stages
-from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision
+from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision, Recomputed
 from penstock.planner.tracing import Measurement, measured_work, selective_work
 from penstock.planner.traffic import Traffic, traffic
 from penstock.planner.weights import PartMemory
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
+from penstock.planner.workers import forked
 from penstock.schedule import Schedule, build, verify
 
 _ROWS = (2, 3)  # of the microbatches that are run: ops on one row may leave out copies
+_RECOMPUTED: tuple[Recomputed, ...] = ("full", "selective")  # which differ in what is run
 
 
 @dataclass
@@ -124,14 +126,31 @@ class Workload:
         measured: Measurement = self._known[key]
         return measured
 
+    def measure(self, candidates: Iterable[Candidate], processes: int) -> None:
+        """Run what all of these need without values, at once and in so many processes."""
+        assert self._any_plan  # made before the forks
+        runs = {
+            _run_key(run): run for one in candidates for run in (replace(one, rows=rows) for rows in _ROWS)
+        }
+        with forked(self._both, min(processes, len(runs))) as each_in_turn:
+            for run, both in zip(runs.values(), each_in_turn(list(runs.values())), strict=True):
+                for what, measured in zip(_RECOMPUTED, both, strict=True):
+                    self._known[_run_key(replace(run, recomputed=what))] = measured
+
+    def _both(self, candidate: Candidate) -> list[Measurement]:
+        return [self._measured(replace(candidate, recomputed=what)) for what in _RECOMPUTED]
+
     def _measured(self, candidate: Candidate) -> Measurement:
-        key = "runs", candidate.rows, _shape_key(candidate)
+        """On so many rows as the candidate has."""
+        key = _run_key(candidate)
         if key not in self._known:
-            self._known[key] = measured_work(self._any_plan, candidate)
-        whole: Measurement = self._known[key]
-        if candidate.recomputed != "selective":
-            return whole
-        return selective_work(self._any_plan, candidate, whole)
+            if candidate.recomputed == "selective":
+                whole = self._measured(replace(candidate, recomputed="full"))
+                self._known[key] = selective_work(self._any_plan, candidate, whole)
+            else:
+                self._known[key] = measured_work(self._any_plan, candidate)
+        measured: Measurement = self._known[key]
+        return measured
 
     @cached_property
     def _any_plan(self) -> BuildPlan:
@@ -181,6 +200,11 @@ def _shape_key(candidate: Candidate) -> tuple[Hashable, ...]:
     axes = candidate.axes
     meshed = axes.ranks_per_stage > 1
     return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, candidate.sequence_parallel, meshed
+
+
+def _run_key(candidate: Candidate) -> tuple[Hashable, ...]:
+    """Equal for candidates for which the same is run."""
+    return "runs", candidate.rows, _shape_key(candidate), candidate.recomputed == "selective"
 
 
 def _grown(few: float, more: float, rows: int) -> float:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, pairwise
 from operator import itemgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.errors import ConfigError, PartitionError
 
@@ -59,6 +63,7 @@ class Memory:
     head: tuple[float, float] = (0, 0)
 
 
+Integers = npt.NDArray[Any]
 # (stage, first layer, layer after the last): the cost of that stage, or the memory that it holds
 Holders = Sequence[Sequence[int]]  # for each stage, the ranks that have it or a copy of it
 _StageSum = Callable[[int, int, int], int]
@@ -145,38 +150,80 @@ def _moved(
     A move shifts one or two ends of the slowest rank's stages, or gives one of its layers to any stage, where
     the stages in between pass one layer on.
     """
-
-    def judged(split: Sequence[range]) -> tuple[int, ...]:
-        costs = [cost(stage, layers.start, layers.stop) for stage, layers in enumerate(split)]
-        of_rank = _by_rank(costs, holders).values()
-        return max(of_rank), sum(c * c for c in of_rank), max(costs), sum(c * c for c in costs)
-
-    def moves(split: Sequence[range]) -> Iterator[list[range]]:
-        of_rank = _by_rank([cost(s, layers.start, layers.stop) for s, layers in enumerate(split)], holders)
-        slowest = max(of_rank, key=of_rank.__getitem__)
-        cuts = [0, *(layers.stop for layers in split)]
-        ends = [cut for cut in range(1, len(split)) if slowest in (*holders[cut - 1], *holders[cut])]
-        for first, step, second, other in product(ends, _STEPS, ends, (0, *_STEPS)):
-            shifted = cuts.copy()
-            shifted[first] += step
-            shifted[second] += other
-            if all(shifted[at - 1] <= shifted[at] <= shifted[at + 1] for at in (first, second)):
-                new = [range(start, end) for start, end in pairwise(shifted)]
-                if _fits(new, has_room):
-                    yield new
-        counts = list(map(len, split))
-        for source, target in product(range(len(split)), repeat=2):
-            if slowest in holders[source] and source != target and counts[source]:
-                new = ranges([n - (s == source) + (s == target) for s, n in enumerate(counts)])
-                if _fits(new, has_room):
-                    yield new
-
-    best = judged(split)
+    judge = _Judge.of(cost, split[-1].stop, holders)
+    cuts = np.array([0, *(layers.stop for layers in split)])
+    best = judge.qualities(cuts[None])[0]
     while True:
-        cheapest = min(((judged(new), new) for new in moves(split)), default=(best, split), key=itemgetter(0))
-        if cheapest[0] >= best:
-            return best, split
-        best, split = cheapest
+        moves = _moves(cuts, judge.slowest(cuts), holders)
+        moves = moves[judge.costs(moves)[1].max(-1) <= best[0]]
+        qualities = judge.qualities(moves)
+        better = (at for at in sorted(range(len(moves)), key=qualities.__getitem__) if qualities[at] < best)
+        fitting = (at for at in better if _fits(_as_ranges(moves[at]), has_room))
+        if (chosen := next(fitting, None)) is None:
+            return best, _as_ranges(cuts)
+        cuts, best = moves[chosen], qualities[chosen]
+
+
+def _moves(cuts: Integers, slowest: int, holders: Holders) -> Integers:
+    """A row of cuts for each move off a rank. cuts: 0, then the layer after the last of each stage"""
+    ends = [cut for cut in range(1, len(holders)) if slowest in (*holders[cut - 1], *holders[cut])]
+    first, step, second, other = (
+        grid.ravel() for grid in np.meshgrid(ends, _STEPS, ends, (0, *_STEPS), indexing="ij")
+    )
+    shifted = np.repeat(cuts[None], len(first), axis=0)
+    row = np.arange(len(first))
+    shifted[row, first] += step
+    shifted[row, second] += other
+    in_order = np.ones(len(first), bool)
+    for end in (first, second):
+        before, there, behind = (shifted[row, end + by] for by in (-1, 0, 1))
+        in_order &= (before <= there) & (there <= behind)
+    counts = np.diff(cuts)
+    sources = [stage for stage, ranks in enumerate(holders) if slowest in ranks and counts[stage]]
+    source, target = (grid.ravel() for grid in np.meshgrid(sources, range(len(holders)), indexing="ij"))
+    at = np.arange(len(cuts))
+    given = np.where(source[:, None] < at, -1, 0) + np.where(target[:, None] < at, 1, 0)
+    return np.concatenate([shifted[in_order], (cuts + given)[source != target]])
+
+
+class _Judge(NamedTuple):
+    """Judges many splits at once, each a row of cuts.
+
+    until: the cost of all layers before each; ends: of the embedding and the head, by stage
+    of_rank: 1 where a rank holds a stage
+    """
+
+    until: Integers
+    ends: Integers
+    of_rank: Integers
+
+    @classmethod
+    def of(cls, cost: _StageSum, layers: int, holders: Holders) -> _Judge:
+        ends = [cost(stage, 0, 0) for stage in range(len(holders))]
+        until = [cost(0, 0, end) - ends[0] for end in range(layers + 1)]
+        count = 1 + max(rank for ranks in holders for rank in ranks)
+        of_rank = [[int(rank in ranks) for rank in range(count)] for ranks in holders]
+        largest = len(holders) * (count * (until[-1] + sum(ends))) ** 2
+        dtype = np.int64 if largest < 2**63 else object  # Python's own integers have no limit
+        return cls(np.array(until, dtype), np.array(ends, dtype), np.array(of_rank, dtype))
+
+    def costs(self, cuts: Integers) -> tuple[Integers, Integers]:
+        """Of the stages, and of the ranks."""
+        of_stage = self.until[cuts[..., 1:]] - self.until[cuts[..., :-1]] + self.ends
+        return of_stage, of_stage @ self.of_rank
+
+    def slowest(self, cuts: Integers) -> int:
+        return int(np.argmax(self.costs(cuts)[1]))
+
+    def qualities(self, cuts: Integers) -> list[tuple[int, ...]]:
+        """The largest cost of a rank, the sum of their squares, and the same of stages: less is better."""
+        of_stage, of_rank = self.costs(cuts)
+        rows = [row for costs in (of_rank, of_stage) for row in (costs.max(-1), (costs * costs).sum(-1))]
+        return list(zip(*(row.tolist() for row in rows), strict=True))
+
+
+def _as_ranges(cuts: Integers) -> list[range]:
+    return [range(start, end) for start, end in pairwise(cuts.tolist())]
 
 
 def _fits(split: Sequence[range], has_room: _StageTest | None) -> bool:

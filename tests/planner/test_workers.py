@@ -1,0 +1,55 @@
+"""Forked processes answer as this one would."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from penstock.errors import ConfigError
+from penstock.planner.workers import forked, processors
+
+KNOWN = {"base": 0}
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_results_come_in_the_order_of_the_arguments(processes: int) -> None:
+    def square(number: int) -> int:
+        return number * number
+
+    with forked(square, processes) as squares:
+        assert squares(range(8)) == [number * number for number in range(8)]
+        assert squares([3]) == [9]
+        assert squares([]) == []
+
+
+def test_a_process_knows_what_this_one_knew_when_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KNOWN, "base", 40)
+
+    def more(number: int) -> tuple[int, int]:
+        return os.getpid(), KNOWN["base"] + number
+
+    with forked(more, 2) as sums:
+        monkeypatch.setitem(KNOWN, "base", 0)
+        pids, numbers = zip(*sums([1, 2, 3]), strict=True)
+    assert numbers == (41, 42, 43)
+    assert len({*pids, os.getpid()}) == 3
+    with pytest.raises(ProcessLookupError):  # ended, and waited for
+        os.kill(pids[0], 0)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_error_is_raised_here_and_others_may_follow(processes: int) -> None:
+    def half(number: int) -> int:
+        if number % 2:
+            raise ConfigError(str(number), "it is odd", "Take an even one")
+        return number // 2
+
+    with forked(half, processes) as halves:
+        with pytest.raises(ConfigError, match="it is odd"):
+            halves([2, 4, 5])
+        assert halves([2, 4]) == [1, 2]
+
+
+def test_a_machine_has_a_processor() -> None:
+    assert 1 <= processors() <= 8
