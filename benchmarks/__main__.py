@@ -18,6 +18,7 @@ from benchmarks import (
     host,
     in_memory,
     loading,
+    local_plans,
     memory,
     meshes,
     networks,
@@ -56,6 +57,7 @@ BENCHMARKS = {
     "meshes": meshes.measure,
     "default_split": default_split.measure,
     "corpus": corpus.measure,
+    "local_plans": local_plans.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

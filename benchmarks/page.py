@@ -70,6 +70,8 @@ ABOUT = {
     "run with every split: the counts predict real time.",
     "corpus": "All ranks map one cache of tokens. This benchmark measures what a rank's memory grows by with "
     "the size of its corpus, and how long the corpus takes to tokenise once.",
+    "local_plans": "Eight plans of a model, by two ranks and by four: what the planner predicts for a step "
+    "and for memory, beside what `penstock train` takes for it. The machine is calibrated in the same round.",
 }
 
 _CENTRE = "8 layers of 256, 2 x 128 tokens, m="

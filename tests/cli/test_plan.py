@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from penstock.cli import measured
 from penstock.cli.plan import show
 from penstock.errors import InputError
+from penstock.planner.corrections import MeasuredRun
+from penstock.planner.estimate import Estimate
 from penstock.planner.hardware import read_cluster
 from penstock.train.config.load import load_config
 from support.command import Command
@@ -85,6 +89,44 @@ def test_calibration_writes_a_cluster_that_a_plan_takes(
     assert "threads of a CPU" in out
 
 
+def test_the_fastest_measured_is_written_and_the_corrected_cluster(
+    folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three runs is the fastest; ops take three times as long as predicted."""
+
+    def pretended(_: Any, run: Estimate, *__: Any, on_cpu: bool) -> MeasuredRun:
+        ops = sum(span.end - span.start for span in run.timeline.spans) / run.timeline.ranks
+        seconds = 3 * run.seconds if taken else 4 * run.seconds
+        taken.append(run)
+        return MeasuredRun(run, (seconds,), 3 * ops / seconds, 1, 1)
+
+    taken: list[Estimate] = []
+    monkeypatch.setattr(measured, "measured_run", pretended)
+    (folder / "cpu.yaml").write_text("host: CPU host\ndevices: 2\n")
+    out, better = folder / "plan.yaml", folder / "better.yaml"
+    sizes = ("--batch", "16", "--length", str(LENGTH), "--measure", "3", "--precision", "float32")
+    code, printed, err = penstock(
+        "plan", folder, "--cluster", folder / "cpu.yaml", *sizes, "--out", out, "--cluster-out", better
+    )
+    assert (code, err) == (0, "")
+    assert f"wrote {better}" in printed
+    best = min(taken[1:], key=lambda run: run.seconds)
+    config = load_config(out)
+    assert config.pipeline.ranks == best.candidate.ranks
+    assert config.pipeline.microbatches == best.candidate.microbatches
+    assert f"# Measured: {3 * best.seconds:.3g} s a step" in out.read_text()
+    usual = read_cluster(folder / "cpu.yaml").device
+    shares = read_cluster(better).device.efficiencies
+    assert shares.matmul == pytest.approx(usual.efficiencies.matmul / 3, rel=1e-3)
+
+
+def test_measuring_needs_the_cluster_itself_and_says_so_at_once(folder: Path, penstock: Command) -> None:
+    sizes = ("--batch", "64", "--length", str(LENGTH), "--measure", "2")
+    code, out, err = penstock("plan", folder, "--cluster", "8 x DGX H100", *sizes)
+    assert (code, out) == (2, "")
+    assert "it has 64 devices (H100), and this machine has" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -92,8 +134,11 @@ def test_calibration_writes_a_cluster_that_a_plan_takes(
         (("--calibrate", "--batch", "8"), "penstock plan without MODEL, --length"),
         (("--calibrate", "--cluster", "CPU host"), "--calibrate with --cluster 'CPU host'"),
         (("--calibrate", "--out", "measured"), "a cluster is a YAML file"),
+        (("--calibrate", "--cluster-out", "some.yaml"), "--cluster-out some.yaml"),
+        (("models/some", "--cluster", "CPU host", "--batch", "8", "--length", "8", "--cluster-out", "a.yaml"),
+         "--cluster-out a.yaml"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_are_missing_or_exclude_each_other_are_one_message(
     penstock: Command, arguments: tuple[str, ...], message: str
 ) -> None:

@@ -218,6 +218,11 @@ def plan(
         "--out", "-o", help="Where to write the best run's config, for penstock train.")] = None,
     page: Annotated[Path | None, typer.Option(
         help="Where to write a page: timeline, memory, the field of runs. Ends in .html.")] = None,
+    measure: Annotated[int, typer.Option(min=0, max=10, help=
+        "Run so many of the best on this machine, which is the cluster, for a few steps each: compare them "
+        "with the prediction, correct the cluster's figures, and write the fastest to --out.")] = 0,
+    cluster_out: Annotated[Path | None, typer.Option(help=
+        "With MODEL: where to write the cluster that --calibrate measured, or --measure corrected.")] = None,
 ) -> None:  # fmt: skip
     """Plan a run: the fastest meshes, schedules and splits of a model on a cluster, predicted.
 
@@ -226,13 +231,16 @@ def plan(
     Example: penstock plan models/Llama-3-70B --cluster '8 x DGX H100' --batch 1024 --length 8192
     """
     _check_plan(model, cluster, batch, length, calibrate)
+    if cluster_out is not None and (model is None or not (calibrate or measure)):
+        rule = "it is the cluster that --calibrate measured for a plan of MODEL, or that --measure corrected"
+        raise ConfigError(f"--cluster-out {cluster_out}", rule, "Leave it out, or add what it needs")
     from penstock.cli.plan import calibrated, show
 
     hardware: str | Cluster | None = cluster
     if calibrate:
         hardware = calibrated(None if model else out, as_text=model is None)
     if hardware is not None and model is not None and batch is not None and length is not None:
-        show(model, hardware, batch, length, memory, out, page, precision)
+        show(model, hardware, batch, length, memory, out, page, precision, measure, cluster_out)
 
 
 def _check_plan(

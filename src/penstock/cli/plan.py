@@ -13,12 +13,14 @@ import yaml
 from rich.table import Table
 from transformers import PretrainedConfig
 
+from penstock.cli.measured import compared, fastest, measured_finalists
 from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError
 from penstock.launch.stop import under_torchrun
 from penstock.models import hub
 from penstock.models.model_folder import config_of
 from penstock.models.source import sdpa_for_flash
+from penstock.planner.at_hand import check_at_hand
 from penstock.planner.calibrate import calibrate
 from penstock.planner.candidate import Precision
 from penstock.planner.estimate import Estimate
@@ -56,9 +58,18 @@ def show(
     out: Path | None = None,
     page_path: Path | None = None,
     precision: Precision = "mixed",
+    finalists: int = 0,
+    cluster_out: Path | None = None,
 ) -> None:
-    """Search, and print the best runs; write the first one's config and a page."""
+    """Search, and print the best runs; write the first one's config and a page.
+
+    finalists: how many of the best are run, after which the first is the fastest of these
+    """
     hardware = cluster if isinstance(cluster, Cluster) else read_cluster(cluster)
+    if cluster_out is not None:
+        check_ending(cluster_out, "--cluster-out")
+    if finalists:
+        check_at_hand(hardware)
     limit = _limit(memory)
     named, config = opened(model)
     check_sizes(config, batch, length)
@@ -69,9 +80,17 @@ def show(
     echo("", ranked(plans.best))
     echo("", *_reasons(plans))
     echo("\nmemory of the fullest rank, GiB, and what the run has it hold", _memory(plans.best[0]))
+    first, measured, better = plans.best[0], None, hardware
+    if finalists:
+        runs = list(measured_finalists(workload, plans.best[:finalists], hardware, named))
+        better = compared(workload, runs, hardware)
+        first, measured = fastest(runs)
     if out is not None:
-        write_text(out, written(plans.best[0], hardware, named), "plan")
+        write_text(out, written(first, hardware, named, measured), "plan")
         echo(f"\nwrote {out}: start it with penstock train {out}, once data: names your own")
+    if cluster_out is not None:
+        write_text(cluster_out, to_yaml(better), "cluster")
+        echo(f"wrote {cluster_out}: give it as --cluster {cluster_out}")
     if page_path is not None:
         write_text(page_path, page(plans, hardware, type(workload.source.model).__name__), "page")
         echo(f"wrote {page_path}")
@@ -107,10 +126,10 @@ def calibrated(out: Path | None, *, as_text: bool) -> Cluster | None:
     return cluster
 
 
-def check_ending(out: Path) -> None:
+def check_ending(out: Path, option: str = "--out") -> None:
     """Raise ConfigError for the path of a cluster that `read_cluster` would take for a name."""
     if out.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--out {out}", "a cluster is a YAML file", "End it in .yaml")
+        raise ConfigError(f"{option} {out}", "a cluster is a YAML file", "End it in .yaml")
 
 
 def opened(model: str) -> tuple[dict[str, Any], PretrainedConfig]:
@@ -151,13 +170,19 @@ def _limit(memory: str | None) -> float | None:
     return nbytes
 
 
-def written(best: Estimate, cluster: Cluster, model: dict[str, Any]) -> str:
-    """The config of a run, as YAML."""
+def written(best: Estimate, cluster: Cluster, model: dict[str, Any], measured: float | None = None) -> str:
+    """The config of a run, as YAML. measured: seconds of its step"""
     tree = run_config(best.candidate, model)
+    measurement = (
+        ""
+        if measured is None
+        else f"# Measured: {measured:.3g} s a step, the fastest of the runs measured.\n"
+    )
     head = (
         f"# penstock plan: {best.candidate.mesh} on {cluster.hosts} x {cluster.host}. Predicted: "
         f"{best.seconds:.3g} s a step,\n# {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, "
-        f"{gib(best.nbytes)} on the fullest rank.\n# The data is made up: name your own.\n"
+        f"{gib(best.nbytes)} on the fullest rank.\n{measurement}"
+        "# The data is made up: name your own.\n"
     )
     return head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
 

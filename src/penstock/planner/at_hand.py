@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from penstock.errors import ConfigError
-from penstock.planner.calibrate import known_gpu
+from penstock.planner.calibrate import CPU_THREADS, known_gpu
 from penstock.planner.hardware import Cluster, Device, known, library, read_cluster
 
 CPU = "CPU"
@@ -32,6 +34,31 @@ def device_at_hand(on_cpu: bool) -> Device | None:
     peaks = {"float32": 1e12}  # nobody asks for its speed
     nbytes = float(properties.total_memory)
     return Device(name=properties.name, peaks=peaks, memory=nbytes, bandwidth=1e12, launch=0.0)
+
+
+def is_cpu(device: Device) -> bool:
+    """Whether a device is a process on a CPU."""
+    return device.name == CPU or device.name.endswith(CPU_THREADS)
+
+
+def check_at_hand(cluster: Cluster) -> None:
+    """Raise ConfigError unless this machine has the devices of `cluster`, all of them.
+
+    A CPU has as many devices as the cluster says: each is a process.
+    """
+    if cluster.hosts == 1 and is_cpu(cluster.device):
+        return
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    same = [name for name in names if cluster.device.name in (name, known_gpu(name))]
+    if cluster.hosts == 1 and len(same) >= cluster.devices:
+        return
+    gpus = f"{len(names)} x {names[0]}" if names else "no GPU"
+    rule = (
+        f"it has {cluster.world} devices ({cluster.device.name}), and this machine has {os.cpu_count()} "
+        f"processors and {gpus}: runs are measured on the cluster itself, if it is one host"
+    )
+    remedy = "Leave --measure out, or plan for this machine: penstock plan --calibrate"
+    raise ConfigError(f"--measure on {cluster.hosts} x {cluster.host}", rule, remedy)
 
 
 def _known(reported: str) -> str:

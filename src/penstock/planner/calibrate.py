@@ -30,6 +30,7 @@ from penstock.planner.hardware import Cluster, known, read_cluster
 from penstock.runtime.device.free_memory import free_on, room_in_memory
 
 MIB = 1 << 20
+CPU_THREADS = "threads of a CPU"  # a device, by their number
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of square products
 _SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.15, "links": 0.2, "disk": 0.1}  # of the time
 
@@ -195,7 +196,7 @@ def _dtypes(at: torch.device) -> tuple[torch.dtype, ...]:
 def _own_name(at: torch.device) -> str:
     if at.type == "cuda":
         return torch.cuda.get_device_name(at)
-    return f"{torch.get_num_threads()} threads of a CPU"
+    return f"{torch.get_num_threads()} {CPU_THREADS}"
 
 
 def known_gpu(reported: str) -> str | None:

@@ -1,7 +1,8 @@
 """The files that a run writes next to metrics.jsonl, for its trackers and for `penstock report`.
 
 run.json        its id, config and environment; when it was started, from which step, and how it ended
-timeline.json   when each op of one step ran: the last step before an evaluation, then the last step
+timeline.json   when each op of one step ran, and the bytes of activations and messages that each rank held at
+                most: of the last step before an evaluation, then of the last step
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class StepTimeline(RunPart):
 
     def _write(self, timelines: dict[str, Timeline]) -> None:
         """Raises RunError."""
-        entries = {label: timeline.to_data() for label, timeline in timelines.items()}
+        entries: dict[str, Any] = {label: timeline.to_data() for label, timeline in timelines.items()}
+        entries["held"] = [held.total for held in self.run.pipe.memory]
         write_json(self.run.config.output.path / TIMELINE, {"step": self._step, **entries})
 
 
