@@ -35,6 +35,7 @@ def field() -> list[Candidate]:
 def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
     limit = 60e6
     everything: list[tuple[Promise, float]] = []
+    bounds = {promise.candidate: promise.least for promise in promised(workload(), SMALL, field(), limit)}
     for promise in promised(workload(), SMALL, field(), inf):
         try:
             run = fitted(workload(), promise.candidate, SMALL, limit)
@@ -45,6 +46,7 @@ def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
             continue
         assert run.nbytes <= limit
         assert run.seconds >= promise.least * (1 - 1e-9)
+        assert run.seconds >= bounds[promise.candidate] * (1 - 1e-9)  # which knows of the memory
         everything.append((promise, run.seconds))
     plans = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=10**6)
     assert plans.best[0].seconds == pytest.approx(min(seconds for _, seconds in everything))

@@ -202,7 +202,7 @@ def _head(workload: Workload, cluster: Cluster, plans: Plans, batch: int, length
     yield (
         f"{plans.runs:,} runs, of which {len(plans.fitting):,} were drafted and fit. "
         f"No other of them beats the first by over {plans.gap_of_field:.1%}, "
-        f"and no other schedule or split of their meshes by over {plans.gap:.1%}"
+        f"and in another split none by over {plans.gap:.1%}"
     )
 
 

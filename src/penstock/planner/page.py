@@ -51,7 +51,7 @@ def page(plans: Plans, cluster: Cluster, model: str) -> str:
         f"{cluster.hosts} x {cluster.host}, {candidate.batch:,} rows of {candidate.length:,} tokens a step. "
         f"{plans.runs:,} runs, of which {len(plans.fitting):,} were drafted and fit. "
         f"No other of them beats the first by over {plans.gap_of_field:.1%}, "
-        f"and no other schedule or split of their meshes by over {plans.gap:.1%}"
+        f"and in another split none by over {plans.gap:.1%}"
     )
     sections = [
         ("The best runs", _table(plans.best)),

@@ -1,13 +1,12 @@
 """Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
 
-1. Each mesh gets a lower bound: its ops, collectives and reductions spread evenly over the pipeline's ranks,
-   with no bubble, and the optimizer.
-2. Runs are drafted in the order of what they promise: the bound, and about the bubble of their schedule. A
+1. Each schedule of a mesh gets a lower bound, for any split and anything recomputed (bound.py).
+2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation. A
    draft simulates a few microbatches a rank, and lengthens the step evenly.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
-No run of these meshes, by whatever schedule and split, takes less than the least bound. No run that was not
+No run of these meshes and schedules, in whatever split, takes less than the least bound. No run that was not
 drafted takes less than the least of theirs: most often that is above the tenth best.
 """
 
@@ -22,14 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError
-from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.bound import Loads, part_weights
 from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.communication import groups
-from penstock.planner.estimate import Estimate, Trial, optimizer_seconds, reduction_seconds
+from penstock.planner.estimate import Estimate, Trial
 from penstock.planner.hardware import Cluster
 from penstock.planner.short import Draft, lengthened, shortened
-from penstock.planner.space import meshes, runs
-from penstock.planner.stages import Parts
+from penstock.planner.space import ScheduleKind, meshes, runs
 from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
 from penstock.schedule.collector import collector_paused
@@ -67,7 +64,7 @@ class Plans:
 
     best: the fastest runs that fit, the fastest first
     fitting: drafts of all runs that fit, in that order
-    least: seconds that no run of these meshes takes less than, by whatever schedule and split
+    least: seconds that no run of these meshes takes less than, in whatever split
     left: seconds that none of the runs takes less than that were not drafted
     runs: how many there are
     limit: bytes of a device
@@ -82,7 +79,7 @@ class Plans:
 
     @property
     def gap(self) -> float:
-        """The share of the best run's time by which another schedule or split might be faster."""
+        """The share of the best run's time by which any of the runs might be faster in another split."""
         return max(0.0, 1 - self.least / self.best[0].seconds)
 
     @property
@@ -145,16 +142,9 @@ def fixed_bytes(model: Workload, mesh: Candidate) -> float:
 
     Weights that FSDP gathers may be freed layer by layer; the sums of gradients are whole.
     """
-    parts = (part._replace(gathered_weights=0) for part in _weights(model, mesh))
-    return sum(part.fixed for part in parts) / mesh.ranks
-
-
-def _weights(model: Workload, mesh: Candidate) -> list[RankMemory]:
-    """All parts of the model, a tied weight as often as the mesh's stages hold it."""
-    memory = model.memory(mesh)
-    if mesh.ranks == 1:
-        return memory.stages([range(model.layers)])[0]
-    return [memory.embedding, *(memory.kinds[kind] for kind in memory.layers), memory.head]
+    first, kinds, last = part_weights(model, mesh)
+    parts = (first, *(kinds[kind] for kind in model.kinds), last)
+    return sum(part._replace(gathered_weights=0).fixed for part in parts) / mesh.ranks
 
 
 def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
@@ -219,18 +209,23 @@ def promised(
 ) -> Iterator[Promise]:
     """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
     for mesh in field:
-        ranks, across = mesh.ranks, groups(mesh.ranks, mesh.axes, cluster)
-        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
-        weights = _weights(model, mesh)
-        busy = parts.whole(recomputed=False) * mesh.microbatches / ranks
-        whole = reduction_seconds(weights, across, cluster) + optimizer_seconds(weights, cluster.device)
-        room = limit - fixed_bytes(model, mesh)
-        live = sum(part.nbytes.recomputed_activation for part in parts.work.parts(range(model.layers)))
+        loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in _AGAIN]
         for run, kind in runs(mesh, model.layers):
-            if _SURELY * min(kind.live, mesh.microbatches / ranks) * live > room:
-                continue
-            idle = busy * kind.bubble * (ranks - 1) / mesh.microbatches
-            yield Promise(busy + whole / ranks + idle, busy + whole / ranks, run)
+            likely = _likely(loads[0], kind, run, limit)
+            least = min(one.least(kind, run.ranks, run.microbatches, limit) for one in loads)
+            if max(likely, least) < math.inf:
+                yield Promise(max(likely, least), least, run)
+
+
+def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float) -> float:
+    """About the seconds of a run; inf where it holds about too much. full: with full recomputation"""
+    whole, rounds = full.total, run.microbatches / run.ranks
+    room, live = limit - whole.fixed / run.ranks, min(kind.live, rounds)
+    if _SURELY * live * whole.recomputed > room:
+        return math.inf
+    busy = whole.seconds * rounds
+    again = full.again * rounds * max(0.0, whole.kept - room / live)
+    return busy + whole.end / run.ranks + again + busy * kind.bubble * (run.ranks - 1) / run.microbatches
 
 
 def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Draft | Miss:

@@ -1,0 +1,223 @@
+"""The seconds that a run of a mesh and a schedule takes at least, in any split and with anything recomputed.
+
+For rank r with c seconds of layers a microbatch, S seconds of them on the ranks before it, m microbatches:
+
+    time      step >= first F reaches r + m c + reductions and optimizer          f S + m c + e c
+              step >= first F + m c + last B to rank 0 (one stage, whole B)       S + m c
+    memory    `together` microbatches live at one time, `times` times one after the other, none of them twice:
+              each time, what exceeds the limit is recomputed, at the least seconds a byte
+
+Each line is linear in c and S. T is below the bound if ranks that are filled up to their lines, one after
+another, do not hold all layers. Then no split does: a rank's end, S + c, never falls where S grows. Of layers
+of several kinds, a second counts the least bytes that a second of any kind has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.candidate import Candidate
+from penstock.planner.communication import groups
+from penstock.planner.estimate import optimizer_seconds, reduction_seconds
+from penstock.planner.hardware import Cluster
+from penstock.planner.space import ScheduleKind
+from penstock.planner.stages import Parts, PartSeconds
+from penstock.planner.work import PartWork
+from penstock.planner.workload import Workload
+
+_HALVINGS = 16  # of the interval that holds the bound: to 0.002 % of a step
+_ROUNDING = 1e-9
+_RETURN = ("zb_v", "v_half", "v_min", "dualpipe_v")  # a V: the first rank holds the first stage and the last
+_WHOLE_BACKWARD = ("1f1b",)  # of those with one stage a rank
+
+
+class Live(NamedTuple):
+    """So many microbatches of a rank's stages live together, so many times with other ones each time."""
+
+    together: int
+    times: int
+
+
+def lives(kind: ScheduleKind, rank: int, ranks: int, microbatches: int) -> list[Live]:
+    """What is live on a rank from F to the end of I or B, of each of its stages, whatever ops take.
+
+    When a rank's last stage begins a microbatch's I or B, all its stages have this microbatch.
+    """
+    always = Live(1, microbatches)
+    if kind.name == "looped_bfs":
+        return [always, Live(microbatches, 1)]
+    if kind.name == "1f1b" and kind.stages > 1:  # rounds of as many microbatches as ranks
+        together = ranks - rank
+        return [always, Live(together, microbatches // ranks * (ranks // together))]
+    most = {
+        "1f1b": ranks - rank,
+        "zb_h1": ranks - rank,
+        "zb_h2": 2 * (ranks - rank) - 1,
+        "zb_v": rank + 1,  # of its second stage, of which it holds fewer up to the middle rank
+        "dualpipe_v": rank + 1,
+    }.get(kind.name, 1)
+    together = min(most, microbatches)
+    return [always, Live(together, microbatches // together)]
+
+
+class Load(NamedTuple):
+    """What a part adds to its rank.
+
+    seconds: F, I and W of a microbatch; forward: F
+    end: seconds of its reduction and of the optimizer
+    fixed: bytes of weights, gradients and states
+    kept, recomputed: bytes of a live microbatch
+    """
+
+    seconds: float
+    forward: float
+    end: float
+    fixed: float
+    kept: float
+    recomputed: float
+
+
+_NOTHING = Load(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+class _Line(NamedTuple):
+    """constant + before x S + slope x c is at most the seconds of a step"""
+
+    constant: float
+    before: float
+    slope: float
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The loads of a mesh's parts.
+
+    layer: the least of any kind of layer, for a second of F, I and W
+    one: seconds of F, I and W of a layer where all are alike, else 0
+    again: the least seconds by which recomputation frees a byte
+    """
+
+    embedding: Load
+    head: Load
+    layer: Load
+    inner: tuple[Load, ...]
+    one: float
+    again: float
+
+    @classmethod
+    def of(cls, model: Workload, mesh: Candidate, cluster: Cluster) -> Loads:
+        """With the recomputation of `mesh`."""
+        across = groups(mesh.ranks, mesh.axes, cluster)
+        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
+        first, of_kinds, last = part_weights(model, mesh)
+
+        def load(work: PartWork, time: PartSeconds, memory: RankMemory) -> Load:
+            end = reduction_seconds([memory], across, cluster) + optimizer_seconds([memory], cluster.device)
+            fixed = memory._replace(gathered_weights=0).fixed  # they may be freed layer by layer
+            kept, again = work.nbytes.activation, work.nbytes.recomputed_activation
+            return Load(time.total(recomputed=False), time.forward, end, fixed, kept, again)
+
+        kinds = list(map(load, parts.work.kinds, parts.kinds, of_kinds))
+        shares = [Load(*(value / kind.seconds for value in kind)) for kind in kinds]
+        freed = [
+            time.recomputed / (kind.kept - kind.recomputed)
+            for time, kind in zip(parts.kinds, kinds, strict=True)
+            if kind.kept > kind.recomputed
+        ]
+        return cls(
+            load(parts.work.embedding, parts.embedding, first),
+            load(parts.work.head, parts.head, last),
+            Load(*map(min, zip(*shares, strict=True))),
+            tuple(kinds[kind] for kind in parts.work.layers),
+            kinds[0].seconds if len(kinds) == 1 else 0.0,
+            min(freed, default=0.0),
+        )
+
+    @cached_property
+    def layers(self) -> float:
+        """Seconds of F, I and W of a microbatch on all layers."""
+        return self.total.seconds - self.embedding.seconds - self.head.seconds
+
+    @cached_property
+    def total(self) -> Load:
+        """Of all parts."""
+        return _sum([self.embedding, *self.inner, self.head])
+
+    def least(self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float) -> float:
+        """Seconds of a step; inf where no split fits into `limit` bytes a rank."""
+        lines = [list(self._lines(kind, rank, ranks, microbatches, limit)) for rank in range(ranks)]
+        most = [self._most(kind, rank, ranks, microbatches, limit) for rank in range(ranks)]
+        if not self._holds(lines, most, inf):
+            return inf
+        low, high = 0.0, microbatches * self.total.seconds / ranks
+        while not self._holds(lines, most, high):
+            low, high = high, 2 * high
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._holds(lines, most, middle) else (middle, high)
+        return low
+
+    def _holds(self, lines: list[list[_Line]], most: list[float], step: float) -> bool:
+        """Whether all layers find room in a step of so many seconds."""
+        before = 0.0
+        for of_rank, room in zip(lines, most, strict=True):
+            fill = min(
+                room,
+                self.layers,
+                *((step - line.constant - line.before * before) / line.slope for line in of_rank),
+            )
+            if fill < 0:  # the rank's ends alone are too much
+                return False
+            if self.one:
+                fill = self.one * (fill / self.one * (1 + _ROUNDING) // 1)
+            before += fill
+        return before >= self.layers * (1 - _ROUNDING)
+
+    def _ends(self, kind: ScheduleKind, rank: int, ranks: int) -> Load:
+        """Of the embedding and the head, where they belong to this rank."""
+        head = 0 if kind.name in _RETURN else ranks - 1
+        return _sum([self.embedding] * (rank == 0) + [self.head] * (rank == head))
+
+    def _lines(
+        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float
+    ) -> Iterator[_Line]:
+        """Of a rank."""
+        ends, layer, single = self._ends(kind, rank, ranks), self.layer, kind.stages == 1
+        first = self.embedding.forward if rank else 0.0
+        busy = microbatches * ends.seconds
+        times = [_Line(first + busy + ends.end, layer.forward * single, microbatches + layer.end)]
+        if single and kind.name in _WHOLE_BACKWARD and rank:
+            times.append(_Line(self.embedding.seconds + busy, 1.0, microbatches))
+        yield from times
+        for live in lives(kind, rank, ranks, microbatches) if limit < inf else ():
+            price = self.again * live.times
+            above = price * (ends.fixed + live.together * ends.kept - limit)
+            more = price * (layer.fixed + live.together * layer.kept)
+            yield from (_Line(line.constant + above, line.before, line.slope + more) for line in times)
+
+    def _most(self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float) -> float:
+        """Seconds of layers that fit into `limit` with all of them recomputed."""
+        ends, layer = self._ends(kind, rank, ranks), self.layer
+        return min(
+            (limit - ends.fixed - live.together * ends.recomputed)
+            / (layer.fixed + live.together * layer.recomputed)
+            for live in lives(kind, rank, ranks, microbatches)
+        )
+
+
+def _sum(loads: Iterable[Load]) -> Load:
+    return Load(*(sum(values) for values in zip(_NOTHING, *loads, strict=True)))
+
+
+def part_weights(model: Workload, mesh: Candidate) -> tuple[RankMemory, Sequence[RankMemory], RankMemory]:
+    """Of the embedding, of each kind of layer, and of the head: a tied weight as often as stages hold it."""
+    memory = model.memory(mesh)
+    if mesh.ranks == 1:
+        outside = memory.stages([range(model.layers)])[0][0]
+        return outside, memory.kinds, RankMemory(0, 0, 0)
+    return memory.embedding, memory.kinds, memory.head
