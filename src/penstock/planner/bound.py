@@ -36,24 +36,24 @@ _RETURN = ("zb_v", "v_half", "v_min", "dualpipe_v")  # a V: the first rank holds
 _WHOLE_BACKWARD = ("1f1b",)  # of those with one stage a rank
 
 
-class Live(NamedTuple):
+class LiveTogether(NamedTuple):
     """So many microbatches of a rank's stages live together, so many times with other ones each time."""
 
     together: int
     times: int
 
 
-def lives(kind: ScheduleKind, rank: int, ranks: int, microbatches: int) -> list[Live]:
+def lives(kind: ScheduleKind, rank: int, ranks: int, microbatches: int) -> list[LiveTogether]:
     """What is live on a rank from F to the end of I or B, of each of its stages, whatever ops take.
 
     When a rank's last stage begins a microbatch's I or B, all its stages have this microbatch.
     """
-    always = Live(1, microbatches)
+    always = LiveTogether(1, microbatches)
     if kind.name == "looped_bfs":
-        return [always, Live(microbatches, 1)]
+        return [always, LiveTogether(microbatches, 1)]
     if kind.name == "1f1b" and kind.stages > 1:  # rounds of as many microbatches as ranks
         together = ranks - rank
-        return [always, Live(together, microbatches // ranks * (ranks // together))]
+        return [always, LiveTogether(together, microbatches // ranks * (ranks // together))]
     most = {
         "1f1b": ranks - rank,
         "zb_h1": ranks - rank,
@@ -62,7 +62,7 @@ def lives(kind: ScheduleKind, rank: int, ranks: int, microbatches: int) -> list[
         "dualpipe_v": rank + 1,
     }.get(kind.name, 1)
     together = min(most, microbatches)
-    return [always, Live(together, microbatches // together)]
+    return [always, LiveTogether(together, microbatches // together)]
 
 
 class Load(NamedTuple):
