@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from penstock.errors import BatchError, HandshakeError, ModelError, PenstockErro
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.stage import StageInfo
 from penstock.runtime.transport import channels
+from penstock.runtime.transport.groups import Groups
 from penstock.schedule.choose import ScheduleLike
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.ragged import Microbatches, apart, documents, packed, ragged
@@ -165,9 +167,15 @@ def end_behind_a_slow_rank(seconds: float) -> float:
 
 
 def group_per_channel(ranks: int) -> None:
-    """The channels as NCCL gets them, which has no tags, over gloo."""
+    """The channels as NCCL gets them where messages go one by one, over gloo."""
+    usual = channels.open_p2p_groups
+
+    def as_on_nccl(groups: Groups, *args: Any) -> Any:
+        as_nccl = SimpleNamespace(backend="nccl", new=groups.new, size=groups.size)
+        return usual(cast("Groups", as_nccl), *args)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(channels, "has_tags", lambda groups: False)
+        patch.setattr(channels, "open_p2p_groups", as_on_nccl)
         equivalence("qwen3", True, ranks, [("1f1b", 5), ("gpipe", 2)])
 
 

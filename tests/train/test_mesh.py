@@ -107,7 +107,7 @@ def test_all_ranks_take_the_checkpoint_before_where_one_cannot_read(pool: Pool, 
     results = pool.run(4, jobs_train.resumed_with_a_failing_disk, made, 3)
     assert [error for _, error in results] == [""] * 4
     said = results[0][0]
-    passed = f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors: it cannot be read (Input/output"
+    passed = f"passed over checkpoint {checkpoint(tmp_path, 2)}: its tensors, on process 3: it cannot be read"
     assert passed in said
     assert f"going on from {checkpoint(tmp_path, 1)}" in said
 

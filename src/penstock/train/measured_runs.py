@@ -120,6 +120,7 @@ def _until_recorded(config: Path, folder: Path, steps: int, limit: float) -> str
                 code = child.poll()
         finally:
             child.kill()  # its ranks end with it, and close the pipe
+            child.wait()  # which `with` leaves out where Ctrl-C ends it
             reader.join(_ENDS)
     if recorded:
         return ""

@@ -23,6 +23,7 @@ from penstock.errors import BatchError, ConfigError
 from penstock.models.activation_checkpointing import Checkpointing
 from penstock.pipeline.steps import schedules
 from penstock.runtime import step_memory
+from penstock.runtime.plan import Compute
 from penstock.schedule import build, dump, verify
 from support.adapted import PREFIX, adapted, lora
 from support.counted import assert_exact, made
@@ -123,7 +124,7 @@ def test_a_memory_limit_chooses_anew_for_each_count() -> None:
     for count in (4, 12, 2):
         assert_exact(pipe, model, ragged(count))
         actions = pipe._training.executors[0].plan.actions
-        again.append(sum(getattr(action, "recompute", False) for action in actions))
+        again.append(sum(isinstance(action, Compute) and action.how.recompute for action in actions))
     assert again[2] <= again[0] < again[1]
     alive = weakref.ref(model)
     del model
