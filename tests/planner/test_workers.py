@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, RunError
 from penstock.planner.workers import forked, processors
+from support.refusals import refuses
 
 KNOWN = {"base": 0}
 
@@ -49,6 +50,19 @@ def test_an_error_is_raised_here_and_others_may_follow(processes: int) -> None:
         with pytest.raises(ConfigError, match="it is odd"):
             halves([2, 4, 5])
         assert halves([2, 4]) == [1, 2]
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_so() -> None:
+    def die(number: int) -> int:
+        if number:
+            os._exit(1)
+        return number
+
+    with (
+        forked(die, 2) as deaths,
+        refuses(RunError, "a process of the search", rule="ended before it"),
+    ):
+        deaths([0, 1])
 
 
 def test_a_machine_has_a_processor() -> None:

@@ -17,6 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from penstock.errors import RunError
+
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -69,7 +71,11 @@ def _gathered(ends: Sequence[Connection], arguments: Sequence[A]) -> list[R]:
     busy = [(end, share) for end, share in zip(ends, shares, strict=True) if share]
     for end, share in busy:
         end.send(share)
-    outcomes: list[_Outcome[R]] = [end.recv() for end, _ in busy]
+    try:
+        outcomes: list[_Outcome[R]] = [end.recv() for end, _ in busy]
+    except EOFError:
+        rule = "it ended before it answered; most often the machine's memory runs out"
+        raise RunError("a process of the search", rule, "Take a machine with more free memory") from None
     for outcome in outcomes:
         if outcome.error is not None:
             raise outcome.error
