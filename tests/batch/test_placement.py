@@ -118,7 +118,7 @@ def test_a_step_takes_what_was_sent_and_copies_the_rest(monkeypatch: pytest.Monk
     send_ahead({name: value for name, value in whole.items() if name != "labels"}, up)
     microbatches = split_batch(whole, 2)
     on_device = placed(microbatches, meta)
-    assert copied == [(3, 10), (3, 10)]  # the labels
+    assert copied == [(60,)]  # the labels, at once
     for microbatch, copy in zip(microbatches, on_device, strict=True):
         assert isinstance(copy, OnDevice)
         assert host_values(copy) is microbatch
@@ -126,3 +126,39 @@ def test_a_step_takes_what_was_sent_and_copies_the_rest(monkeypatch: pytest.Monk
             name: value.shape for name, value in microbatch.items()
         }
         assert all(value.is_meta for value in copy.values())
+
+
+def test_rows_of_a_batch_go_up_at_once_and_keep_their_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, which shows what is copied, and what of a copy each microbatch gets."""
+    meta, copied = torch.device("meta"), list[tuple[int, ...]]()
+
+    def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+        copied.append(tuple(tensor.shape))
+        return tensor.to(device)
+
+    monkeypatch.setattr(placement, "to_device", to_device)
+    ids, wide = torch.arange(60).reshape(6, 10), torch.arange(90).reshape(6, 15)
+    trained = torch.ones(6, 2, requires_grad=True)
+    cases = {"ids": ids, "turned": ids.t().contiguous().t(), "part": wide[:, :10], "trained": trained}
+    host = split_batch(cases, 3)
+    up = placed(host, meta)
+    # of `wide` two thirds are needed: a row at a time; what is trained keeps its graph
+    assert sorted(copied) == sorted([(60,), (60,), *[(2, 10)] * 3, *[(2, 2)] * 3])
+    for microbatch, copy in zip(host, up, strict=True):
+        for name, tensor in microbatch.items():
+            assert copy[name].shape == tensor.shape
+            assert copy[name].stride() == tensor.stride() or name == "part"
+        assert copy["ids"].storage_offset() == microbatch["ids"].storage_offset()
+        assert copy["trained"].requires_grad
+
+
+def test_a_copy_of_a_storage_holds_the_values_of_each_view() -> None:
+    """On the CPU, through the class that `placed` uses: two dtypes in one storage, expanded rows."""
+    words = torch.arange(12)
+    host = [{"low": words[:6], "high": words[6:], "bits": words.view(torch.int32)[4:8],
+             "same": words[3:4].expand(5), "rows": words.reshape(3, 4)[:, 1:3]}]  # fmt: skip
+    copies = placement._Copies(host, CPU)  # `placed` gives the CPU the microbatches themselves
+    for tensor in host[0].values():
+        copy = copies.of(tensor)
+        assert torch.equal(copy, tensor)
+        assert copies.of(tensor) is copy

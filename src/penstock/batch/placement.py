@@ -7,6 +7,7 @@ the microbatch on the host. Tensors can be sent ahead, while the previous step r
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,19 +35,61 @@ def placed(microbatches: Sequence[Microbatch], device: torch.device) -> Sequence
     """Copies on `device`, without waiting for it; on the CPU the microbatches themselves."""
     if device.type == "cpu":
         return microbatches
-    copies: dict[int, Tensor] = {}  # several microbatches may have one tensor
-
-    def moved(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            sent = sent_ahead(tensor, device)
-            copies[id(tensor)] = to_device(tensor, device) if sent is None else sent
-        return copies[id(tensor)]
+    moved = _Copies(microbatches, device).of
 
     def copy(value: Any) -> Any:
+        if isinstance(value, Tensor):  # most are, and a look for a tree in each takes longer than an op
+            return moved(value)
         own = getattr(value, "to_device", None)  # an entry that the pipeline added
         return tree_map_only(Tensor, moved, value) if own is None else own(device)
 
     return [OnDevice({name: copy(value) for name, value in host.items()}, host) for host in microbatches]
+
+
+class _Copies:
+    """Copies on a device of the tensors of microbatches, each made once.
+
+    Tensors that fill a storage together, such as the rows of a batch, get views of one copy: a copy of each
+    takes the host as long as an op of a narrow layer.
+    """
+
+    def __init__(self, microbatches: Sequence[Microbatch], device: torch.device) -> None:
+        self._device = device
+        self._of_tensor: dict[int, Tensor] = {}  # by id
+        self._of_storage: dict[tuple[int, torch.dtype], Tensor] = {}  # by address
+        views = defaultdict[tuple[int, torch.dtype], list[Tensor]](list)
+        tensors = {id(leaf): leaf for leaf in tree_leaves(list(map(dict, microbatches))) if _is_plain(leaf)}
+        for tensor in tensors.values():
+            views[_storage_of(tensor)].append(tensor)
+        for key, parts in views.items():
+            nbytes = parts[0].untyped_storage().nbytes()
+            if len(parts) > 1 and sum(part.nbytes for part in parts) >= nbytes:
+                whole = parts[0].as_strided([nbytes // parts[0].itemsize], [1], 0)
+                self._of_storage[key] = self._copy(whole)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._of_tensor:
+            whole = self._of_storage.get(_storage_of(tensor)) if _is_plain(tensor) else None
+            self._of_tensor[id(tensor)] = self._copy(tensor) if whole is None else _same_view(whole, tensor)
+        return self._of_tensor[id(tensor)]
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        sent = sent_ahead(tensor, self._device)
+        return to_device(tensor, self._device) if sent is None else sent
+
+
+def _is_plain(leaf: object) -> bool:
+    """Whether it is a tensor that copies of its bytes stand for."""
+    return type(leaf) is Tensor and leaf.is_cpu and leaf.layout == torch.strided and not leaf.requires_grad
+
+
+def _storage_of(tensor: Tensor) -> tuple[int, torch.dtype]:
+    return tensor.untyped_storage().data_ptr(), tensor.dtype
+
+
+def _same_view(copy: Tensor, tensor: Tensor) -> Tensor:
+    """The view of `copy`, of a whole storage, that `tensor` is of its own."""
+    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def host_values(microbatch: Microbatch) -> Microbatch:
@@ -80,7 +123,7 @@ def sent_ahead(tensor: Tensor, device: torch.device) -> Tensor | None:
         return None
     if copy.device.type != device.type or device.index not in (None, copy.device.index):
         return None
-    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return _same_view(copy, tensor)
 
 
 def _fills_its_memory(tensor: Tensor) -> bool:

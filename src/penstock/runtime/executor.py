@@ -251,7 +251,7 @@ class Executor:
         payload = self.messages.receive(message)
         if payload is None:
             return False
-        self.recorder.waited(message.op, began, self.recorder.now())
+        self.recorder.waited(message.op, began)
         self.memory.ledger.receive(payload)
         self.inbox[message.op] = payload
         return True

@@ -65,7 +65,7 @@ class Recorder:
         self.program: Sequence[Op] = ()  # of the step that is recorded
         self._done: list[Op] = []
         self._times: list[Time] = []  # four for each op that has run, in the order of OpTimes
-        self._waited: dict[Op, tuple[Time, Time]] = {}  # by the op whose result was waited for
+        self._waited: dict[Op, Time] = {}  # since when, by the op whose result was waited for
         self._reduced: dict[int, tuple[Time, Time]] = {}  # by stage
         # the host's time at a point of the stream; here, for a first step that fails
         self._anchor = self._stream.anchor()
@@ -83,15 +83,15 @@ class Recorder:
         self._stream.begin_step()
         self._done, self._times, self._waited, self._reduced = [], [], {}, {}
 
-    def waited(self, source: Op, start: Time, end: Time) -> None:
-        """The rank waited for the result of `source`."""
-        self._waited[source] = start, end
+    def waited(self, source: Op, start: Time) -> None:
+        """The rank waited for the result of `source`, until the op that takes it began."""
+        self._waited[source] = start
 
     def add(self, op: Op, takes: Op | None, start: Time, end: Time) -> None:
         """`op` has run, on the result of `takes`. Called in program order."""
-        waited = self._waited.pop(takes, None) if takes is not None else None
+        waited = start if takes is None else self._waited.pop(takes, start)
         self._done.append(op)
-        self._times += (start, end, *(waited or (start, start)))
+        self._times += (start, end, waited, start)
 
     def reduced(self, stage: int, start: Time, end: Time) -> None:
         """The gradients of `stage` were summed over the mesh."""
@@ -109,7 +109,9 @@ class Recorder:
             for end in ends:  # so that the stream has no work left before the anchor
                 stream.reach(end)
             self._anchor = self._stream.anchor()
-            times = list(map(self._seconds, self._times))
+            points = dict(zip(map(id, self._times), self._times, strict=True))  # an op has up to three
+            seconds = {key: self._seconds(when) for key, when in points.items()}
+            times = [seconds[id(when)] for when in self._times]
             self._find_gaps(times)
             return times
         offset = self._offset

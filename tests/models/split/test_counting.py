@@ -68,7 +68,10 @@ def test_fused_attention_counts_the_causal_half_and_each_width() -> None:
     """Multi-head latent attention has values of another width than its queries and keys."""
     query, value = torch.empty(1, 2, 8, 6, device="meta"), torch.empty(1, 2, 8, 4, device="meta")
     pairs = 2 * 8 * 8  # of all heads; a product over a width is two FLOPs a pair and entry, half are masked
-    assert attention_flops(query, query, value) == (pairs * (6 + 4), pairs * (3 * 6 + 2 * 4))
+    expected = pairs * (6 + 4), pairs * (3 * 6 + 2 * 4)
+    assert attention_flops(query, query, value) == expected
+    # both query heads share one of a key: the formulas of torch 2.11 refuse it
+    assert attention_flops(query, query[:, :1], value[:, :1]) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3", "gpt_oss"])

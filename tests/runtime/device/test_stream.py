@@ -41,9 +41,7 @@ def test_a_point_is_of_its_own_gpu_whatever_gpu_is_the_current_one(monkeypatch: 
     assert not isinstance(moment, float)
     moment.query()
     moment.synchronize()
-    moment.elapsed_time(moment)
-    assert {name for name, _ in asked} >= {"record", "query", "synchronize", "elapsed_time"}
-    # the point that time is counted to is read where the other one is asked
+    assert {name for name, _ in asked} == {"record", "query", "synchronize"}
     assert {device for _, device in asked} == {torch.device("cuda:1")}
 
 

@@ -107,7 +107,9 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
     """FLOPs of fused attention, forward and backward, for the half of all pairs that a causal mask shows."""
-    shapes = query.shape, key.shape, value.shape
+    # before torch 2.12 the formulas refuse query heads that share a key's
+    shared = [(*query.shape[:2], *of.shape[2:]) for of in (key, value)]
+    shapes = query.shape, *shared
     out = (*query.shape[:-1], value.shape[-1])
     forward: int = sdpa_flop_count(*shapes)  # type: ignore[no-untyped-call]
     backward: int = sdpa_backward_flop_count(out, *shapes)  # type: ignore[no-untyped-call]

@@ -140,5 +140,4 @@ class CudaMoment:
             self._event.synchronize()
 
     def elapsed_time(self, end: Any) -> float:
-        with torch.cuda.device(self._device):
-            return float(self._event.elapsed_time(end._event))
+        return float(self._event.elapsed_time(end._event))  # torch makes the event's GPU the current one
