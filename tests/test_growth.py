@@ -1,0 +1,51 @@
+"""docs/growth.md: its points are the planner's best runs, and its table and picture show them."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from benchmarks import growth
+from transformers import LlamaConfig
+
+from penstock.planner.hardware import read_cluster
+from penstock.planner.search import plan
+from penstock.planner.workload import Workload
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
+    monkeypatch.setattr(growth, "BATCH", 8)
+    monkeypatch.setattr(growth, "LENGTH", 64)
+    return LlamaConfig(
+        num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=256, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+
+
+def test_a_point_is_the_planners_best_run(config: LlamaConfig) -> None:
+    of = growth.point(config, 1)
+    best = plan(Workload(config), read_cluster("1 x DGX H100"), 8, 64).best[0]
+    assert (of.gpus, of.seconds, of.mfu, of.gib) == (8, best.seconds, best.mfu, best.nbytes / 2**30)
+    assert sum(of.spent.values()) == pytest.approx(1)
+    assert of.spent["bubble"] == pytest.approx(best.spent.get("bubble", 0.0) / best.seconds)
+
+
+def test_the_page_gets_a_row_and_a_bar_for_each_point(
+    config: LlamaConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, drawn = tmp_path / "growth.md", tmp_path / "growth.svg"
+    page.write_text(f"# Page\n\n{growth.BEGIN}old\n{growth.END}\n\ntext\n")
+    monkeypatch.setattr(growth, "PAGE", page)
+    monkeypatch.setattr(growth, "PICTURE", drawn)
+    monkeypatch.setattr(growth, "llama_8b", lambda: config)
+    monkeypatch.setattr("sys.argv", ["growth", "--write", "--hosts", "1", "2"])
+    growth.main()
+    text = page.read_text()
+    assert text.startswith("# Page\n")
+    assert text.endswith("\n\ntext\n")
+    assert "old" not in text
+    assert [line.split(" | ")[0] for line in text.splitlines() if "`," in line] == ["| 8", "| 16"]
+    bars = [title.text or "" for title in ElementTree.parse(drawn).iter() if title.tag.endswith("title")]
+    assert sum(text.startswith("16 GPUs: compute") for text in bars) == 1
