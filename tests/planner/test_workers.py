@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from penstock.errors import ConfigError, RunError
 from penstock.planner.workers import forked, processors
@@ -63,6 +64,13 @@ def test_a_process_that_is_killed_is_an_error_that_says_so() -> None:
         refuses(RunError, "a process of the search", rule="ended before it"),
     ):
         deaths([0, 1])
+
+
+def test_nothing_is_forked_where_there_is_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an H200 each plan failed: autograd refuses a backward in a process forked after one."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with forked(lambda _: os.getpid(), 2) as ids:
+        assert set(ids(range(4))) == {os.getpid()}
 
 
 def test_a_machine_has_a_processor() -> None:

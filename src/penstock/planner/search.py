@@ -117,10 +117,7 @@ def plan(
     roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
     if not roomy:
         raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
-    if (
-        not torch.accelerator.is_available()
-    ):  # else a process may not run a backward that was forked after one
-        model.measure(roomy, processes)
+    model.measure(roomy, processes)
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)

@@ -43,9 +43,11 @@ def forked(work: Callable[[A], R], processes: int) -> Iterator[Callable[[Sequenc
     """A function that maps `work` over arguments, the i-th in process i modulo `processes`.
 
     It returns the results in the arguments' order, and raises the first error that a process met. With one
-    process all runs in this one. `work` is what it is now: what changes in this process later is not seen.
+    process all runs in this one, and where there is an accelerator: autograd starts threads for it at the
+    first backward, and refuses one in a process that is forked after that. `work` is what it is now: what
+    changes in this process later is not seen.
     """
-    if processes < 2:
+    if processes < 2 or torch.accelerator.is_available():
         yield lambda arguments: list(map(work, arguments))
         return
     context, ours, children = get_context("fork"), list[Connection](), []
