@@ -18,8 +18,6 @@ from dataclasses import dataclass, field, replace
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
-import torch
-
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.planner.bound import Loads, part_weights
 from penstock.planner.candidate import Candidate, Recomputed
