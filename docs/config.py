@@ -8,22 +8,15 @@ that the trainer takes.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import io
 import json
 import re
-import textwrap
-import tokenize
 from collections.abc import Iterator
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.options import sentences
 from penstock.schedule.choose import MAKERS, NEEDED, options_of
+from penstock.train.config.meanings import meanings_of, section_of
 from penstock.train.config.sections import TrainConfig
-from penstock.train.config.values import Section
 
 PAGE = Path(__file__).with_name("config.md")
 SCHEMA: dict[str, Any] = TrainConfig.model_json_schema()
@@ -143,7 +136,11 @@ A YAML file of sections of keys. This is a whole one, as every other key has a d
 values are YAML. Numbers are those of YAML 1.2: `017` is 17, and `1:30` is text. `yes`, `no`, `on` and `off`
 are booleans. `model='{{path: models/mine}}'` replaces a whole section, and `adapter=null` leaves it out.
 An unknown key, a value of another type and numbers that do not fit together are refused before any weight is
-loaded. `penstock train config.yaml --dry-run` shows every key with its value.
+loaded. `penstock train config.yaml --print-config` prints every key with its value.
+
+`penstock init` writes a first config. `penstock schema --out penstock.schema.json` writes a JSON schema: with
+the line `# yaml-language-server: $schema=penstock.schema.json` at a config's top, an editor completes its
+keys, shows what they mean, and marks mistakes.
 """
 
 
@@ -202,57 +199,12 @@ def _section(table: Table) -> str:
 
 def keys(table: Table) -> Iterator[Key]:
     """Of one section: its own in the order of the source, then those that it shares with AutoPipeline."""
-    section = _class(table.schema["title"])
-    meanings = _meanings(section)
+    section = section_of(table.schema["title"])
+    meanings = meanings_of(section)
     for name in section.keys_in_order():
         value, (group, means) = table.schema["properties"][name], meanings[name]
         described = [definition.get("description", "") for definition in _definitions(value)]
         yield Key(name, value, " ".join((means or " ".join(described)).split()), group)
-
-
-def _class(name: str) -> type[Section]:
-    known = [Section]
-    for each in known:
-        known += each.__subclasses__()
-    return next(each for each in known if each.__name__ == name)
-
-
-def _meanings(section: type[Section]) -> dict[str, tuple[str, str]]:
-    """By key: the comment over it and over those after it, which ends with a colon; and what it means."""
-    owners = [owner for owner in reversed(section.__mro__) if owner is not Section]
-    meanings = {key: of for owner in owners if issubclass(owner, Section) for key, of in _comments(owner)}
-    for owner in owners:
-        if is_dataclass(owner) and not issubclass(owner, Section):
-            for key, sentence in sentences(owner).items():
-                group, own = meanings.get(key, ("", ""))
-                meanings[key] = group, own or sentence
-    return meanings
-
-
-def _comments(section: type[Section]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Each key that the class names, with the comment over several keys and with its own."""
-    source = textwrap.dedent(inspect.getsource(section))
-    lines, comments = source.splitlines(), _comment_lines(source)
-    group = ""
-    statement = ast.parse(source).body[0]
-    assert isinstance(statement, ast.ClassDef)
-    for node in statement.body:
-        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-            continue
-        first = node.lineno
-        while lines[first - 2].lstrip().startswith("#"):
-            first -= 1
-        above = " ".join(comments[line] for line in range(first, node.lineno))
-        assert node.end_lineno is not None
-        own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
-        if above.endswith(":"):
-            group, above = above, ""
-        yield node.target.id, (group, " ".join([above, *own]).strip())
-
-
-def _comment_lines(source: str) -> dict[int, str]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
 
 
 def _words(value: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ torch takes seconds to import, so each command imports its code when it runs.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch.start import Server
 from penstock.launch.stop import Stop, fail, leave, under_torchrun
+from penstock.schedule.files import write_text
 
 if TYPE_CHECKING:
     from penstock.planner.hardware import Cluster
@@ -63,6 +65,8 @@ def train(
     dry_run: Annotated[bool, typer.Option(
         "--dry-run", help=
         "Show memory, bubble, stages, mesh and schedule, and stop. Needs neither data nor GPUs.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help=
+        "Print every key with its value, as YAML, and stop.")] = False,
     world: Annotated[int | None, typer.Option(
         min=1, help="With --dry-run: the number of processes, for sizes of -1.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=
@@ -83,6 +87,8 @@ def train(
         with _reported_once() as stop:
             overrides, checkpoint = _sort_arguments(arguments or [], resume)
             settings = _load(config, overrides)
+            if print_config:
+                return print(settings.to_yaml(), end="")
             if world is not None and (not dry_run or under_torchrun()):
                 rule = "it is the number of processes for --dry-run, if none were started"
                 raise ConfigError(
@@ -122,6 +128,50 @@ def train(
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
+
+
+@app.command()
+@taking()
+def init(
+    model: Annotated[str | None, typer.Option(
+        help="A local Hugging Face folder, or a name of the Hub.")] = None,
+    data: Annotated[str | None, typer.Option(help="A file or a folder.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="How many processes train.")] = None,
+    goal: Annotated[Literal["sft", "lora", "pretrain"] | None, typer.Option(help=
+        "sft: all weights, on chats; lora: an adapter, on chats; pretrain: all weights, on text.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", callback=usable, help="The config.")] = Path(
+        "train.yaml"),
+) -> None:  # fmt: skip
+    """Write a first config, with a word on each key. A terminal is asked for what is left out.
+
+    Example: penstock init --model Qwen/Qwen3-8B --data chats.jsonl --gpus 8 --goal lora
+    """
+    from penstock.cli.init import init as write
+
+    write(out, model, data, gpus, goal)
+
+
+@app.command()
+@taking()
+def schema(
+    out: Annotated[Path | None, typer.Option("--out", "-o", callback=usable, help=
+        "Where to write it. Default: standard output.")] = None,
+) -> None:  # fmt: skip
+    """Print the JSON schema of a config, for editors.
+
+    With the line "# yaml-language-server: $schema=penstock.schema.json" at its top, an editor completes a
+    config's keys, shows what they mean, and marks mistakes.
+
+    Example: penstock schema --out penstock.schema.json
+    """
+    from penstock.train.config.schema import json_schema
+
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        write_text(out, text, "schema")
+        print(f"wrote {out}")
 
 
 @data_commands.command("show")

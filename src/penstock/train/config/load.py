@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,11 +38,16 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
     tree = _read(Path(path))
     for override in overrides:
         _apply(tree, override)
+    return validated(tree, f"config {path}")
+
+
+def validated(tree: Mapping[str, Any], value: str) -> TrainConfig:
+    """The config of these sections. Raises ConfigError for `value` that lists everything wrong at once."""
     try:
         return TrainConfig.model_validate(tree)
     except ValidationError as error:
         wrong = error.errors(include_url=False)
-    raise as_one(f"config {path}", [_finding(entry) for entry in wrong])
+    raise as_one(value, [_finding(entry) for entry in wrong])
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ TrackerSection = Annotated[
     | Annotated[WandbSection, Tag("of wandb")]
     | Annotated[MlflowSection, Tag("of mlflow")],
     Discriminator(_tag),
-    BeforeValidator(_check_section),
+    BeforeValidator(_check_section, json_schema_input_type=AnyTracker | Literal[tuple(TRACKERS)]),
 ]
 
 

@@ -1,0 +1,72 @@
+"""What each key of a config means: the comment that stands behind it in the source, or above it.
+
+For an option that AutoPipeline has too it is the sentence in penstock.options. docs/config.md and the schema
+for editors are written from them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import textwrap
+import tokenize
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from typing import NamedTuple
+
+from penstock.options import sentences
+from penstock.train.config.values import Section
+
+
+class Meaning(NamedTuple):
+    """Of a key. group: the comment over it and over those after it, which ends with a colon"""
+
+    group: str
+    means: str
+
+
+def section_of(name: str) -> type[Section]:
+    """The section whose class has this name."""
+    known = [Section]
+    for section in known:
+        known += section.__subclasses__()
+    return next(section for section in known if section.__name__ == name)
+
+
+def meanings_of(section: type[Section]) -> dict[str, Meaning]:
+    """By key."""
+    owners = [owner for owner in reversed(section.__mro__) if owner is not Section]
+    meanings = {key: of for owner in owners if issubclass(owner, Section) for key, of in _comments(owner)}
+    for owner in owners:
+        if is_dataclass(owner) and not issubclass(owner, Section):
+            for key, sentence in sentences(owner).items():
+                group, own = meanings.get(key, ("", ""))
+                meanings[key] = Meaning(group, own or sentence)
+    return meanings
+
+
+def _comments(section: type[Section]) -> Iterator[tuple[str, Meaning]]:
+    """Each key that the class names."""
+    source = textwrap.dedent(inspect.getsource(section))
+    lines, comments = source.splitlines(), _comment_lines(source)
+    group = ""
+    statement = ast.parse(source).body[0]
+    assert isinstance(statement, ast.ClassDef)
+    for node in statement.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        first = node.lineno
+        while lines[first - 2].lstrip().startswith("#"):
+            first -= 1
+        above = " ".join(comments[line] for line in range(first, node.lineno))
+        assert node.end_lineno is not None
+        own = [comments[line] for line in range(node.lineno, node.end_lineno + 1) if line in comments]
+        if above.endswith(":"):
+            group, above = above, ""
+        yield node.target.id, Meaning(group, " ".join([above, *own]).strip())
+
+
+def _comment_lines(source: str) -> dict[int, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
