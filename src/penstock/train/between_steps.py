@@ -34,12 +34,12 @@ class HeldOutEvaluation(RunPart):
         if not run.evaluates(step.number):
             return
         self._evaluate(step.number)
-        if step.number == section.steps or section.early_stop is None:
+        if step.number == section.last or section.early_stop is None:
             return
         early = run.state.best.ends(section.early_stop)
         if run.pipe.reductions.max(int(bool(early))):  # losses may differ by rounding; all ranks end together
             why = early or "another rank finds no improvement"
-            step.ended = f"early, after step {step.number} of {section.steps}: {why}"
+            step.ended = f"early, after step {step.number} of {section.last}: {why}"
             step.stopped = False  # a signal in this step changes nothing
 
     def _evaluate(self, step: int) -> None:
@@ -61,7 +61,7 @@ class HeldOutEvaluation(RunPart):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
         run.log.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
-        run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} nats a token")
+        run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} nats a token")
         return loss
 
 
@@ -104,7 +104,7 @@ class Signals(RunPart):
         passed_on, received = divmod(max(asked), PASSED_ON)
         who = "the launcher" if passed_on else who
         name = signal.Signals(received).name
-        step.ended = f"after step {step.number} of {run.config.train.steps}: {who} got {name}"
+        step.ended = f"after step {step.number} of {run.config.train.last}: {who} got {name}"
         step.stopped = True
 
 

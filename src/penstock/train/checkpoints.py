@@ -188,12 +188,8 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
 
     Raises ConfigError if no step is left to do.
     """
-    if state.step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps}",
-            f"{name} is of step {state.step}, so nothing is left to do",
-            f"Set train.steps above {state.step}, or start without --resume",
-        )
+    if config.train.epochs is None:  # else `counted` checks it, once it knows the steps
+        check_left(config.train.last, state.step, name, f"train.steps={config.train.last}")
     stop = config.train.early_stop
     if stop is not None and (early := state.best.ends(stop)):
         raise ConfigError(
@@ -206,6 +202,18 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
     if mesh_change := _mesh_change(state.mesh, mesh_of(config)):
         notes.append(mesh_change)
     return Start(state=state, notes=tuple(notes))
+
+
+def check_left(steps: int, done: int, name: str, value: str) -> None:
+    """Raise ConfigError if a run of `steps` steps has none left after `done`.
+
+    name: of the checkpoint; value: the key that sets the steps
+    """
+    if done >= steps:
+        key = value.partition("=")[0]
+        rule = f"{name} is of step {done}, so nothing is left to do"
+        above = f"above {done}" if key == "train.steps" else "higher"
+        raise ConfigError(value, rule, f"Set {key} {above}, or start without --resume")
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:

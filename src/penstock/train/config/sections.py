@@ -31,6 +31,7 @@ from penstock.options import (
     SmallNatural,
     SplitOptions,
     as_finding,
+    at_most,
 )
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
@@ -421,7 +422,11 @@ class SpikeSection(Section):
 class TrainSection(Section, RoutingOptions, LayerOptions):
     """How many steps, of how many rows, and what is checked, logged and saved."""
 
-    steps: Count = 100  # in all: those before a --resume count
+    # in all: those before a --resume count; null: those of `epochs`, or 100 without them
+    steps: Count | None = None
+    # in place of steps: how often the rows are trained on, such as 3 or 0.5; packed rows count as one. In a
+    # mixture an epoch has as many rows as its sources together. The run shows the steps when it begins
+    epochs: Annotated[Positive, at_most(10**6)] | None = None
     batch_size: Count = 8  # rows a step, over all microbatches
     # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
     # float32, and products in bfloat16, by torch.autocast; null: model.dtype
@@ -464,8 +469,27 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     # penstock knows the GPU
     peak_tflops: Positive | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def with_steps(cls, keys: Any) -> Any:
+        """Fill in the default of `steps`, which a run by epochs does not have."""
+        if isinstance(keys, dict) and keys.get("steps") is keys.get("epochs") is None:
+            return keys | {"steps": 100}
+        return keys
+
+    @property
+    def last(self) -> int:
+        """The number of the run's last step; of a run by epochs, once they are counted (train/epochs.py)."""
+        assert self.steps is not None
+        return self.steps
+
     def check_keys(self) -> None:
-        if self.profile is not None and self.profile.steps[1] > self.steps:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.steps={self.steps} and train.epochs={self.epochs:g} are two lengths of the run; "
+                "leave one of them out"
+            )
+        if self.profile is not None and self.steps is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
@@ -577,7 +601,13 @@ class TrainConfig(Section):
         self._check_ramp("data", "sequence_length")
         if self.data.images is not None:
             self._check_images()
-        self.optimizer.check_steps(self.train.steps)
+        if self.train.steps is not None:  # epochs are counted and checked later
+            self.optimizer.check_steps(self.train.steps)
+        if self.train.epochs is not None and self.data.streaming is not None:
+            raise ValueError(
+                f"train.epochs={self.train.epochs:g} with data.streaming: a stream does not know how "
+                "many rows it has; give train.steps, or leave data.streaming out"
+            )
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
             raise ValueError(

@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +33,7 @@ from penstock.batch.placement import Up, send_ahead
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
-from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
+from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
@@ -180,6 +182,24 @@ class Data:
     def _first(self, step: int) -> int:
         """The number of the run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
+
+    @property
+    def epoch(self) -> int:
+        """The rows of an epoch: those of all sources that any row is taken from; 0 for a stream."""
+        if self.sampler is None:
+            return 0
+        weights = self.sampler.mixture.weights
+        return sum(count for count, weight in zip(self.sampler.counts, weights, strict=True) if weight)
+
+    def epochs_after(self, step: int) -> float | None:
+        """The epochs that are done after `step`; None for a stream, which does not know."""
+        return self._first(step + 1) / self.epoch if self.epoch else None
+
+    def steps_of(self, section: TrainSection) -> int:
+        """The steps of the run: of its `epochs` the fewest that take all their rows."""
+        if section.epochs is None:
+            return section.last
+        return self.sizes.steps_of(ceil(Fraction(str(section.epochs)) * self.epoch))
 
     def batch(self, step: int) -> LoadedBatch:
         """The batch of step `step`, from 1."""
@@ -367,7 +387,7 @@ def load_data(
     )
     whole = digest_of("".join(of.digest for of in facts))
     data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
-    data.check(config.train.steps)
+    data.check(data.steps_of(config.train))
     return data
 
 
