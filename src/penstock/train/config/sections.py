@@ -515,7 +515,11 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
 class KeepSection(Section):
     """Which checkpoints stay when a newer one has been written; the newest always does."""
 
-    last: Count | None = None  # so many of the newest; null: all
+    # so many of the newest; null: all of train.checkpoint_every, and without `best` all
+    last: Count | None = None
+    # and so many with the lowest held-out loss: an evaluation that is one of these is saved, and the link
+    # checkpoints/best names the best one; null: 1 with train.early_stop, else 0
+    best: SmallNatural | None = None
     every: Count | None = None  # and for ever those whose step is a multiple of this
 
     def check_keys(self) -> None:
@@ -568,6 +572,12 @@ class TrainConfig(Section):
         if isinstance(model, dict) and isinstance(train, dict) and train.get("precision") == "bfloat16":
             return {**keys, "model": {"dtype": "bfloat16", **model}}
         return keys
+
+    @property
+    def kept_best(self) -> int:
+        """The number of best evaluations whose checkpoints stay."""
+        best = self.output.keep.best
+        return int(self.train.early_stop is not None) if best is None else best
 
     def _check_precision(self) -> None:
         dtype, precision = self.model.dtype, self.train.precision
