@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
@@ -17,8 +18,11 @@ from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.train.checkpoints import best_link, checkpoint_folder, link_best, prune
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.part import Run, RunPart, TrainStep
+from penstock.train.records.metrics import MetricsRow
 from penstock.train.skips import not_finite, stopped
 from penstock.train.state import Ranking, ranked
+
+_LARGEST_EXPONENT = 700.0
 
 
 class HeldOutEvaluation(RunPart):
@@ -63,9 +67,18 @@ class HeldOutEvaluation(RunPart):
         if reason := not_finite(held_out_loss=loss):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
-        run.log.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
+        run.log.write({"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
+                       "seconds": seconds})  # fmt: skip
         run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} nats a token")
         return loss
+
+    def _more(self, step: int, loss: float) -> MetricsRow:
+        """The perplexity, where the loss is the cross-entropy alone and the number has a float; the epoch."""
+        section, epoch = self.run.config.train, self.run.steps.data.epochs_after(step)
+        more: MetricsRow = {} if epoch is None else {"epoch": epoch}
+        if section.label_smoothing == section.z_loss == 0 and loss < _LARGEST_EXPONENT:
+            more["perplexity"] = math.exp(loss)
+        return more
 
 
 class SignalsWait(RunPart):

@@ -186,7 +186,10 @@ class DataSection(RecordSection):
     # tokens of a document, at most, if rows hold several documents and may be longer than the model's
     # positions: each document begins at position 0; null: sequence_length
     document_length: Length | None = None
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text that is never trained on
+    # Which documents are held out: random ones, by train.seed, or those at the end. null: random, and with
+    # packing: stream, where a random row would share its documents with rows that are trained on, the end
+    held_out_from: Literal["random", "end"] | None = None
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
     # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
     # fit; best_fit: the longest first, each into the row where it leaves the least room
@@ -248,6 +251,11 @@ class DataSection(RecordSection):
                 f"data.document_length={length} is for rows of several documents, and data.packing="
                 f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
             )
+        if self.held_out_from is not None and self.validation is not None:
+            raise ValueError(
+                f"data.held_out_from={self.held_out_from} with data.validation, which is what is held out; "
+                "leave one of them out"
+            )
         if length is not None and length > self.sequence_length:
             raise ValueError(
                 f"data.document_length={length} is above data.sequence_length={self.sequence_length}, the "
@@ -259,6 +267,13 @@ class DataSection(RecordSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
+
+    @property
+    def holds_out_at_random(self) -> bool:
+        """Whether the rows to evaluate on are random ones of the data."""
+        if self.validation is not None:
+            return False
+        return (self.held_out_from or ("end" if self.packing == "stream" else "random")) == "random"
 
     @property
     def longest_document(self) -> int:
@@ -446,7 +461,7 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     nonfinite: Literal["stop", "skip"] = "stop"
     spike: SpikeSection | None = None  # null: no step is a spike
     evaluate_every: Count = 100  # and before the first step and after the last
-    evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over the held-out rows
+    evaluate_batches: Count = 4  # at most, of batch_size rows or fewer, spread evenly over the held-out rows
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
