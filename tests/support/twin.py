@@ -63,7 +63,7 @@ def by_hand(
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(str(made.model.path), dtype=dtype).train()
     optimizers, data, losses = make(list(model.named_parameters())), preflight(made).data.of(0), []
-    for step in range(1, made.train.steps + 1):
+    for step in range(1, made.train.last + 1):
         model.zero_grad()
         losses.append(_accumulate(model, data.batch(step).content, made.pipeline.microbatches, precision))
         _clip([p.grad for p in model.parameters() if p.grad is not None], made.train.clip_norm or 1e9)

@@ -20,7 +20,9 @@ from penstock.train import loop
 from penstock.train.between_steps import Checkpoints, HeldOutEvaluation
 from penstock.train.checkpoints import (
     NEWEST,
+    best_link,
     checkpoint_folder,
+    link_best,
     newest_checkpoint,
     prune,
 )
@@ -75,6 +77,36 @@ def test_the_rules_of_keep(tmp_path: Path, last: int | None, every: int | None, 
     for step in kept:
         check_folder(checkpoint_folder(tmp_path, step))
     assert not [name for name in names(written.parent) if name.startswith(".")]
+
+
+@pytest.mark.parametrize(
+    ("keys", "best", "saved_every", "kept"),
+    [
+        ({}, (3,), None, [3, 6]),
+        ({}, (3,), 2, [2, 3, 4, 6]),  # those of checkpoint_every stay, as without a best one
+        ({"last": 1}, (3, 1), 2, [1, 3, 6]),
+        ({"last": 2, "every": 2}, (3,), None, [2, 3, 4, 5, 6]),
+    ],
+)
+def test_the_best_checkpoints_stay_too(
+    tmp_path: Path, keys: dict[str, int], best: tuple[int, ...], saved_every: int | None, kept: list[int]
+) -> None:
+    written = write(tmp_path, 1, 2, 3, 4, 5, 6)
+    prune(written, UNNAMED, KeepSection(**keys), best, saved_every)
+    assert left(tmp_path) == kept
+
+
+def test_the_link_names_the_best_checkpoint_and_replaces_no_folder(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2)
+    link = best_link(tmp_path)
+    for step in (1, 2, 9):  # there is no step 9
+        link_best(tmp_path, step)
+    assert link.resolve() == checkpoint_folder(tmp_path, 2)
+    assert names(link.parent) == {"best", "step-00000001", "step-00000002"}
+    link.unlink()
+    link.mkdir()
+    link_best(tmp_path, 1)
+    assert not link.is_symlink()
 
 
 def test_only_complete_checkpoints_of_ours_are_removed_and_counted(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_no_checkpoint_is_due_while_it_is_measured(tmp_path: Path) -> None:
     tree = few_steps(RUN, {"path": "models/some"}, tmp_path, on_cpu=False, steps=6)
     config = TrainConfig.model_validate(tree)
     assert config.train.checkpoint_every is None  # only at the end
-    assert config.train.steps > 2 * config.train.evaluate_every == 12
+    assert config.train.last > 2 * config.train.evaluate_every == 12
     assert (config.model.weights, config.train.device, config.train.check) == ("random", "cuda", "off")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from pathlib import Path
@@ -222,6 +223,25 @@ def test_ranks_share_a_seed_only_where_draws_depend_on_layer_and_microbatch(
             loop.seed_step(cast(Pipeline, rank), 3, step)
             assert float(torch.rand(())) == found[-1]
     assert len({*found}) == (2 if draws else len(ranks))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_few_held_out_rows_have_on_a_mesh_the_loss_of_one_process(
+    pool: Pool, tmp_path: Path, count: int
+) -> None:
+    """A batch has 7 rows, and of two pipelines one may have no row of its own."""
+    made = sections(tmp_path, dp_replicate=2)
+    held = tmp_path / "held.jsonl"
+    held.write_text("\n".join(json.dumps({"text": "abcdefgh"[: 3 + number]}) for number in range(count)))
+    made["train"] |= {"steps": 1}
+    documents = write_documents(tmp_path)
+    made["data"] |= {"path": documents["data.path"], "kind": "jsonl", "packing": "none"}
+    made["data"] |= {"validation": {"path": str(held)}}
+    assert errors(pool, made) == {""}
+    expected = alone(tmp_path, made)
+    assert_close([row[:-1] for row in curve(tmp_path)], [row[:-1] for row in expected])  # padding is another
+    tokens = {1: 2, 3: 3 + 4 + 4}[count]  # a separator follows each document but the last
+    assert [row["tokens"] for row in metrics(tmp_path) if "held_out_loss" in row] == [tokens] * 2
 
 
 @pytest.mark.sweep

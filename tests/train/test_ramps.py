@@ -262,6 +262,44 @@ def test_a_run_ends_early_says_so_and_does_not_go_on(
     assert "ended       after step 6, the last\n" in capsys.readouterr().out
 
 
+def test_early_stopping_leaves_the_best_checkpoint_and_says_which_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: the only checkpoint was that of the evaluation that ended the run, which is worse."""
+    with_losses(monkeypatch, 3.0, 2.0, 1.9, 1.95)
+    trained(config(tmp_path, steps=9, evaluate_every=1, early_stop={"patience": 1}))
+    best, last = checkpoint(tmp_path, 2), checkpoint(tmp_path, 3)
+    link = best.with_name("best")
+    assert sorted(path.name for path in best.parent.iterdir()) == ["best", best.name, last.name]
+    assert link.resolve() == best.resolve()
+    said = capsys.readouterr().out
+    assert f"checkpoint  {last}\n" in said
+    assert f"best        {link}: {best.name}, held-out loss 1.9000 nats a token\n" in said
+    alone = folder_of(tmp_path, "alone")
+    with_losses(monkeypatch, 3.0, 2.0, 1.9, 1.95)
+    trained(config(alone, steps=9, evaluate_every=1, checkpoint_every=2, early_stop={"patience": 1}))
+    assert_same_tensors(checkpoint(alone, 2), best)
+
+
+def test_as_many_of_the_best_stay_as_the_config_says_through_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(steps: int) -> TrainConfig:
+        return config(tmp_path, keys={"output.keep": {"best": 2, "last": 1}}, steps=steps, evaluate_every=1)
+
+    def kept() -> list[int]:
+        return sorted(int(path.name[5:]) for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
+
+    with_losses(monkeypatch, 1.0, 3.0, 2.0, 2.5, 2.7)  # before the first step there is nothing to save
+    trained(made(4))
+    assert kept() == [2, 3, 4]
+    assert read_state(checkpoint(tmp_path, 4)).ranking == ((2.0, 2), (2.5, 3))
+    with_losses(monkeypatch, 2.6, 2.1, 2.0)
+    trained(made(7), NEWEST)
+    assert kept() == [2, 7]  # of two equal ones the earlier is better
+    assert (tmp_path / "out" / "checkpoints" / "best").resolve().name == checkpoint(tmp_path, 2).name
+
+
 @pytest.mark.sweep
 def test_all_ranks_of_a_mesh_end_where_one_does(pool: Pool, tmp_path: Path) -> None:
     """Each finds another loss, as rounding may differ."""

@@ -83,9 +83,9 @@ def by_hand(made: TrainConfig) -> tuple[list[list[Any]], dict[str, torch.Tensor]
     kept: list[list[Any]] = []
     saved: Any = None
     skipped, at, step, left_out = 0, 0, 1, list[int]()
-    while step <= made.train.steps:
+    while step <= made.train.last:
         seed_step(pipe, made.train.seed, step)
-        set_learning_rates(made.optimizer, optimizers, made.train.steps, step - skipped)
+        set_learning_rates(made.optimizer, optimizers, made.train.last, step - skipped)
         rows = order[at : at + ROWS]
         at += ROWS
         pipe.zero_grad()

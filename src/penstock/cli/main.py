@@ -123,7 +123,7 @@ def train(
                         overrides += as_overrides(prepared.config)
                     ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
                     raise typer.Exit(
-                        start_ranks(server, ranks, config, overrides, checkpoint, settings, restarts)
+                        start_ranks(server, ranks, config, overrides, checkpoint, prepared.config, restarts)
                     )
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1

@@ -45,7 +45,7 @@ def merge_folder(
     """Write the merged model into `out`, complete or not at all.
 
     Args:
-        adapter: an adapter's folder, or the output folder of a run
+        adapter: an adapter's folder, as checkpoints/best of a run, or the output folder of a run
         base: the folder of the base model; None for the one that the adapter names
         trusted: whether Python code in that folder may run
 

@@ -29,13 +29,13 @@ def start_ranks(
 
     Args:
         config, overrides, resume: as the command got them
-        settings: the config with the overrides
+        settings: the config with the overrides, and with its epochs counted
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
     """
     # the ranks will need the modules that the preflight has imported here
     server.follow(_SHARED)
     output, train = settings.output.path, settings.train
-    goes_on = _GoesOn(resume, output, train.steps)
+    goes_on = _GoesOn(resume, output, train.last)
 
     def command(attempt: int) -> list[str]:
         resumed = [] if goes_on.at is None else ["--resume", *([] if goes_on.at == NEWEST else [goes_on.at])]

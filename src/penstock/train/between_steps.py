@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,10 +15,14 @@ from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
-from penstock.train.checkpoints import checkpoint_folder, prune
+from penstock.train.checkpoints import best_link, checkpoint_folder, link_best, prune
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.part import Run, RunPart, TrainStep
+from penstock.train.records.metrics import MetricsRow
 from penstock.train.skips import not_finite, stopped
+from penstock.train.state import Ranking, ranked
+
+_LARGEST_EXPONENT = 700.0
 
 
 class HeldOutEvaluation(RunPart):
@@ -34,18 +39,20 @@ class HeldOutEvaluation(RunPart):
         if not run.evaluates(step.number):
             return
         self._evaluate(step.number)
-        if step.number == section.steps or section.early_stop is None:
+        if step.number == section.last or section.early_stop is None:
             return
         early = run.state.best.ends(section.early_stop)
         if run.pipe.reductions.max(int(bool(early))):  # losses may differ by rounding; all ranks end together
             why = early or "another rank finds no improvement"
-            step.ended = f"early, after step {step.number} of {section.steps}: {why}"
+            step.ended = f"early, after step {step.number} of {section.last}: {why}"
             step.stopped = False  # a signal in this step changes nothing
 
     def _evaluate(self, step: int) -> None:
         run = self.run
-        best = run.state.best.after(step, self.loss(step), run.config.train.early_stop)
-        run.state = run.state._replace(best=best)
+        state, loss = run.state, self.loss(step)
+        best = state.best.after(step, loss, run.config.train.early_stop)
+        ranking = ranked(state.ranking, step, loss, run.config.kept_best) if step else state.ranking
+        run.state = state._replace(best=best, ranking=ranking)
 
     def loss(self, step: int) -> float:
         """Write, show and return the mean loss a token over the held-out batches, in nats.
@@ -60,9 +67,18 @@ class HeldOutEvaluation(RunPart):
         if reason := not_finite(held_out_loss=loss):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
-        run.log.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
-        run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} nats a token")
+        run.log.write({"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
+                       "seconds": seconds})  # fmt: skip
+        run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} nats a token")
         return loss
+
+    def _more(self, step: int, loss: float) -> MetricsRow:
+        """The perplexity, where the loss is the cross-entropy alone and the number has a float; the epoch."""
+        section, epoch = self.run.config.train, self.run.steps.data.epochs_after(step)
+        more: MetricsRow = {} if epoch is None else {"epoch": epoch}
+        if section.label_smoothing == section.z_loss == 0 and loss < _LARGEST_EXPONENT:
+            more["perplexity"] = math.exp(loss)
+        return more
 
 
 class SignalsWait(RunPart):
@@ -104,12 +120,15 @@ class Signals(RunPart):
         passed_on, received = divmod(max(asked), PASSED_ON)
         who = "the launcher" if passed_on else who
         name = signal.Signals(received).name
-        step.ended = f"after step {step.number} of {run.config.train.steps}: {who} got {name}"
+        step.ended = f"after step {step.number} of {run.config.train.last}: {who} got {name}"
         step.stopped = True
 
 
 class Checkpoints(RunPart):
-    """Saves a checkpoint every train.checkpoint_every steps and when the run ends, in the background."""
+    """Saves a checkpoint every train.checkpoint_every steps and when the run ends, in the background.
+
+    An evaluation that is one of the best, as many as output.keep.best says, is saved too.
+    """
 
     def __init__(self, run: Run, tokenizer: Tokenizer) -> None:
         super().__init__(run)
@@ -128,14 +147,21 @@ class Checkpoints(RunPart):
 
     def keep(self, step: TrainStep) -> None:
         every = self.run.config.train.checkpoint_every
-        if step.ended or (every and step.number % every == 0):
+        if step.ended or (every and step.number % every == 0) or self._is_one_of_the_best(step.number):
             self.run.checkpoint = self.save(step)
+
+    def _is_one_of_the_best(self, step: int) -> bool:
+        """Whether the evaluation after this step is, on any rank: losses may differ by rounding."""
+        run = self.run
+        if not run.config.kept_best or not run.evaluates(step):
+            return False
+        return bool(run.pipe.reductions.max(int(step in _steps(run.state.ranking))))
 
     def save(self, step: TrainStep) -> Path:
         """Save, and write a row with the seconds that training waited; the run's end waits for the write."""
         run, started = self.run, time.perf_counter()
         path, state = checkpoint_folder(run.config.output.path, step.number), run.state_after(step)()
-        prune_older = partial(self._prune, path)
+        prune_older = partial(self._prune, path, _steps(run.state.ranking))
         run.writer.save(path, run.optimizers, state, extra=self._save_tokenizer, then=prune_older)
         if step.ended:
             run.writer.wait()
@@ -149,17 +175,34 @@ class Checkpoints(RunPart):
             file.unlink()
         self._tokenizer.save(folder)
 
-    def _prune(self, written: Path) -> None:
-        """Prune. A failure is a warning: it costs disk space, and not the run."""
+    def _prune(self, written: Path, best: Sequence[int]) -> None:
+        """Link the best checkpoint, and prune. A failure is a warning: it costs disk space, and not the run.
+
+        best: the steps that stay for their evaluation, the best one first
+        """
         run = self.run
         assert run.owner is not None
         run.owner.check()
         try:
-            prune(written, run.owner.run, run.config.output.keep)
+            if best:
+                link_best(run.config.output.path, best[0])
+            prune(written, run.owner.run, run.config.output.keep, best, run.config.train.checkpoint_every)
         except OSError as error:
             run.display.say(
                 f"penstock: warning: older checkpoints of {written.parent} were not removed: {error}"
             )
+
+    def summary(self) -> Iterator[str]:
+        """The best checkpoint, if the run keeps it."""
+        output = self.run.config.output.path
+        for loss, step in self.run.state.ranking[:1]:
+            link, path = best_link(output), checkpoint_folder(output, step)
+            if link.resolve() == path.resolve():
+                yield f"best        {link}: {path.name}, held-out loss {loss:.4f} nats a token"
+
+
+def _steps(ranking: Ranking) -> tuple[int, ...]:
+    return tuple(step for _, step in ranking)
 
 
 class InMemoryCheckpoints(RunPart):

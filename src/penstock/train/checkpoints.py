@@ -2,6 +2,7 @@
 
 <output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
                                         the weights, and a RunState (state.py)
+<output>/checkpoints/best               a link to the one with the lowest held-out loss, with output.keep.best
 
 A run resumes from its own checkpoints and removes only those. It ignores folders of other names.
 """
@@ -9,9 +10,10 @@ A run resumes from its own checkpoints and removes only those. It ignores folder
 from __future__ import annotations
 
 import math
+import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,12 +190,8 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
 
     Raises ConfigError if no step is left to do.
     """
-    if state.step >= config.train.steps:
-        raise ConfigError(
-            f"train.steps={config.train.steps}",
-            f"{name} is of step {state.step}, so nothing is left to do",
-            f"Set train.steps above {state.step}, or start without --resume",
-        )
+    if config.train.epochs is None:  # else `counted` checks it, once it knows the steps
+        check_left(config.train.last, state.step, name, f"train.steps={config.train.last}")
     stop = config.train.early_stop
     if stop is not None and (early := state.best.ends(stop)):
         raise ConfigError(
@@ -206,6 +204,18 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
     if mesh_change := _mesh_change(state.mesh, mesh_of(config)):
         notes.append(mesh_change)
     return Start(state=state, notes=tuple(notes))
+
+
+def check_left(steps: int, done: int, name: str, value: str) -> None:
+    """Raise ConfigError if a run of `steps` steps has none left after `done`.
+
+    name: of the checkpoint; value: the key that sets the steps
+    """
+    if done >= steps:
+        key = value.partition("=")[0]
+        rule = f"{name} is of step {done}, so nothing is left to do"
+        above = f"above {done}" if key == "train.steps" else "higher"
+        raise ConfigError(value, rule, f"Set {key} {above}, or start without --resume")
 
 
 def _mesh_change(before: dict[str, int] | None, now: dict[str, int]) -> str:
@@ -316,25 +326,46 @@ def changes(before: object, now: object, name: str = "") -> list[str]:
 # ---- Keeping
 
 
-def prune(written: Path, run: str, keep: KeepSection) -> None:
+def prune(
+    written: Path, run: str, keep: KeepSection, best: Sequence[int] = (), saved_every: int | None = None
+) -> None:
     """Remove the checkpoints of `run` before `written`, which was just published, that no rule keeps.
+
+    best: the steps of the best evaluations, which stay
+    saved_every: steps between checkpoints that are saved for no evaluation
 
     Checkpoints of later steps and of other runs, and incomplete folders, are neither removed nor counted. A
     checkpoint with files that are not its own stays. Call it on one process, while nothing is written to the
     folder. A removal that is cut short leaves hidden folders, which the next call removes, together with
     those of runs killed in a write. A hidden older checkpoint whose replacement never came stays.
     """
-    if keep.last is None:
+    if keep.last is None and not best:
         return
     remove_unfinished(written.parent.parent)
     last = int(written.name.removeprefix("step-"))
     older = sorted(
         ((step, path) for step, path in _complete(written.parent.parent, run) if step < last), reverse=True
     )
-    for step, path in older[keep.last - 1 :]:
-        if keep.every is None or step % keep.every:
+    for age, (step, path) in enumerate(older, start=1):
+        regular = age < keep.last if keep.last else saved_every and step % saved_every == 0
+        if not regular and step not in best and (keep.every is None or step % keep.every):
             with suppress(CheckpointError):
                 remove_folder(path)
+
+
+def best_link(output: Path) -> Path:
+    """The link to the best checkpoint."""
+    return output / "checkpoints" / "best"
+
+
+def link_best(output: Path, step: int) -> None:
+    """Point the link at the checkpoint of `step`, if that is there. Raises OSError."""
+    link, path = best_link(output), checkpoint_folder(output, step)
+    if not path.is_dir() or (link.exists() and not link.is_symlink()):  # a folder of that name is not ours
+        return
+    fresh = link.with_name(f".best.{secrets.token_hex(4)}")
+    fresh.symlink_to(path.name)
+    os.replace(fresh, link)
 
 
 def remove_unfinished(output: Path) -> None:

@@ -54,7 +54,7 @@ def _follow(run: Run, step: TrainStep) -> None:
         part.check(step)
     if step.back_to is not None:  # the run is at an older step by now
         return
-    if step.number == run.config.train.steps:
+    if step.number == run.config.train.last:
         step.ended = f"after step {step.number}, the last"
     for part in run.parts:
         part.after(step)
@@ -67,7 +67,7 @@ def _step(run: Run, step_number: int) -> TrainStep:
     section, pipe, stopwatch = run.config.train, run.pipe, Stopwatch()
     seed_step(pipe, section.seed, step_number)
     taken = step_number - run.state.skipped  # skipped steps do not count for the learning rate
-    set_learning_rates(run.config.optimizer, run.optimizers, section.steps, taken)
+    set_learning_rates(run.config.optimizer, run.optimizers, section.last, taken)
     pipe.zero_grad()
     with record_function("data"):
         batch = run.steps.batch()
@@ -132,7 +132,7 @@ def _row(run: Run, step: TrainStep, taken: int) -> MetricsRow:
 
     taken: the steps that changed weights, up to this one, which the learning rates follow
     """
-    section, steps, result = run.config.optimizer, run.config.train.steps, step.result
+    section, steps, result = run.config.optimizer, run.config.train.last, step.result
     row: MetricsRow = {
         "step": step.number,
         "learning_rate": learning_rate(section, section.learning_rate, steps, taken),

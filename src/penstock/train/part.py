@@ -124,7 +124,7 @@ class Run:
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation follows the step with this number."""
         section = self.config.train
-        return step % section.evaluate_every == 0 or step == section.steps
+        return step % section.evaluate_every == 0 or step == section.last
 
     def state_after(self, step: TrainStep) -> Callable[[], dict[str, Any]]:
         """A function that returns the state after `step` in JSON, in any thread and at any later time."""

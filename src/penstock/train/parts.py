@@ -14,6 +14,7 @@ from penstock.train.between_steps import (
     Signals,
     SignalsWait,
 )
+from penstock.train.epochs import Epochs
 from penstock.train.part import Run, RunPart
 from penstock.train.preflight import Prepared
 from penstock.train.records.profile import StepProfiler
@@ -47,6 +48,7 @@ def parts_of(
         Skips(run),
         InMemoryCheckpoints(run, memory) if memory else None,  # it forgets before a spike rewinds the run
         Spikes(run),
+        Epochs(run),
         SlowRankWatch(run, usage.throughput.works, measured),
         SignalsWait(run, stop),
         HeldOutEvaluation(run),

@@ -30,6 +30,7 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.tokenizer import Tokenizer
+from penstock.train.epochs import counted
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
 from penstock.train.optimizers.optimizer import trained_by
 from penstock.train.planned import chosen
@@ -113,9 +114,11 @@ def preflight(config: TrainConfig, resume: str | None = None, cluster: Cluster |
         flash="flash" in str(model.config._attn_implementation),  # the test of transformers itself
         parts=axes.batch_parts,
     )
-    start, notes = planned.start, (*planned.notes, *_data_notes(config, data, planned.start))
+    start = planned.start
+    config, line = counted(config, data, start)
+    notes = (*filter(None, [choice, line]), *planned.notes, *_data_notes(config, data, start))
     data = data_at(config, data, start)
-    changed = {"notes": (*filter(None, [choice]), *notes), "choice": choice}
+    changed = {"config": config, "notes": notes, "choice": choice}
     return Prepared(**{**vars(planned), **changed}, tokenizer=tokenizer, data=data)
 
 
@@ -283,7 +286,7 @@ def _check_lengths(config: TrainConfig, longest: int | None) -> None:
 
 def data_at(config: TrainConfig, data: Data, start: Start) -> Data:
     """The data from the run's start on. Raises CheckpointError for other data than the checkpoint's."""
-    return data.at(start.done, start.state.data, config.train.steps, accept=config.data.changed == "accept")
+    return data.at(start.done, start.state.data, config.train.last, accept=config.data.changed == "accept")
 
 
 def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
@@ -297,7 +300,7 @@ def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
     if counted < tokens or dropped:
         left = f"; {dropped} records without such a token are left out" if dropped else ""
         yield f"the loss counts {counted:,} of {tokens:,} tokens, {counted / tokens:.1%}{left}"
-    share = data.expected(config.train.steps).padding
+    share = data.expected(config.train.last).padding
     if config.data.packing != "stream" or share:
         settings = f"data.packing={config.data.packing}, pipeline.shapes={config.pipeline.shapes}"
         yield f"padding {share:.1%} of the tokens ({settings})"

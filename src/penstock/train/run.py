@@ -68,9 +68,9 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     check_shared(output, pipe.ranks)
     old_trace = trace_folder(config, prepared.axes) / f"rank-{pipe.processes.index}.json"
     old_trace.unlink(missing_ok=True)
-    display = make_display(is_first(), config.train.steps, start.done, config.train.log_every)
+    display = make_display(is_first(), config.train.last, start.done, config.train.log_every)
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
-    steps = Steps(prepared.data.of(pipe.batch_part[0]), start.done, config.train.steps, pipe.device)
+    steps = Steps(prepared.data.of(pipe.batch_part[0]), start.done, config.train.last, pipe.device)
     writer = CheckpointWriter(pipe, background=config.train.checkpoint_background)
     this = Run(config, pipe, optimizers, start, steps, display, Log(display, metrics), writer, owner)
     this.parts = parts_of(this, prepared, auto, memory, stop)

@@ -78,6 +78,16 @@ class StepSizes:
             rows, done = rows + taken * size.rows, done + taken
         return rows + (step - 1 - done) * self.full.rows
 
+    def steps_of(self, rows: int) -> int:
+        """The fewest steps that take so many rows, 1 or more."""
+        done = 0
+        for until, size in self.phases:
+            of_phase = -(-rows // size.rows)
+            if done + of_phase <= until:
+                return done + of_phase
+            rows, done = rows - (until - done) * size.rows, until
+        return done + -(-rows // self.full.rows)
+
 
 def calls_of(content: Any, calls: Sequence[int], built: int) -> list[Any]:
     """The content of each pipeline call of a step, in order.

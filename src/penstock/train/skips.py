@@ -142,7 +142,7 @@ class Spikes(RunPart):
         load_checkpoint(checkpoint, run.pipe, run.optimizers, learning_rates=False)
         state = read_state(checkpoint)
         data, rows = run.steps.data.without(
-            state.step, step.number, step.batch.position, run.config.train.steps
+            state.step, step.number, step.batch.position, run.config.train.last
         )
         self._count(step.number, checkpoint, state.step)
         left_out = (*run.state.seen.left_out, (rows.start, rows.stop))

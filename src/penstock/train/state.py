@@ -84,6 +84,14 @@ class Seen(NamedTuple):
         return sum(end - first for first, end in self.left_out)
 
 
+Ranking = tuple[tuple[float, int], ...]  # held-out losses and their steps, the lowest first
+
+
+def ranked(ranking: Ranking, step: int, loss: float, count: int) -> Ranking:
+    """The best `count` evaluations after that of `step`; of two equal ones the earlier is better."""
+    return tuple(sorted((*ranking, (loss, step)))[:count])
+
+
 class RunState(NamedTuple):
     """The state of a run after a step. Without arguments it is that of a fresh start.
 
@@ -94,6 +102,7 @@ class RunState(NamedTuple):
             the step
         best: of the evaluations up to `step`
         seen: of the losses up to `step`
+        ranking: of the evaluations after a step: the best ones, whose checkpoints stay
         mesh: the size of each axis; None in older versions
         config: the run's whole config at that step
         versions: of penstock and torch
@@ -105,6 +114,7 @@ class RunState(NamedTuple):
     data: dict[str, Any] | None = None
     best: BestEvaluation = BestEvaluation()
     seen: Seen = Seen()
+    ranking: Ranking = ()
     mesh: dict[str, int] | None = None
     config: dict[str, Any] = {}  # noqa: RUF012  no instance changes it
     versions: dict[str, str] = {}  # noqa: RUF012
@@ -120,7 +130,8 @@ class RunState(NamedTuple):
             known = {"run": UNNAMED, **{key: entries[key] for key in ("step", "config", "versions")}}
             known |= {key: entries[key] for key in ("run", "skipped", "data", "mesh") if key in entries}
             best, seen = BestEvaluation(*entries.get("best", ())), Seen.of(*entries.get("seen", ()))
-            state = cls(**known, best=best, seen=seen)
+            ranking = tuple((loss, at) for loss, at in entries.get("ranking", ()))
+            state = cls(**known, best=best, seen=seen, ranking=ranking)
             wrong = next((key for key, fits in state._fits().items() if not fits), None)
         except UNREADABLE as error:
             rule = "a run goes on from its step and config, and they cannot be read"
@@ -156,6 +167,10 @@ class RunState(NamedTuple):
             "mesh": mesh is None
             or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
             "seen": self.seen.is_possible(),
+            "ranking": all(
+                type(loss) in (int, float) and math.isfinite(loss) and type(at) is int and 0 < at <= step
+                for loss, at in self.ranking
+            ),
             "config": isinstance(self.config, dict),
             "versions": isinstance(self.versions, dict),
         }

@@ -24,7 +24,7 @@ from penstock.errors import DataError
 from penstock.train.config.sections import SourceSection, TrainConfig
 from penstock.train.data import loading, sources
 from penstock.train.data.loading import Data, LoadedBatch, load_data
-from penstock.train.data.packing import PACKINGS, Pieces, one_each
+from penstock.train.data.packing import PACKINGS, Packing, Pieces, one_each
 from penstock.train.data.rows import Fill, SourceRows, StoredRows, StreamLayout
 from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.data.sources import open_source
@@ -191,10 +191,40 @@ def test_held_out_batches_are_spread_over_the_held_out_rows() -> None:
     rows = rows_of(20, held_out=9)
     (batch,) = rows.held_out_batches(1)
     assert whole(batch)["input_ids"][:, 0].tolist() == [33, 57]
-    assert len(rows.held_out_batches(100)) == 4
+    assert [len(whole(batch)["input_ids"]) for batch in rows.held_out_batches(100)] == [2, 2, 2, 2, 1]
     starts = torch.cat([whole(batch)["input_ids"][:, 0] for batch in rows.held_out_batches(100)])
     assert starts.min() == 33
-    assert len(set(starts.tolist())) == 8
+    assert len(set(starts.tolist())) == 9
+
+
+def test_held_out_rows_that_make_no_whole_batch_are_batches_of_about_one_size() -> None:
+    data = replace(rows_of(40, held_out=11), sizes=of_rows(8, 3))
+    sizes = [len(whole(batch)["input_ids"]) for batch in data.held_out_batches(4)]
+    assert sizes == [6, 5]
+    for parts in (2, 4):  # of the smaller one too, each part has as many microbatches
+        dealt = [replace(data, parts=parts, part=part).held_out_batches(4)[1] for part in range(parts)]
+        assert sum(len(whole(batch)["input_ids"]) for batch in dealt) == 5
+
+
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_part_without_a_held_out_row_gets_one_in_which_no_token_counts(
+    tmp_path: Path, packing: str
+) -> None:
+    data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out_from="end")
+    data = replace(data, held_out=replace(data.held_out, sources=(one_row(data.held_out.sources[0]),)))
+    dealt = [replace(data, parts=3, part=part).held_out_batches(4) for part in range(3)]
+    counts = [[int((part["labels"] >= 0).sum()) for part in microbatches(batch)] for (batch,) in dealt]
+    assert [len(of_part) for of_part in counts] == [1, 1, 1]
+    assert sorted(sum(of_part) for of_part in counts)[:2] == [0, 0]
+    (alone,) = data.held_out_batches(4)
+    assert sum(sum(of_part) for of_part in counts) == sum(
+        int((part["labels"] >= 0).sum()) for part in microbatches(alone)
+    )
+
+
+def one_row(source: SourceRows) -> SourceRows:
+    bounds = source.packing.bounds
+    return replace(source, packing=Packing(source.packing.pieces[: bounds[1]], bounds[:2]))
 
 
 def test_a_text_file_is_cut_into_rows_and_the_rest_is_left(tmp_path: Path) -> None:
@@ -299,10 +329,10 @@ def test_what_is_not_there_or_empty_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"x" * 15)
-    assert "of 15 tokens: it gives 3 rows of 4" in refused(tmp_path / "a")
-    (tmp_path / "a").write_bytes(b"x" * 16)
-    assert len(stream(load(tmp_path / "a"))) == 16
+    (tmp_path / "a").write_bytes(b"x" * 11)
+    assert "of 11 tokens: it gives 2 rows of 4" in refused(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b"x" * 12)
+    assert len(stream(load(tmp_path / "a"))) == 12
 
 
 def test_an_id_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -479,7 +509,7 @@ def letters(batches: list[LoadedBatch]) -> set[str]:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, packing: str) -> None:
-    data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3)
+    data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.3, held_out_from="end")
     epoch = -(-len(data.rows) // 2)
     trained = letters([data.batch(step) for step in range(1, epoch + 1)])
     held = letters([LoadedBatch(data.layout.content(data.held_out, range(len(data.held_out))), Fill())])
@@ -491,6 +521,30 @@ def test_the_last_documents_are_held_out_and_never_trained_on(tmp_path: Path, pa
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
+def test_random_documents_are_held_out_by_the_seed(tmp_path: Path, packing: str) -> None:
+    def split(seed: int = 0, **keys: Any) -> tuple[set[str], set[str], str]:
+        load_texts(tmp_path / "a.jsonl", TEXTS, packing)  # writes the file
+        keys |= {"sequence_length": 16, "packing": packing, "held_out": 0.3}
+        made = config(tmp_path / "a.jsonl", **keys)
+        made = made.model_copy(update={"train": made.train.model_copy(update={"seed": seed})})
+        data = load_data(made, ByteTokenizer(), 256)
+        trained, held = (letters([LoadedBatch(data.layout.content(rows, range(len(rows))), Fill())])
+              for rows in (data.rows, data.held_out))  # fmt: skip
+        return trained, held, data.digest
+
+    trained, held, digest = split()
+    assert sorted(trained | held) == [text[0] for text in TEXTS]
+    assert not trained & held
+    assert max(trained) > min(held)  # not the end
+    assert split() == (trained, held, digest)
+    assert split(seed=1)[1] != held
+    end = split(held_out_from="end")
+    assert min(end[1]) > max(end[0])
+    assert len({digest, split(seed=1)[2], end[2]}) == 3  # a resumed run notices another split
+    assert split(seed=1, held_out_from="end")[2] == end[2]
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_a_whole_batch_is_held_out_however_small_the_share(tmp_path: Path, packing: str) -> None:
     data = load_texts(tmp_path / "a.jsonl", TEXTS, packing, held_out=0.001)
     assert 2 <= len(data.held_out) < len(data.rows)
@@ -498,8 +552,10 @@ def test_a_whole_batch_is_held_out_however_small_the_share(tmp_path: Path, packi
 
 
 def test_too_few_rows_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="rows of at most 16, and a batch of 2 to train on and one held out"):
-        load_texts(tmp_path / "a.jsonl", ["ab", "cd", "ef"], "none")
+    wanted = "rows of at most 16, and a batch of 2 to train on and a row held out"
+    with pytest.raises(DataError, match=wanted):
+        load_texts(tmp_path / "a.jsonl", ["ab", "cd"], "none")
+    assert len(load_texts(tmp_path / "a.jsonl", ["ab", "cd", "ef"], "none").held_out) == 1
     with refuses(DataError, rule="it gives 0 rows"):
         load_texts(tmp_path / "a.jsonl", ["a"], "best_fit")
 

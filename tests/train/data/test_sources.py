@@ -187,9 +187,15 @@ def test_a_validation_set_leaves_all_of_the_data_to_train_on(tmp_path: Path) -> 
     assert len(data.held_out) == 8
     assert {chr(row[0]) for batch in data.held_out_batches(2) for row in rows(batch)} == {"v"}
     few = texts(tmp_path / "few.jsonl", "v", 3)
-    said = refused(config(path=path, kind="jsonl", validation={"path": few}))
+    smaller = load(config(path=path, kind="jsonl", validation={"path": few}))
+    (batch,) = smaller.held_out_batches(2)
+    assert len(rows(batch)) == 3
+    (tmp_path / "short").write_text("v")
+    said = refused(
+        config(path=path, kind="jsonl", validation={"path": str(tmp_path / "short"), "kind": "text"})
+    )
     assert "data.validation.path=" in said
-    assert "it gives 3 rows, and a batch has 4" in said
+    assert "it gives no row to evaluate on" in said
 
 
 @pytest.mark.parametrize(("overlong", "longest"), [("truncate", 40), ("drop", 27)])

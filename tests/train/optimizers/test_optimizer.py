@@ -84,7 +84,7 @@ def test_only_matrices_decay() -> None:
     (optimizer,) = made(section, named)
     found = [(group["params"], group["weight_decay"]) for group in optimizer.param_groups]
     assert found == [([weight[1]], 0.3), ([bias[1]], 0.0)]
-    set_learning_rates(section, [optimizer], 10, 10)
+    set_learning_rates(section, [optimizer], 10, 11)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.05])
 
 
@@ -116,7 +116,7 @@ def test_groups_have_rates_and_decays_of_their_own() -> None:
     named = {re.sub("^gpt_neox", "model", name): p for name, p in model.named_parameters()}
     names = {id(parameter): name for name, parameter in named.items()}
     optimizers = made(section, named.items())
-    set_learning_rates(section, optimizers, 10, 10)  # a tenth of each
+    set_learning_rates(section, optimizers, 10, 11)  # a tenth of each
     met = set()
     for group in optimizers[0].param_groups:
         for name in (names[id(parameter)] for parameter in group["params"]):
@@ -213,7 +213,7 @@ def test_muon_and_adamw_have_rates_of_their_own_that_fall_together() -> None:
     assert [tuple(p.shape) for p in group["params"]] == [(3, 2)]
     options = [group[key] for key in ("weight_decay", "momentum", "ns_steps", "adjust_lr_fn")]
     assert options == [0.2, 0.8, 3, "match_rms_adamw"]
-    set_learning_rates(section, [muon, adamw], 4, 4)
+    set_learning_rates(section, [muon, adamw], 4, 5)
     assert group["lr"] == pytest.approx(0.5)
     assert [group["lr"] for group in adamw.param_groups] == pytest.approx([0.005])
 
@@ -271,9 +271,9 @@ def test_an_optimizer_works_by_its_line_in_the_table(monkeypatch: pytest.MonkeyP
     kinds = trained_by(section, tiny_model("llama", layers=2), "model.layers")
     assert set(kinds.values()) == {"SGD"}
     (optimizer,) = make_optimizers(section, some(), dict.fromkeys(("weight", "bias"), "SGD"))
-    set_learning_rates(section, [optimizer], 10, 1)
+    set_learning_rates(section, [optimizer], 10, 2)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25]
-    assert learning_rates(section, 10, 1) == {"sgd": 0.25}
+    assert learning_rates(section, 10, 2) == {"sgd": 0.25}
 
 
 LLAMA = {f"self_attn.{x}_proj.weight" for x in "qkvo"} | {

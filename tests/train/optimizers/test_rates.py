@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 from transformers.optimization import get_scheduler
 
 from penstock.errors import ConfigError
@@ -24,15 +26,15 @@ def rates(keys: RateKeys, steps: int = STEPS) -> list[float]:
 
 
 def rates_of_transformers(name: str, **options: Any) -> list[float]:
-    """Those after 1 to STEPS steps: with its first step, of rate 0, left out."""
+    """Those that each of STEPS steps takes, in the order of the Trainer: the optimizer's step comes first."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=FULL)
     scheduler = get_scheduler(name, optimizer, WARMUP, STEPS, scheduler_specific_kwargs=options)
-    found = []
+    taken = []
     for _ in range(STEPS):
+        taken.append(float(optimizer.param_groups[0]["lr"]))
         optimizer.step()
         scheduler.step()
-        found.append(float(scheduler.get_last_lr()[0]))
-    return found
+    return taken
 
 
 CASES: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
@@ -72,11 +74,12 @@ def test_each_schedule_is_transformers(keys: dict[str, Any], name: str, options:
     ],
     ids=str,
 )
-def test_the_last_step_takes_the_final_fraction(keys: dict[str, Any]) -> None:
-    found = rates(MuonSection(warmup_steps=WARMUP, final_fraction=0.25, **keys))
-    assert found[WARMUP - 1] == FULL
-    assert found[-1] == pytest.approx(0.25 * FULL)
-    assert min(found[WARMUP:]) == pytest.approx(found[-1])
+def test_a_step_after_the_last_would_take_the_final_fraction(keys: dict[str, Any]) -> None:
+    section = MuonSection(warmup_steps=WARMUP, final_fraction=0.25, **keys)
+    taken = rates(section)
+    assert taken[WARMUP] == FULL
+    assert min(taken[WARMUP:]) > 0.25 * FULL
+    assert learning_rate(section, FULL, STEPS, STEPS + 1) == pytest.approx(0.25 * FULL)
 
 
 def test_a_decay_of_no_given_type_is_a_cosine() -> None:
@@ -86,16 +89,30 @@ def test_a_decay_of_no_given_type_is_a_cosine() -> None:
 
 def test_the_default_rises_in_a_line_and_falls_along_a_cosine_to_its_floor() -> None:
     found = rates(AdamWSection(warmup_steps=4, final_fraction=0.1), 12)
-    assert found[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert found[:5] == [0, 0.5, 1.0, 1.5, 2.0]
     assert found[4:] == sorted(found[4:], reverse=True)
-    assert found[7] == pytest.approx(2.0 * 0.55)  # half-way down
-    assert found[-1] == pytest.approx(0.2)
+    assert found[8] == pytest.approx(2.0 * 0.55)  # half-way down
+    assert found[-1] == pytest.approx(2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * 7 / 8)) / 2))
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (1, 1), (0, 3), (3, 3)])
 @pytest.mark.parametrize("keys", [{}, {"schedule": "linear"}, {"schedule": "constant"}], ids=str)
 def test_short_runs_have_a_rate_at_every_step(keys: dict[str, Any], warmup: int, steps: int) -> None:
-    assert all(0 < rate <= FULL for rate in rates(AdamWSection(warmup_steps=warmup, **keys), steps))
+    taken = rates(AdamWSection(warmup_steps=warmup, **keys), steps)
+    assert all(0 < rate <= FULL for rate in taken[1:])
+    assert taken[0] == (0 if warmup else FULL)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(0.03, 100), (0.07, 100), (0.1, 17), (0.001, 5), (1.0, 4)])
+def test_a_ratio_makes_as_many_steps_of_warm_up_as_in_transformers(
+    tmp_path: Path, ratio: float, steps: int
+) -> None:
+    theirs = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, warmup_steps=ratio if ratio < 1 else steps
+    )
+    count = theirs.get_warmup_steps(steps)
+    by_ratio, by_count = (AdamWSection(warmup_ratio=ratio), AdamWSection(warmup_steps=count))
+    assert rates(by_ratio, steps) == rates(by_count, steps)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -108,6 +125,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "optimizer.warmup_steps=2 and optimizer.decay_steps=3 are more than train.steps=4 together",
     ),
     ({"schedule": "wsd"}, "cosine"),
+    (
+        {"warmup_ratio": 0.5, "warmup_steps": 3},
+        "optimizer: warmup_ratio=0.5 and warmup_steps=3 are two warm-ups. Leave one of them out",
+    ),
+    (
+        {"schedule": "warmup_stable_decay", "warmup_ratio": 0.5, "decay_steps": 3, "warmup_steps": 0},
+        "optimizer.warmup_ratio=0.5, of 2 steps, and optimizer.decay_steps=3 are more than train.steps=4",
+    ),
+    ({"warmup_ratio": 1.5}, "optimizer.warmup_ratio=1.5"),
 ]
 
 

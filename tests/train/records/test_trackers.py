@@ -125,10 +125,10 @@ def check_tensorboard(output: Path) -> None:
     folder = output / "tensorboard"
     assert [each.name for each in folder.iterdir()] == [ID]
     found = EventAccumulator(str(folder / ID)).Reload()
-    losses = [(event.step, event.value) for event in found.Scalars("loss")]
+    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
     assert losses == [(1, 2.75), (2, 2.5), (3, 1.0), (5, 1.75)]
-    assert [event.value for event in found.Scalars("held_out_loss")] == [5.5]
-    assert found.Scalars("learning_rates/head_norm")[0].value == pytest.approx(1e-4)
+    assert [event.value for event in found.Scalars("eval/loss")] == [5.5]
+    assert found.Scalars("train/learning_rates/head_norm")[0].value == pytest.approx(1e-4)
 
 
 def check_wandb(output: Path) -> None:
@@ -146,8 +146,8 @@ def check_wandb(output: Path) -> None:
             for each in records
             if each.WhichOneof("record_type") == "history"
         ]
-        found.append((ended, [(row["step"], row.get("loss")) for row in rows]))
-        assert rows[-1]["learning_rates/head_norm"] == 1e-4
+        found.append((ended, [(row["train/global_step"], row.get("train/loss")) for row in rows]))
+        assert rows[-1]["train/learning_rates/head_norm"] == 1e-4
     first, second = found
     assert first == (0, [(0, None), (1, 2.75), (2, 2.5), (3, 2.25)])
     assert second == (1, [(3, 1.0), (4, None), (5, 1.75)])
@@ -179,7 +179,9 @@ def check_mlflow(output: Path) -> None:
     assert found.info.status == "FAILED"
     assert found.data.params["train.steps"] == "5"
     assert found.data.tags["penstock.run"] == ID
-    history = sorted((each.step, each.value) for each in client.get_metric_history(found.info.run_id, "loss"))
+    history = sorted(
+        (each.step, each.value) for each in client.get_metric_history(found.info.run_id, "train/loss")
+    )
     assert history == [(1, 2.75), (2, 2.5), (3, 1.0), (3, 2.25), (5, 1.75)]
 
 
@@ -251,7 +253,7 @@ def test_the_tracker_of_a_killed_run_logs_what_is_left_and_ends(tmp_path: Path) 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     found = EventAccumulator(str(tmp_path / "tensorboard" / ID)).Reload()
-    assert [event.step for event in found.Scalars("loss")] == [1, 2]
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2]
 
 
 @pytest.mark.long
@@ -264,8 +266,8 @@ def test_a_run_of_the_trainer_feeds_its_tracker(tmp_path: Path, capsys: pytest.C
     assert f"tensorboard {place}" in capsys.readouterr().out
     found = EventAccumulator(str(place)).Reload()
     losses = {row["step"]: row["loss"] for row in metrics(tmp_path) if "loss" in row}
-    assert {event.step: event.value for event in found.Scalars("loss")} == pytest.approx(losses)
-    assert {"grad_norm", "seconds_by_part/optimizer", "held_out_loss", "checkpoint/seconds"} <= set(
+    assert {event.step: event.value for event in found.Scalars("train/loss")} == pytest.approx(losses)
+    assert {"train/grad_norm", "train/seconds_by_part/optimizer", "eval/loss", "checkpoint/seconds"} <= set(
         found.Tags()["scalars"]
     )
 

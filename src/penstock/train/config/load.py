@@ -115,32 +115,62 @@ def _finding(entry: Any) -> tuple[str, str, str]:
     return finding(entry, name or "config", "See the keys and their types in penstock.train.config.sections")
 
 
-# our words for the keys of other trainers
+# our words for the keys of other trainers; with their section where it alone says what is meant
 _HERE = {
-    "optimizer.learning_rate": "lr peak_lr",
-    "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad",
+    "optimizer.learning_rate": "lr peak_lr max_learning_rate",
+    "optimizer.final_fraction, a share of the learning rate":
+        "min_lr min_learning_rate min_lr_rate min_lr_ratio",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
+    "optimizer.warmup_ratio": "warmup_fraction lr_warmup_fraction",
+    "optimizer.warmup_steps": "num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_iters",
+    "optimizer.betas, as [0.9, 0.95]": "adam_beta1 adam_beta2 beta1 beta2",
+    "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.weight_decay": "wd",
+    "train.epochs": "epochs num_epochs num_train_epochs n_epochs max_epochs",
+    "train.nonfinite": "skip_nan",
+    "train.label_smoothing": "label_smoothing_factor",
+    "train.log_every": "logging_steps log_interval log_every_n_steps logging_interval",
+    "train.early_stop={patience: N}": "early_stopping_patience early_stopping",
+    "train.compile": "torch_compile compile_model",
+    "output.keep={last: N}": "save_total_limit keep_last_n_checkpoints",
+    "output.keep={best: 1}, which checkpoints/best links to": "load_best_model_at_end save_best save_top_k",
+    "output.trackers": "report_to loggers logger wandb_project use_wandb",
+    "the command penstock train CONFIG --resume":
+        "resume_from_checkpoint auto_resume_from_checkpoints resume",
+    "model.path": "base_model model_name_or_path model_name pretrained_model_name_or_path hf_path",
+    "model.attention": "attn_implementation attn_impl flash_attention flash_attn",
+    "data.path": "dataset datasets dataset_name dataset_path train_file data_files",
+    "data.validation": "validation_file eval_dataset test_datasets val_data",
+    "data.held_out": "val_set_size validation_split eval_split val_split",
+    "data.packing=best_fit": "sample_packing pack pack_samples packed",
+    "data.loss_on": "train_on_inputs assistant_only_loss completion_only_loss train_on_input",
+    "data.workers": "dataset_num_proc preprocessing_num_workers dataset_processes",
+    "train.clip_norm": "max_grad_norm grad_clip gradient_clipping clip_grad gradient_clip_val",
     "pipeline.microbatches: a step's batch_size rows are split into so many; or, where that many do not fit "
     "into one pipeline call, train.accumulate calls": "gradient_accumulation_steps accumulate_grad_batches",
     "train.batch_size, the rows of a step, and pipeline.microbatches, their parts":
-        "micro_batch_size per_device_train_batch_size",
-    "train.checkpoint_every": "save_every save_steps save_interval",
-    "train.evaluate_every": "eval_every eval_steps eval_interval",
-    "train.steps": "max_steps num_steps train_iters",
+        "micro_batch_size per_device_train_batch_size train_batch_size global_batch_size",
+    "train.evaluate_batches, of batch_size rows": "per_device_eval_batch_size eval_batch_size eval_iters",
+    "train.checkpoint_every": "save_every save_steps save_interval save_strategy",
+    "train.evaluate_every": "eval_every eval_steps eval_interval eval_strategy evaluation_strategy",
+    "train.steps": "max_steps num_steps train_iters num_iterations max_iters",
     "parallel.dp_shard (FSDP2 shards the weights) or parallel.dp_replicate (copies of them)":
         "dp data_parallel_size",
     "pipeline.ranks": "pp pipeline_parallel_size pipeline_model_parallel_size",
     "parallel.tp": "tensor_parallel_size tensor_model_parallel_size",
     "parallel.cp": "context_parallel_size",
     "parallel.ep": "expert_parallel_size expert_model_parallel_size",
-    "data.sequence_length": "seq_len seq_length max_seq_length block_size",
+    "data.sequence_length":
+        "seq_len seq_length max_seq_length block_size max_length sequence_len cutoff_len model_max_length",
     "train.activation_checkpointing": "gradient_checkpointing",
-    "train.precision=mixed, or bfloat16": "bf16 mixed_precision",
-    "optimizer.name, and optimizer.states for AdamW in 8 bits": "optim",
-    "output.folder": "output_dir out_dir",
-    "adapter.r": "lora_r lora_rank",
+    "train.precision=mixed, or bfloat16": "bf16 fp16 mixed_precision torch_dtype",
+    "optimizer.name, and optimizer.states for AdamW in 8 bits": "optim optimizer_type",
+    "output.folder": "output_dir out_dir save_dir",
+    "adapter.r": "adapter.rank lora_r lora_rank",
+    "adapter.kind": "peft_type peft_method use_dora use_rslora",
     "adapter.targets": "lora_target_modules lora_target target_modules",
     **{f"adapter.{key}": f"lora_{key}" for key in ("alpha", "dropout", "modules_to_save")},
-    "adapter.quantize=nf4": "load_in_4bit quantization_bit",
+    "adapter.quantize=nf4": "load_in_4bit quantization_bit load_in_8bit",
 }  # fmt: skip
 _ELSEWHERE = {key: f"Write {here}" for here, keys in _HERE.items() for key in keys.split()}
 
@@ -154,8 +184,8 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
         known = _TAGGED[path[-1]].keys_in_order()
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
-    if key in _ELSEWHERE:
-        remedy = _ELSEWHERE[key]
+    if (here := _ELSEWHERE.get(name, _ELSEWHERE.get(key))) is not None:
+        remedy = here
     elif near:
         remedy = f"Did you mean {section}.{near[0]}?" if section else f"Did you mean {near[0]}?"
     elif elsewhere:

@@ -31,6 +31,7 @@ from penstock.options import (
     SmallNatural,
     SplitOptions,
     as_finding,
+    at_most,
 )
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
@@ -185,7 +186,10 @@ class DataSection(RecordSection):
     # tokens of a document, at most, if rows hold several documents and may be longer than the model's
     # positions: each document begins at position 0; null: sequence_length
     document_length: Length | None = None
-    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text, its end, never trained on
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.01  # share of the text that is never trained on
+    # Which documents are held out: random ones, by train.seed, or those at the end. null: random, and with
+    # packing: stream, where a random row would share its documents with rows that are trained on, the end
+    held_out_from: Literal["random", "end"] | None = None
     # How documents become rows. stream: end to end, cut every sequence_length tokens. The others keep
     # documents apart. none: a row for each document (the default of chats); sequential: in order, as many as
     # fit; best_fit: the longest first, each into the row where it leaves the least room
@@ -247,6 +251,11 @@ class DataSection(RecordSection):
                 f"data.document_length={length} is for rows of several documents, and data.packing="
                 f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
             )
+        if self.held_out_from is not None and self.validation is not None:
+            raise ValueError(
+                f"data.held_out_from={self.held_out_from} with data.validation, which is what is held out; "
+                "leave one of them out"
+            )
         if length is not None and length > self.sequence_length:
             raise ValueError(
                 f"data.document_length={length} is above data.sequence_length={self.sequence_length}, the "
@@ -258,6 +267,13 @@ class DataSection(RecordSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
+
+    @property
+    def holds_out_at_random(self) -> bool:
+        """Whether the rows to evaluate on are random ones of the data."""
+        if self.validation is not None:
+            return False
+        return (self.held_out_from or ("end" if self.packing == "stream" else "random")) == "random"
 
     @property
     def longest_document(self) -> int:
@@ -421,7 +437,11 @@ class SpikeSection(Section):
 class TrainSection(Section, RoutingOptions, LayerOptions):
     """How many steps, of how many rows, and what is checked, logged and saved."""
 
-    steps: Count = 100  # in all: those before a --resume count
+    # in all: those before a --resume count; null: those of `epochs`, or 100 without them
+    steps: Count | None = None
+    # in place of steps: how often the rows are trained on, such as 3 or 0.5; packed rows count as one. In a
+    # mixture an epoch has as many rows as its sources together. The run shows the steps when it begins
+    epochs: Annotated[Positive, at_most(10**6)] | None = None
     batch_size: Count = 8  # rows a step, over all microbatches
     # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
     # float32, and products in bfloat16, by torch.autocast; null: model.dtype
@@ -441,7 +461,7 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     nonfinite: Literal["stop", "skip"] = "stop"
     spike: SpikeSection | None = None  # null: no step is a spike
     evaluate_every: Count = 100  # and before the first step and after the last
-    evaluate_batches: Count = 4  # at most, of batch_size rows, spread evenly over the held-out rows
+    evaluate_batches: Count = 4  # at most, of batch_size rows or fewer, spread evenly over the held-out rows
     early_stop: EarlyStopSection | None = None  # null: the run does all its steps
     checkpoint_every: Count | None = None  # and at the last step; null: only then
     checkpoint_background: bool = True  # write while training goes on, from copies in host memory
@@ -464,8 +484,27 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     # penstock knows the GPU
     peak_tflops: Positive | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def with_steps(cls, keys: Any) -> Any:
+        """Fill in the default of `steps`, which a run by epochs does not have."""
+        if isinstance(keys, dict) and keys.get("steps") is keys.get("epochs") is None:
+            return keys | {"steps": 100}
+        return keys
+
+    @property
+    def last(self) -> int:
+        """The number of the run's last step; of a run by epochs, once they are counted (train/epochs.py)."""
+        assert self.steps is not None
+        return self.steps
+
     def check_keys(self) -> None:
-        if self.profile is not None and self.profile.steps[1] > self.steps:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"train.steps={self.steps} and train.epochs={self.epochs:g} are two lengths of the run; "
+                "leave one of them out"
+            )
+        if self.profile is not None and self.steps is not None and self.profile.steps[1] > self.steps:
             first, last = self.profile.steps
             rule = f"profile.steps=[{first}, {last}] goes beyond steps={self.steps}, the last step of the run"
             raise ValueError(f"{rule}; profile steps up to {self.steps}")
@@ -491,7 +530,11 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
 class KeepSection(Section):
     """Which checkpoints stay when a newer one has been written; the newest always does."""
 
-    last: Count | None = None  # so many of the newest; null: all
+    # so many of the newest; null: all of train.checkpoint_every, and without `best` all
+    last: Count | None = None
+    # and so many with the lowest held-out loss: an evaluation that is one of these is saved, and the link
+    # checkpoints/best names the best one; null: 1 with train.early_stop, else 0
+    best: SmallNatural | None = None
     every: Count | None = None  # and for ever those whose step is a multiple of this
 
     def check_keys(self) -> None:
@@ -545,6 +588,12 @@ class TrainConfig(Section):
             return {**keys, "model": {"dtype": "bfloat16", **model}}
         return keys
 
+    @property
+    def kept_best(self) -> int:
+        """The number of best evaluations whose checkpoints stay."""
+        best = self.output.keep.best
+        return int(self.train.early_stop is not None) if best is None else best
+
     def _check_precision(self) -> None:
         dtype, precision = self.model.dtype, self.train.precision
         wanted = "float32" if precision == "mixed" else precision
@@ -577,7 +626,13 @@ class TrainConfig(Section):
         self._check_ramp("data", "sequence_length")
         if self.data.images is not None:
             self._check_images()
-        self.optimizer.check_steps(self.train.steps)
+        if self.train.steps is not None:  # epochs are counted and checked later
+            self.optimizer.check_steps(self.train.steps)
+        if self.train.epochs is not None and self.data.streaming is not None:
+            raise ValueError(
+                f"train.epochs={self.train.epochs:g} with data.streaming: a stream does not know how "
+                "many rows it has; give train.steps, or leave data.streaming out"
+            )
         every, kept = self.train.checkpoint_every, self.output.keep.every
         if every is not None and kept is not None and kept % every:
             raise ValueError(

@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,7 +34,7 @@ from penstock.batch.placement import Up, send_ahead
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
-from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
+from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
 from penstock.train.data.rows import (
@@ -40,6 +43,7 @@ from penstock.train.data.rows import (
     CutRows,
     DocumentLayout,
     Fill,
+    FilledRows,
     Rows,
     SourceRows,
     StoredRows,
@@ -64,6 +68,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps from which the padding of a run is estimated
+_HELD_OUT = 1 << 31  # of a seed: apart from those of an order of rows (epoch and source)
 _FORGOTTEN = 1 << 14  # pieces after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
@@ -166,7 +171,9 @@ class Data:
         if state is None or state.get("digest") == self.digest:
             return ""
         differences = changes(state.get("sources"), self.known)
-        followed = "its tokenizer, its order or its options" if self.stream else "its order"
+        followed = (
+            "its tokenizer, its order or its options" if self.stream else "its order or its held-out rows"
+        )
         return (
             "; ".join(differences)
             or f"{followed} changed, or its contents (digest {self.digest}, not {state.get('digest')})"
@@ -180,6 +187,24 @@ class Data:
     def _first(self, step: int) -> int:
         """The number of the run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
+
+    @property
+    def epoch(self) -> int:
+        """The rows of an epoch: those of all sources that any row is taken from; 0 for a stream."""
+        if self.sampler is None:
+            return 0
+        weights = self.sampler.mixture.weights
+        return sum(count for count, weight in zip(self.sampler.counts, weights, strict=True) if weight)
+
+    def epochs_after(self, step: int) -> float | None:
+        """The epochs that are done after `step`; None for a stream, which does not know."""
+        return self._first(step + 1) / self.epoch if self.epoch else None
+
+    def steps_of(self, section: TrainSection) -> int:
+        """The steps of the run: of its `epochs` the fewest that take all their rows."""
+        if section.epochs is None:
+            return section.last
+        return self.sizes.steps_of(ceil(Fraction(str(section.epochs)) * self.epoch))
 
     def batch(self, step: int) -> LoadedBatch:
         """The batch of step `step`, from 1."""
@@ -218,11 +243,25 @@ class Data:
             yield ahead.result()
 
     def held_out_batches(self, count: int) -> list[LoadedBatch]:
-        """At most `count` batches, spread evenly over the held-out rows."""
+        """At most `count` batches of the full size or smaller, spread evenly over the held-out rows.
+
+        All held-out rows where they fit. No batch has more than one row more than another.
+        """
         available, size = len(self.held_out), self.sizes.full.rows
-        rows = min(count, available // size) * size
-        spread = np.linspace(0, available - 1, rows).round().astype(int).tolist()
-        return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
+        rows = min(count * size, available)
+        spread = np.linspace(0, available - 1, rows).round().astype(int)
+        return [self._held_out(batch.tolist()) for batch in np.array_split(spread, -(-rows // size))]
+
+    def _held_out(self, chosen: list[int]) -> LoadedBatch:
+        """A batch of these rows, in equally many microbatches on each part of the mesh.
+
+        If there are fewer rows than parts, rows in which no token counts follow, so the loss stays theirs.
+        """
+        rows, layout = FilledRows(self.held_out), self.layout
+        chosen = [*chosen, *range(len(rows), len(rows) + self.parts - len(chosen))]
+        if isinstance(layout, DocumentLayout):
+            layout = replace(layout, calls=(min(sum(layout.calls), len(chosen) // self.parts),))
+        return self._part(layout, rows, chosen)
 
     def expected(self, steps: int) -> Fill:
         """The fill of the first batches of a run of `steps` steps; for a stream, of the held-out ones.
@@ -321,7 +360,7 @@ def load_data(
     flash: bool = False,
     parts: int = 1,
 ) -> Data:
-    """Find, tokenise and pack the data that the config names. At least one whole batch is held out.
+    """Find, tokenise and pack the data that the config names. At least one row is held out.
 
     One process of a machine tokenises, and the others wait for it.
 
@@ -340,14 +379,15 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
-    load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
+    seed = config.train.seed if section.holds_out_at_random else None
+    load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache), seed)
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:
         share, least, held_out = 0.0, 0, [load.rows(section.validation, 1.0)[1]]
-        if len(held_out[0]) < size:
-            rule = f"it gives {len(held_out[0])} rows, and a batch has {size}"
+        if not len(held_out[0]):
+            rule = "it gives no row to evaluate on"
             value = f"data.validation.path={section.validation.path}"
-            remedy = "Give more of it, or lower train.batch_size or data.sequence_length"
+            remedy = "Give more of it, or lower data.sequence_length"
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
     data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts)
     if section.streaming is not None:
@@ -366,8 +406,10 @@ def load_data(
         for source, of in zip(section.sources, facts, strict=True)
     )
     whole = digest_of("".join(of.digest for of in facts))
+    if seed is not None:  # other rows to train on than where the end is held out
+        whole = digest_of(repr((whole, seed, share, least)))
     data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
-    data.check(config.train.steps)
+    data.check(data.steps_of(config.train))
     return data
 
 
@@ -378,17 +420,17 @@ def _weights(section: DataSection) -> tuple[float, ...]:
 def _check_size(
     config: TrainConfig, splits: Sequence[tuple[SourceRows, SourceRows]], rows: StoredRows, rest: StoredRows
 ) -> None:
-    """Raise DataError if there is no batch to train on, or none held out, or a source has no row."""
+    """Raise DataError if there is no batch to train on, or no row held out, or a source has no row."""
     section, size = config.data, config.train.batch_size
     for source, (trained, own) in zip(section.sources, splits, strict=True):
-        few = min(len(rows), len(rest)) < size
+        few = len(rows) < size or not len(rest)
         if not few and (len(trained) or not source.weight):
             continue
         most = "" if section.packing == "stream" else "at most "
         raise DataError(
             f"data.path={source.path} of {trained.store.facts.tokens} tokens",
             f"it gives {len(trained) + len(own)} rows of {most}{section.sequence_length}, and a batch of "
-            f"{size} to train on and one held out need more",
+            f"{size} to train on and a row held out need more",
             _too_long(section, trained)
             or "Give more text, or lower train.batch_size, data.sequence_length or data.held_out",
         )
@@ -444,6 +486,7 @@ class _Loader:
     tokenizer: Tokenizer
     vocabulary: int
     cache: Cache
+    seed: int | None  # by which documents are held out; None: those at the end
 
     def open(self, source: SourceSection) -> Streamed:
         """Raises DataError."""
@@ -454,10 +497,10 @@ class _Loader:
         """The rows to train on, and those held out: a share of them, `least` or more. Raises DataError."""
         store, keys = self.store(section), self.section
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
-                 keys.longest_document)  # fmt: skip
+                 keys.longest_document, self.seed)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
-            ("rows", parts),
-            lambda folder: _write_rows(folder, store, keys, share, least),
+            ("split rows", parts),
+            lambda folder: _write_rows(folder, store, keys, share, least, self.seed),
             lambda folder: [mapped(folder / name, np.int64) for name in _ARRAYS],
         )
         pieces = Pieces(starts, lengths)
@@ -516,12 +559,15 @@ def _shown(source: DataSource, blocks: Iterator[tuple[int, EncodedRecords]]) -> 
 _ARRAYS = ("starts", "lengths", "trained", "trained_bounds", "held_out", "held_out_bounds")
 
 
-def _write_rows(folder: Path, store: Store, section: DataSection, share: float, least: int) -> None:
+def _write_rows(
+    folder: Path, store: Store, section: DataSection, share: float, least: int, seed: int | None
+) -> None:
     """Write the pieces of the store's documents, and the pieces of each row.
 
     Args:
-        share: of the rows, or of the tokens of documents, to hold out: the last ones
-        least: the fewest rows to hold out
+        share: of the rows, or of the tokens of documents, to hold out
+        least: the fewest rows to hold out; of data too small for it, a tenth of the rows, or one
+        seed: of the documents that are held out; None for those at the end
     """
     length, stream, longest = section.sequence_length, section.packing == "stream", section.longest_document
     if stream:
@@ -533,14 +579,19 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
     count = len(pieces.lengths)
     pack = one_each if stream else PACKINGS[section.packing]
 
+    order = np.arange(count) if seed is None else _shuffled(store, pieces, seed)
+    if 2 * least > count:
+        least = max(1, count // 10)
+
     def packed(first: int, end: int) -> Packing:
-        made = pack(pieces.lengths[first:end], length)
-        return made._replace(pieces=made.pieces + first)
+        chosen = np.sort(order[first:end])  # rows are packed in the order of the data
+        made = pack(pieces.lengths[chosen], length)
+        return made._replace(pieces=chosen[made.pieces])
 
     if stream:
         left_out = min(count, max(least, round(count * share)))
     else:
-        ends = np.cumsum(pieces.lengths)
+        ends = np.cumsum(pieces.lengths[order])
         kept = (1 - share) * (ends[-1] if count else 0)
         left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
     held_out = packed(count - left_out, count)
@@ -549,6 +600,14 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         held_out = packed(count - left_out, count)
     for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
         array.tofile(folder / name)
+
+
+def _shuffled(store: Store, pieces: Pieces, seed: int) -> npt.NDArray[np.int64]:
+    """The pieces in a random order of their documents: the pieces of a document stay together."""
+    starts = np.cumsum(store.lengths) - store.lengths
+    documents = np.searchsorted(starts, pieces.starts, side="right") - 1
+    place = np.random.default_rng((seed, _HELD_OUT)).permutation(len(starts))
+    return np.argsort(place[documents], kind="stable")
 
 
 def _that_count(store: Store, pieces: Pieces) -> Pieces:

@@ -1,8 +1,8 @@
 """The rows of batches: cut from one stream of tokens, or documents, alone or packed.
 
-Rows knows the documents of each row, and reads them; CutRows are shorter ones. BatchLayout makes batches of
-rows: StreamLayout one tensor, as all its rows have one length; DocumentLayout a list of microbatches, each as
-long as its longest row.
+Rows knows the documents of each row, and reads them; CutRows are shorter ones, and FilledRows more.
+BatchLayout makes batches of rows: StreamLayout one tensor, as all its rows have one length; DocumentLayout a
+list of microbatches, each as long as its longest row.
 """
 
 from __future__ import annotations
@@ -146,7 +146,26 @@ class CutRows:
         return [piece.part(0, count) for piece, count in pieces]
 
 
-Rows = SourceRows | StoredRows | HeldRows | CutRows
+@dataclass(frozen=True)
+class FilledRows:
+    """The rows, and further ones without end in which no token counts: a pipeline without a row needs one."""
+
+    rows: StoredRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def lengths(self, row: int) -> Sequence[int]:
+        return self.rows.lengths(row % len(self))
+
+    def read(self, row: int) -> list[Piece]:
+        pieces = self.rows.read(row % len(self))
+        if row < len(self):
+            return pieces
+        return [piece._replace(labels=np.full_like(piece.labels, IGNORED)) for piece in pieces]
+
+
+Rows = SourceRows | StoredRows | HeldRows | CutRows | FilledRows
 
 # ---- Batches of rows
 

@@ -322,7 +322,8 @@ def _check_section(section: object) -> object:
         raise ValueError(f"{section!r} is no section; write keys such as {{name: muon, learning_rate: 0.02}}")
     name = section.get("name", "adamw")
     if name not in list(OPTIMIZERS):
-        raise ValueError(f"name={name!r} is no optimizer of the trainer; write {' or '.join(OPTIMIZERS)}")
+        remedy = _elsewhere(str(name)) or f"write {' or '.join(OPTIMIZERS)}"
+        raise ValueError(f"name={name!r} is no optimizer of the trainer; {remedy}")
     known = OPTIMIZERS[name].section.model_fields
     for other, choice in OPTIMIZERS.items():
         foreign = [key for key in section if key in choice.section.model_fields and key not in known]
@@ -331,6 +332,16 @@ def _check_section(section: object) -> object:
             remedy = f"set optimizer.name={other}, or leave them out"
             raise ValueError(f"{rule}; {f'write them into optimizer.{other}' if other in known else remedy}")
     return section
+
+
+def _elsewhere(name: str) -> str:
+    """The remedy for the name of an optimizer in another trainer; empty for a name that none has."""
+    kind = next((kind for kind in OPTIMIZERS if name.lower().replace("-", "").startswith(kind)), "")
+    states = {"8bit": "8bit", "4bit": "4bit", "fp8": "fp8"}
+    low = next((states[bits] for bits in states if bits in name.lower()), None)
+    if kind == "adamw" and low is not None:
+        return f"write name: adamw and states: {low}"
+    return f"write name: {kind}" if kind else ""
 
 
 def _tag(section: Any) -> str:

@@ -26,14 +26,22 @@ class RateKeys(Section):
     schedule: Literal["cosine", "linear", "cosine_with_restarts", "warmup_stable_decay", "constant"] = (
         "cosine"
     )
-    warmup_steps: Natural = 0  # in which the rate rises
-    final_fraction: Fraction = 0.1  # of the learning rate, at the last step; constant ignores it
+    # in which the rate rises, from 0 at the first step to the learning rate at the one after the warm-up
+    warmup_steps: Natural = 0
+    warmup_ratio: Fraction | None = (
+        None  # in place of warmup_steps: so large a share of all steps, rounded up
+    )
+    # of the learning rate, which a step after the last would have; constant ignores it
+    final_fraction: Fraction = 0.1
     cycles: Count | None = None  # of cosine_with_restarts
     decay_steps: Count | None = None  # of warmup_stable_decay
     decay_type: Literal["cosine", "linear", "1-sqrt"] | None = None  # of warmup_stable_decay; none: cosine
 
     @model_validator(mode="after")
     def fits_its_schedule(self) -> Self:
+        if self.warmup_ratio is not None and self.warmup_steps:
+            rule = f"warmup_ratio={self.warmup_ratio} and warmup_steps={self.warmup_steps} are two warm-ups"
+            raise ValueError(f"{rule}; leave one of them out")
         for key, schedule in _BELONGS.items():
             value = getattr(self, key)
             if value is None and self.schedule == schedule and key != "decay_type":
@@ -43,29 +51,38 @@ class RateKeys(Section):
                 raise ValueError(f"{rule}; leave one of them out")
         return self
 
+    def warmup(self, steps: int) -> int:
+        """The steps of the warm-up of a run of `steps` steps; as transformers rounds a ratio."""
+        return self.warmup_steps if self.warmup_ratio is None else math.ceil(steps * self.warmup_ratio)
+
     def check_steps(self, steps: int) -> None:
         """Raise ValueError if warm-up and decay do not fit into a run of so many steps."""
-        decay = self.decay_steps or 0
-        if self.warmup_steps + decay <= steps:
+        decay, warmup = self.decay_steps or 0, self.warmup(steps)
+        if warmup + decay <= steps:
             return
+        said = f"optimizer.warmup_steps={warmup}"
+        if self.warmup_ratio is not None:
+            said = f"optimizer.warmup_ratio={self.warmup_ratio}, of {warmup} steps,"
         if not decay:
-            rule = f"optimizer.warmup_steps={self.warmup_steps} is more than train.steps={steps}"
+            rule = f"{said} is more than train.steps={steps}"
             raise ValueError(f"{rule}; the warm-up must end within the run")
         raise ValueError(
-            f"optimizer.warmup_steps={self.warmup_steps} and optimizer.decay_steps={decay} are more than "
+            f"{said} and optimizer.decay_steps={decay} are more than "
             f"train.steps={steps} together; both must fit into the run"
         )
 
 
 def learning_rate(keys: RateKeys, full: float, steps: int, step: int) -> float:
-    """The rate of step `step` of 1 to `steps`: a linear warm-up to `full`, then the schedule.
+    """The rate of step `step` of 1 to `steps`, as transformers' schedulers have it in its Trainer.
 
-    The last step has `final_fraction` of the full rate, except with the constant schedule.
+    The first step has the rate of position 0: 0 with a warm-up, else `full`. A step after the last would have
+    `final_fraction` of the full rate, except with the constant schedule.
     """
-    if step <= keys.warmup_steps:
-        return full * step / keys.warmup_steps
-    falls_from = keys.warmup_steps if keys.decay_steps is None else steps - keys.decay_steps
-    progress = max(0.0, (step - falls_from) / (steps - falls_from))
+    position, warmup = step - 1, keys.warmup(steps)
+    if position < warmup:
+        return full * position / warmup
+    falls_from = warmup if keys.decay_steps is None else steps - keys.decay_steps
+    progress = max(0.0, (position - falls_from) / max(1, steps - falls_from))
     shape = keys.schedule if keys.decay_steps is None else keys.decay_type or "cosine"
     share = _SHARES[shape](progress, keys.cycles or 1)
     return full * (keys.final_fraction + (1 - keys.final_fraction) * share)

@@ -23,6 +23,7 @@ from penstock.train.records.metrics import leaves
 from penstock.train.records.trackers import PATIENCE
 
 _EVERY = 1.0  # seconds between two reads of the file
+_STEP = "train/global_step"  # the step's name in W&B
 _DEFAULT = "penstock"  # project and experiment
 _TAG = "penstock.run"  # the tag by which a resumed run finds its MLflow run
 _LONGEST = 500  # characters of a value of the config
@@ -88,11 +89,11 @@ class Wandb:
             settings=wandb.Settings(x_stats_pid=os.getppid()),  # the run's CPU and memory, not ours
         )
         # a step of W&B cannot come twice, and a resumed run repeats some
-        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric("*", step_metric=_STEP)
         self.shown_at = self._run.url or str(Path(self._run.dir).parent)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log({**numbers, "step": step})
+        self._run.log({**numbers, _STEP: step})
 
     def finish(self, how: str) -> None:
         self._run.finish(exit_code=0 if how == "finished" else 1)
@@ -154,16 +155,17 @@ _CLASSES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Path], Track
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a row by flat names: ``peak_resident/0``, ``seconds_by_part/data``.
+    """The numbers of a row by the names that transformers' Trainer gives them: ``train/loss``, ``eval/loss``.
 
-    A value that is null, as a loss that is not finite, is left out.
+    Those in lists and mappings have flat names, as ``train/peak_resident/0``. A value that is null, as a loss
+    that is not finite, is left out.
     """
-    kind = "evaluation/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else ""
+    kind = "eval/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else "train/"
     metrics = {}
     for name, value in leaves({key: value for key, value in row.items() if key != "step"}, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             name = re.sub(r"[^\w./ -]", "_", name)  # a pattern of the config may be in it
-            metrics[name if name == "held_out_loss" else kind + name] = float(value)
+            metrics[kind + ("loss" if name == "held_out_loss" else name)] = float(value)
     return metrics
 
 
