@@ -19,7 +19,7 @@ from penstock.train.config.load import load_config
 from support.command import Command
 from support.planning import LENGTH, small_config
 
-CLUSTER = "hosts: 1\nhost: DGX H100\ndevices: 4\ndevice: {memory: 1 GB}\n"
+CLUSTER = "hosts: 1\nhost: DGX H100\ndevices: 2\ndevice: {memory: 1 GB}\n"
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_it_ranks_runs_and_writes_the_first_as_a_config(
     show(str(folder), str(folder / "cluster.yaml"), 16, LENGTH, "0.5GB", out, page)
     printed = capsys.readouterr().out
     assert "LlamaForCausalLM, 6 layers" in printed
-    assert "4 devices (H100), 0.5 GiB of 0.9 GiB" in printed
+    assert "2 devices (H100), 0.5 GiB of 0.9 GiB" in printed
     assert "a step of 1 is" in printed
     assert "2 loses" in printed
     assert f"wrote {out}" in printed

@@ -60,23 +60,31 @@ def test_gathering_comes_first_and_reducing_last() -> None:
     assert again.fixed[0].gathered_weights < sharded.fixed[0].gathered_weights
 
 
-@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+PLAIN, SPLIT, TENSOR = ("1f1b", Axes(), ()), ("zb_h1", Axes(), ()), ("1f1b", Axes(tp=2), ())
+SHARDED = ("1f1b", Axes(dp_shard=2), (("stages_per_rank", 2),))
+RUNS = [
+    (PLAIN, "none"), (PLAIN, "selective"), (PLAIN, "full"), (SPLIT, "selective"), (SHARDED, "full"),
+    (TENSOR, "selective"),
+]  # fmt: skip
+REST = [(run, how) for run in (SPLIT, SHARDED, TENSOR) for how in ("none", "selective", "full")]
+
+
 @pytest.mark.parametrize(
-    ("schedule", "axes", "options"),
-    [("1f1b", Axes(), ()), ("zb_h1", Axes(), ()), ("1f1b", Axes(dp_shard=2), (("stages_per_rank", 2),)),
-     ("1f1b", Axes(tp=2), ())],
-)  # fmt: skip
+    ("run", "recomputed"),
+    [*RUNS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in REST if case not in RUNS)],
+)
 def test_memory_is_that_of_the_account(
-    recomputed: Recomputed, schedule: str, axes: Axes, options: tuple[tuple[str, int], ...]
+    run: tuple[str, Axes, tuple[tuple[str, int], ...]], recomputed: Recomputed
 ) -> None:
     """A sum over parts, and a run of each whole stage."""
-    run = replace(RUN, axes=axes, schedule=schedule, options=options, recomputed=recomputed, split=())
+    schedule, axes, options = run
+    one = replace(RUN, axes=axes, schedule=schedule, options=options, recomputed=recomputed, split=())
     model = workload()
-    predicted = estimate(model, run, cluster())
-    plan = model.plan(run.built(), predicted.candidate.split)
-    account = Account(plan, axes, run.parallel_options(), run.checkpointing())
-    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
-        assert_near(rank, expected, run.rows)
+    predicted = estimate(model, one, cluster())
+    plan = model.plan(one.built(), predicted.candidate.split)
+    account = Account(plan, axes, one.parallel_options(), one.checkpointing())
+    for rank, expected in zip(predicted.memory, account.ranks(one.shape), strict=True):
+        assert_near(rank, expected, one.rows)
 
 
 def test_recomputation_costs_a_forward_and_holds_less() -> None:

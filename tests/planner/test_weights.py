@@ -13,13 +13,20 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.estimate import Trial
 from support.planning import LENGTH, cluster, workload
 
+RUNS = [
+    (2, Axes(), False), (1, Axes(dp_shard=4), True), (2, Axes(dp_shard=2), True), (2, Axes(tp=2), False),
+    (1, Axes(dp_replicate=2, tp=2), False), (1, Axes(dp_shard=2), False),
+]  # fmt: skip
+TIED = [RUNS[0], RUNS[1], RUNS[3]]  # two copies, sharded, and with the vocabulary over tp
 
-@pytest.mark.parametrize("is_tied", [False, True])
+
 @pytest.mark.parametrize(
-    ("ranks", "axes", "reshard"),
-    [(2, Axes(), False), (1, Axes(dp_shard=4), True), (2, Axes(dp_shard=2), True), (2, Axes(tp=2), False),
-     (1, Axes(dp_replicate=2, tp=2), False), (1, Axes(dp_shard=2), False)],
-)  # fmt: skip
+    ("is_tied", "ranks", "axes", "reshard"),
+    [
+        *((False, *run) for run in RUNS),
+        *(pytest.param(True, *run, marks=() if run in TIED else pytest.mark.sweep) for run in RUNS),
+    ],
+)
 def test_ranks_hold_what_the_account_says(is_tied: bool, ranks: int, axes: Axes, reshard: bool) -> None:
     model = workload(tie_word_embeddings=is_tied)
     split = (2, 4) if ranks == 2 else (6,)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
 import pytest
+from transformers import AutoConfig
 
 from penstock.parallel.axes import Axes
+from penstock.planner import workload as measuring
 from penstock.planner.candidate import Candidate
 from penstock.planner.tracing import measured_work
 from penstock.planner.workload import Workload
@@ -46,3 +52,33 @@ def test_the_flops_of_a_row_are_three_forwards() -> None:
     products = 6 * (model.parameters - 512 * 64 - 64 * 13) * LENGTH  # without the embedding and the norms
     attention = 3 * 6 * 4 * LENGTH * LENGTH * 64 // 2
     assert model.flops(LENGTH) == pytest.approx(products + attention)
+
+
+# _runs: empty, as in a new process
+def test_a_model_is_measured_once_a_process_wherever_its_config_lies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(measuring, "_runs", {})
+    run = Candidate(length=LENGTH)
+    measured = Workload(small_config()).work(run)
+    small_config().save_pretrained(tmp_path)
+    read = AutoConfig.from_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(measuring, "measured_work", lambda *_: pytest.fail("it is measured again"))
+        assert Workload(read).work(run) == measured
+    others = (
+        Workload(read, "float32").work(replace(run, precision="float32")),
+        Workload(small_config(intermediate_size=96)).work(run),
+    )
+    assert all(other != measured for other in others)
+
+
+def test_a_model_of_a_users_class_is_measured_by_each_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key says what its forward does."""
+    monkeypatch.setattr(measuring, "built_alike", lambda _: None)
+    measured = mock.Mock(side_effect=measured_work)
+    monkeypatch.setattr(measuring, "measured_work", measured)
+    for _ in range(2):
+        one = Workload(small_config())
+        assert one.work(Candidate(length=LENGTH)) == one.work(Candidate(length=LENGTH))
+    assert measured.call_count == 2 * 2  # of two and of three rows

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import subprocess
+import sys
 
 import pytest
 
@@ -31,41 +32,41 @@ def test_where_it_stood_still_before_it_does_so_after() -> None:
         assert not gc.isenabled()
 
 
-@pytest.fixture
-def thawed() -> Iterator[None]:
-    """What the test process has frozen is not, while a test runs."""
-    frozen = gc.get_freeze_count()
-    gc.unfreeze()
-    yield
-    if frozen:
-        gc.freeze()
+# in a process that holds little: a walk through all objects takes seconds where torch is imported
+VERY_MANY = """
+import gc
+from penstock.schedule.collector import collector_paused
+
+gc.collect()
+with collector_paused(all_stay=True):
+    few = [[] for _ in range(1000)]
+assert gc.get_count()[0] >= 1000 or gc.get_count()[1] > 0
+with collector_paused(all_stay=True):
+    many = [[] for _ in range(150_000)]
+assert gc.get_count()[0] < 1000
+assert all(map(gc.is_tracked, many[:10]))
+assert not gc.get_freeze_count()
+oldest = set(map(id, gc.get_objects(generation=2)))
+assert {*map(id, many)} <= oldest
+assert len(few) == 1000
+"""
+FROZEN = """
+import gc
+from penstock.schedule.collector import collector_paused
+
+gc.freeze()
+frozen = gc.get_freeze_count()
+with collector_paused(all_stay=True):
+    many = [[] for _ in range(150_000)]
+assert frozen / 2 < gc.get_freeze_count() <= frozen  # a frozen object may die
+assert len(many) == 150_000
+"""
 
 
-@pytest.mark.usefixtures("thawed")
 def test_very_many_objects_that_stay_count_as_old() -> None:
     """A collection of young objects then has little to walk; of few objects, the usual ones come in time."""
-    gc.collect()
-    with collector_paused(all_stay=True):
-        few = [[] for _ in range(1000)]  # type: ignore[var-annotated]
-    assert gc.get_count()[0] >= 1000 or gc.get_count()[1] > 0
-    with collector_paused(all_stay=True):
-        many = [[] for _ in range(150_000)]  # type: ignore[var-annotated]
-    assert gc.get_count()[0] < 1000
-    assert all(map(gc.is_tracked, many[:10]))
-    assert not gc.get_freeze_count()
-    oldest = set(map(id, gc.get_objects(generation=2)))
-    assert {*map(id, many)} <= oldest
-    assert len(few) == 1000
+    subprocess.run([sys.executable, "-c", VERY_MANY], check=True)
 
 
-@pytest.mark.usefixtures("thawed")
 def test_what_is_frozen_stays_frozen() -> None:
-    gc.freeze()
-    try:
-        frozen = gc.get_freeze_count()
-        with collector_paused(all_stay=True):
-            many = [[] for _ in range(150_000)]  # type: ignore[var-annotated]
-        assert frozen / 2 < gc.get_freeze_count() <= frozen  # a frozen object may die
-        assert len(many) == 150_000
-    finally:
-        gc.unfreeze()
+    subprocess.run([sys.executable, "-c", FROZEN], check=True)

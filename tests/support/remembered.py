@@ -1,8 +1,9 @@
 """What the product remembers of a model within a process, shared by all processes of a test run.
 
-The product finds the chain of a model, and counts its multiply-adds, once a process. The suite builds the
-same few tiny models in a dozen processes. The keys are the product's own. Only models of transformers and
-PEFT are shared: the name of a class that a test defines does not say what it does.
+The product finds the chain of a model and its loss, counts its multiply-adds, and measures it for a plan,
+once a process. The suite builds the same few tiny models in a dozen processes. The keys are the product's
+own. Only models of transformers and PEFT are shared: the name of a class that a test defines does not say
+what it does.
 """
 
 from __future__ import annotations
@@ -56,15 +57,19 @@ def _types(key: object) -> Iterator[type]:
             yield from _types(each)
 
 
-# _found, _known: what one process has found out, all know
+# _known, _find, _runs: what one process has found out, all know
 def share(folder: Path) -> None:
     """Let this process, and those that it starts and that call `share_again`, remember in `folder`."""
+    from penstock.models.huggingface import own_loss
     from penstock.models.split import multiply_adds
     from penstock.models.tracing import chain
+    from penstock.planner import workload
 
     os.environ[FOLDER] = str(folder)
     chain.find_chain.known = Remembered(folder / "chains")
+    own_loss._find.known = Remembered(folder / "losses")
     multiply_adds._known = Remembered(folder / "multiply-adds")
+    workload._runs = Remembered(folder / "runs")
 
 
 def share_again() -> None:

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from penstock.errors import ConfigError, ModelError
 from penstock.models.source import Source, open_without_flash
 from penstock.models.split.balanced_split import ranges
-from penstock.models.tracing.chain import Chain, find_chain, under_autocast
+from penstock.models.tracing.chain import Chain, built_alike, find_chain, under_autocast
 from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
@@ -32,6 +32,8 @@ from penstock.schedule import Schedule, build, verify
 
 _ROWS = (2, 3)  # of the microbatches that are run: ops on one row may leave out copies
 _RECOMPUTED: tuple[Recomputed, ...] = ("full", "selective")  # which differ in what is run
+_REMEMBERED = 4096  # runs, of a few kB each
+_runs: dict[Hashable, Any] = {}  # that all workloads of this process have measured
 
 
 @dataclass
@@ -132,25 +134,47 @@ class Workload:
         runs = {
             _run_key(run): run for one in candidates for run in (replace(one, rows=rows) for rows in _ROWS)
         }
-        with forked(self._both, min(processes, len(runs))) as each_in_turn:
-            for run, both in zip(runs.values(), each_in_turn(list(runs.values())), strict=True):
+        missing = [run for run in runs.values() if not self._is_measured(run)]
+        with forked(self._both, min(processes, len(missing))) as each_in_turn:
+            for run, both in zip(missing, each_in_turn(missing), strict=True):
                 for what, measured in zip(_RECOMPUTED, both, strict=True):
-                    self._known[_run_key(replace(run, recomputed=what))] = measured
+                    self._remember(replace(run, recomputed=what), measured)
+
+    def _is_measured(self, candidate: Candidate) -> bool:
+        """In all ways to recompute."""
+        return all(self._key(replace(candidate, recomputed=what)) in self._runs for what in _RECOMPUTED)
 
     def _both(self, candidate: Candidate) -> list[Measurement]:
         return [self._measured(replace(candidate, recomputed=what)) for what in _RECOMPUTED]
 
     def _measured(self, candidate: Candidate) -> Measurement:
         """On so many rows as the candidate has."""
-        key = _run_key(candidate)
-        if key not in self._known:
-            if candidate.recomputed == "selective":
-                whole = self._measured(replace(candidate, recomputed="full"))
-                self._known[key] = selective_work(self._any_plan, candidate, whole)
-            else:
-                self._known[key] = measured_work(self._any_plan, candidate)
-        measured: Measurement = self._known[key]
+        key = self._key(candidate)
+        if key in self._runs:
+            measured: Measurement = self._runs[key]
+            return measured
+        if candidate.recomputed == "selective":
+            whole = self._measured(replace(candidate, recomputed="full"))
+            return self._remember(candidate, selective_work(self._any_plan, candidate, whole))
+        return self._remember(candidate, measured_work(self._any_plan, candidate))
+
+    def _remember(self, candidate: Candidate, measured: Measurement) -> Measurement:
+        if len(self._runs) >= _REMEMBERED:
+            self._runs.pop(next(iter(self._runs)))
+        self._runs[self._key(candidate)] = measured
         return measured
+
+    @property
+    def _runs(self) -> dict[Hashable, Any]:
+        """What was measured of all models that are built as this one; of this workload alone for a user's."""
+        return self._known if self._kind is None else _runs
+
+    def _key(self, candidate: Candidate) -> Hashable:
+        return self._kind, self.precision, candidate.precision, _run_key(candidate)
+
+    @cached_property
+    def _kind(self) -> Hashable | None:
+        return built_alike(self.source.model)
 
     @cached_property
     def _any_plan(self) -> BuildPlan:

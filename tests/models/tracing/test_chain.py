@@ -16,7 +16,7 @@ from penstock.errors import BatchError, ModelError
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.stage import StageInfo
-from penstock.models.tracing.chain import find_chain
+from penstock.models.tracing.chain import built_alike, find_chain
 from support import zoo
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.refusals import refuses
@@ -47,6 +47,20 @@ def test_names_around_the_layers(
         chain = find_chain(AutoModelForCausalLM.from_config(config))
     assert (chain.layers, chain.count) == (layers, 4)
     assert (sorted(chain.before), sorted(chain.after)) == (sorted(before), sorted(after))
+
+
+def test_models_are_alike_wherever_their_configs_lie() -> None:
+    """1.0: a model that was read from another folder was followed, and counted, once more."""
+
+    def key(name: str, **changes: Any) -> object:
+        config = tiny_config("llama", **changes)
+        config.name_or_path = name
+        with torch.device("meta"):
+            return built_alike(AutoModelForCausalLM.from_config(config))
+
+    assert key("") == key('a/"folder"\\with, "vocab_size": 7') is not None
+    assert key("") != key("", rope_theta=5.0)
+    assert key("", attn_implementation="eager") != key("", attn_implementation="sdpa")
 
 
 def looked_up(model: Any, hidden: torch.Tensor) -> torch.Tensor:

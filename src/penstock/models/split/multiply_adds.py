@@ -24,7 +24,7 @@ from penstock.models.activation_checkpointing import SavePolicy
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.split.counting import Counting, ProductCounts
 from penstock.models.split.kernels import kernels_of_runs
-from penstock.models.tracing.chain import Chain, prefixes
+from penstock.models.tracing.chain import Chain, config_key, prefixes
 from penstock.models.tracing.meta import shadow
 from penstock.models.tracing.probe import after_first, layer_kind
 from penstock.models.tracing.towers import encodes
@@ -188,7 +188,7 @@ def _short_rows(
     Cached for models that are built the same way. Hooks do not run, as they may change the cost of a forward.
     """
     shapes = tuple((name, p.shape, p.requires_grad) for name, p in model.named_parameters())
-    config, attention = model.config.to_json_string(use_diff=False), model.config._attn_implementation
+    config, attention = config_key(model.config), model.config._attn_implementation
     kind = (chain.layers, config, attention, shapes, save, *kinds)
     if kind not in _known:
         if len(_known) >= _REMEMBERED:

@@ -12,14 +12,15 @@ There is no list of model names. For a model whose list of layers is not recogni
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -103,6 +104,8 @@ class Chain:
 
 _REMEMBERED = 64  # results of a cached function
 _LIBRARIES = frozenset({"torch", "transformers", "peft", "penstock"})
+_NAME_OR_PATH = re.compile(r'"_name_or_path": "(?:[^"\\]|\\.)*"')
+_NO_MATTER = frozenset({"training", "name_or_path"})  # attributes of a module: find_chain runs both modes
 _PLAIN, _TENSORS = (bool, int, float, str), ("_parameters", "_buffers")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -117,7 +120,7 @@ class remembered(Generic[P, T]):  # noqa: N801 - a decorator
         self.known: dict[object, T] = {}
 
     def __call__(self, model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> T:
-        kind = _built(model)
+        kind = built_alike(model)
         if kind is None:
             return self._find(model, *args, **kwargs)
         if kind not in self.known:
@@ -133,12 +136,17 @@ def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> 
         return replace(chain, dtype=run_layers(model, chain.layers, chain.output_form) or chain.dtype)
 
 
-def _built(model: PreTrainedModel) -> object | None:
+def config_key(config: PretrainedConfig) -> str:
+    """`config` as text, equal for equal configs, from whatever folder or Hub name they were read."""
+    return _NAME_OR_PATH.sub("", config.to_json_string(use_diff=False))
+
+
+def built_alike(model: PreTrainedModel) -> Hashable | None:
     """A key, equal for models whose forwards run the same ops; None where hooks may change the forward.
 
     None also for modules of a user's class, whose forward may read values that no key contains.
     """
-    facts: list[object] = [layer_list(model)[0], model.config.to_json_string(use_diff=False)]
+    facts: list[object] = [layer_list(model)[0], config_key(model.config)]
     attentions: dict[str | None, None] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         attributes, kind = vars(module), type(module)
@@ -149,7 +157,7 @@ def _built(model: PreTrainedModel) -> object | None:
         facts += [name, kind]
         attentions[getattr(attributes.get("config"), "_attn_implementation", None)] = None
         for key, value in attributes.items():
-            if isinstance(value, _PLAIN) and key != "training":
+            if isinstance(value, _PLAIN) and key not in _NO_MATTER:
                 facts += [key, value]
             elif key in _TENSORS and value:
                 facts += [(key, own, t.shape, t.dtype) for own, t in value.items() if t is not None]
