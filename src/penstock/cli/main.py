@@ -151,6 +151,26 @@ def init(
     write(out, model, data, gpus, goal)
 
 
+@app.command("import")
+@taking()
+def import_config(
+    file: Annotated[Path, typer.Argument(metavar="FILE", callback=usable, help=
+        "A YAML file of axolotl, LLaMA-Factory or TRL, or a file with a command line of TRL.")],
+    gpus: Annotated[int, typer.Option(help="How many processes train.")] = 1,
+    out: Annotated[Path | None, typer.Option("--out", "-o", callback=usable, help=
+        "The config. Default: standard output.")] = None,
+) -> None:  # fmt: skip
+    """Write a config of another trainer as one of penstock, and list what has no counterpart.
+
+    A step has the rows that it had there on as many GPUs.
+
+    Example: penstock import axolotl.yaml --gpus 8 --out train.yaml
+    """
+    from penstock.cli.imports import show
+
+    show(file, gpus, out)
+
+
 @app.command()
 @taking()
 def schema(

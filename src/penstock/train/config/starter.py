@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
 from penstock.errors import ConfigError
+from penstock.train.adapter import AdapterSection
 from penstock.train.config.load import validated
-from penstock.train.config.meanings import meanings_of, section_of
+from penstock.train.config.meanings import meanings_of
 from penstock.train.config.sections import TrainConfig
+from penstock.train.optimizers.optimizer import OPTIMIZERS
 
 Goal = Literal["sft", "lora", "pretrain"]
 GOALS: Mapping[str, str] = {
@@ -40,51 +42,58 @@ class FirstRun(NamedTuple):
     output: str = "runs/train"
 
 
-def starter(start: FirstRun, name: str = "train.yaml") -> str:
+def starter(run: FirstRun, name: str = "train.yaml") -> str:
     """The config as commented YAML, which `load_config` takes. name: of its file. Raises ConfigError."""
-    sections = _sections(start)
-    validated(sections, "a first config")
-    lines = [
-        f"# {GOALS[start.goal]}, on {start.gpus} {'process' if start.gpus == 1 else 'processes'}",
+    sections = _sections(run)
+    processes = f"{run.gpus} {'process' if run.gpus == 1 else 'processes'}"
+    head = [
+        f"# {GOALS[run.goal]}, on {processes}",
         f"#   penstock data show {name}          what the loss counts",
         f"#   penstock train {name} --dry-run    memory, stages and schedule, before anything runs",
         f"#   penstock train {name}              trains; Ctrl-C writes a checkpoint, --resume goes on",
         f"# Every other key has a default: penstock train {name} --print-config",
         "",
     ]
+    return commented(head, sections)
+
+
+def commented(head: Sequence[str], sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """A config as YAML below the lines of `head`, each key below what it means. Raises ConfigError."""
+    validated(sections, "the new config")
+    lines = list(head)
     for section, keys in sections.items():
         lines += [f"{section}:", *_lines(section, keys), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _sections(start: FirstRun) -> dict[str, dict[str, Any]]:
+def _sections(run: FirstRun) -> dict[str, dict[str, Any]]:
     """The keys that a first run needs, or that one changes first."""
-    if start.goal not in get_args(Goal):
+    if run.goal not in get_args(Goal):
         rule = "what a run is for is sft, lora or pretrain"
-        raise ConfigError(f"--goal {start.goal!r}", rule, "Take one of them")
-    known = _known(start.model)
-    ranks = _ranks(start.gpus, known.get("num_hidden_layers"))
-    parts = start.gpus // ranks
-    chats = start.goal != "pretrain"
+        raise ConfigError(f"--goal {run.goal!r}", rule, "Take one of them")
+    known = _known(run.model)
+    ranks = ranks_for(run.gpus, known.get("num_hidden_layers"))
+    parts = run.gpus // ranks
+    chats = run.goal != "pretrain"
     positions = known.get("max_position_embeddings")
     length = min(_LENGTH, positions) if isinstance(positions, int) and positions > 1 else _LENGTH
     microbatches = 1 if ranks == 1 else 4 * ranks
     sections: dict[str, dict[str, Any]] = {
-        "model": {"path": start.model},
-        "data": {"path": start.data, **({"kind": "chat"} if chats else {}), "sequence_length": length},
+        "model": {"path": run.model},
+        "data": {"path": run.data, **({"kind": "chat"} if chats else {}), "sequence_length": length},
         "pipeline": {"ranks": ranks, "schedule": "1f1b", "microbatches": microbatches},
         "train": {
-            "steps": 1000,
+            **({"epochs": 3} if chats else {"steps": 1000}),
             "batch_size": max(8, microbatches) * parts,
             "precision": "mixed",
             "checkpoint_every": 200,
         },
-        "optimizer": {"learning_rate": _RATES[start.goal]},
-        "output": {"folder": start.output},
+        "optimizer": {"learning_rate": _RATES[run.goal]},
+        "output": {"folder": run.output},
     }
     if parts > 1:
         sections["parallel"] = {"dp_shard": parts}
-    if start.goal == "lora":
+    if run.goal == "lora":
         sections["adapter"] = {"kind": "lora", "r": 16, "targets": "all-linear"}
     return sections
 
@@ -102,7 +111,7 @@ def _known(model: str) -> dict[str, Any]:
     return {**keys, **text} if isinstance(text, dict) else keys
 
 
-def _ranks(gpus: int, layers: object) -> int:
+def ranks_for(gpus: int, layers: object) -> int:
     """The ranks of a pipeline on so many GPUs: as many as divide them, up to a host's and the layers."""
     if gpus < 1:
         raise ConfigError(f"--gpus {gpus}", "a run has at least one process", "Give 1 or more")
@@ -112,12 +121,11 @@ def _ranks(gpus: int, layers: object) -> int:
 
 def _lines(section: str, keys: Mapping[str, Any]) -> list[str]:
     """The keys of a section, each below what it means."""
-    named = TrainConfig.model_fields[section].annotation
-    owner = {"optimizer": "AdamWSection", "adapter": "AdapterSection"}.get(section)
-    meanings = meanings_of(section_of(owner) if owner else named)  # type: ignore[arg-type]
+    unions = {"optimizer": OPTIMIZERS[keys.get("name", "adamw")].section, "adapter": AdapterSection}
+    meanings = meanings_of(unions.get(section) or TrainConfig.model_fields[section].annotation)  # type: ignore[arg-type]
     lines = []
     for key, value in keys.items():
         means = " ".join(meanings[key].means.split()) if key in meanings else ""
         lines += textwrap.wrap(means, _WIDTH, initial_indent="  # ", subsequent_indent="  # ")
-        lines.append(f"  {yaml.safe_dump({key: value}, width=1000).rstrip()}")
+        lines.append(f"  {yaml.safe_dump({key: value}, default_flow_style=True, width=10**6).strip()[1:-1]}")
     return lines
