@@ -13,8 +13,9 @@ drafted takes less than the least of theirs: most often that is above the tenth 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
@@ -56,6 +57,10 @@ class Miss(NamedTuple):
 
     def __lt__(self, other: Any) -> bool:
         return bool(self.nbytes < other.nbytes)
+
+
+_Form = Draft | Estimate | Miss | None  # None where there is no such schedule
+_Job = tuple[Callable[[Workload, Candidate, Cluster, float], _Form], Candidate]
 
 
 @dataclass(frozen=True)
@@ -124,15 +129,15 @@ def plan(
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)
-    fitting, missed, left = _simulated(model, cluster, promises, nbytes, keep, most, processes)
-    if not fitting:
-        raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
-    ordered = sorted(fitting, key=lambda run: run.seconds)
-    with collector_paused():
-        finals = [_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep]]
-        best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
-        if not best:  # their messages are too much
-            best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
+    with forked(partial(_formed, model, cluster, nbytes), processes) as forms:
+        fitting, missed, left = _simulated(forms, promises, keep, most)
+        if not fitting:
+            raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
+        ordered = sorted(fitting, key=lambda run: run.seconds)
+        finals = forms([(_exact, run.candidate) for run in ordered[:keep]])
+    best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
+    if not best:  # their messages are too much
+        best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
     least = min(promise.least for promise in promises)
     return Plans(tuple(best), tuple(ordered), least, left, len(promises), nbytes)
 
@@ -167,40 +172,35 @@ def memory_limit(cluster: Cluster, limit: float | None) -> float:
     return cluster.device.memory * (1 - RESERVED) if limit is None else limit
 
 
+def _formed(model: Workload, cluster: Cluster, limit: float, job: _Job) -> _Form:
+    """A job in any process."""
+    form, candidate = job
+    try:
+        with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
+            return form(model, candidate, cluster, limit)
+    except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
+        return None
+
+
 def _simulated(
-    model: Workload,
-    cluster: Cluster,
-    promises: Sequence[Promise],
-    limit: float,
-    keep: int,
-    most: int,
-    processes: int = 1,
+    forms: Callable[[Sequence[_Job]], list[_Form]], promises: Sequence[Promise], keep: int, most: int
 ) -> tuple[list[Draft], Miss | None, float]:
     """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
-
-    def draft(candidate: Candidate) -> Draft | Miss | None:
-        try:
-            with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
-                return drafted(model, candidate, cluster, limit)
-        except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
-            return None
-
     fitting: list[Draft] = []
     missed: Miss | None = None
     left = math.inf
-    with forked(draft, processes) as drafts:
-        for first in range(0, len(promises), _AT_ONCE):
-            times = nsmallest(keep, (run.seconds for run in fitting))
-            enough = len(fitting) >= most
-            slowest = times[-1] if len(times) == keep else math.inf
-            some = promises[first : first + _AT_ONCE]
-            chosen = [promise for promise in some if promise.least < slowest and not enough]
-            left = min([left, *(promise.least for promise in some if promise not in chosen)])
-            for run in drafts([promise.candidate for promise in chosen]):
-                if isinstance(run, Draft):
-                    fitting.append(run)
-                elif run is not None and (missed is None or run.nbytes < missed.nbytes):
-                    missed = run
+    for first in range(0, len(promises), _AT_ONCE):
+        times = nsmallest(keep, (run.seconds for run in fitting))
+        enough = len(fitting) >= most
+        slowest = times[-1] if len(times) == keep else math.inf
+        some = promises[first : first + _AT_ONCE]
+        chosen = [promise for promise in some if promise.least < slowest and not enough]
+        left = min([left, *(promise.least for promise in some if promise not in chosen)])
+        for run in forms([(drafted, promise.candidate) for promise in chosen]):
+            if isinstance(run, Draft):
+                fitting.append(run)
+            elif isinstance(run, Miss) and (missed is None or run.nbytes < missed.nbytes):
+                missed = run
     return fitting, missed, left
 
 
@@ -358,8 +358,9 @@ def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int,
         few = sorted(promised(model, larger, roomy, limit), key=lambda promise: -promise.candidate.axes.tp)[
             :_FEW
         ]
-        if _simulated(model, larger, few, limit, 1, _FEW)[0]:
-            return f"Take {words}, which fit"
+        with forked(partial(_formed, model, larger, limit), 1) as forms:
+            if _simulated(forms, few, 1, _FEW)[0]:
+                return f"Take {words}, which fit"
     return "Take more hosts, a smaller model, or shorter rows"
 
 
