@@ -13,7 +13,6 @@ import yaml
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from penstock.cli.measured import compared, fastest, measured_finalists
 from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError
 from penstock.launch.stop import under_torchrun
@@ -82,6 +81,8 @@ def show(
     echo("\nmemory of the fullest rank, GiB, and what the run has it hold", _memory(plans.best[0]))
     first, measured, better = plans.best[0], None, hardware
     if finalists:
+        from penstock.cli.measured import compared, fastest, measured_finalists  # imports training
+
         runs = list(measured_finalists(workload, plans.best[:finalists], hardware, named))
         better = compared(workload, runs, hardware)
         first, measured = fastest(runs)
