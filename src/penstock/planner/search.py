@@ -30,6 +30,7 @@ from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import ScheduleKind, meshes, runs
 from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
+from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.simulation.recompute import first_in_flight
 
@@ -167,8 +168,8 @@ def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
     """Bytes that a run may take of a device. Raises ConfigError for more than it has."""
     if limit is not None and not 0 < limit <= cluster.device.memory:
-        rule = f"{cluster.device.name} has {gib(cluster.device.memory)}"
-        raise ConfigError(f"memory={gib(limit)}", rule, "Give at most that, or leave it out")
+        rule = f"{cluster.device.name} has {gib(cluster.device.memory)} GiB"
+        raise ConfigError(f"memory={gib(limit)} GiB", rule, "Give at most that, or leave it out")
     return cluster.device.memory * (1 - RESERVED) if limit is None else limit
 
 
@@ -310,15 +311,15 @@ def _value(model: Workload, cluster: Cluster) -> str:
 def _too_large(model: Workload, cluster: Cluster, limit: float, least: float) -> ConfigError:
     """Weights alone do not fit. least: bytes of a device, in the mesh that spreads them best"""
     rule = (
-        f"weights, gradients and the optimizer's states alone take {gib(least)} a device in the mesh that "
-        f"spreads them best, {gib(least - limit)} more than {gib(limit)}"
+        f"weights, gradients and the optimizer's states alone take {gib(least)} GiB a device in the mesh "
+        f"that spreads them best, {gib(least - limit)} GiB more than {gib(limit)} GiB"
     )
     hosts = 2 ** math.ceil(math.log2(cluster.hosts * least / limit))
     return ConfigError(_value(model, cluster), rule, f"Take {hosts} hosts or more, or a smaller model")
 
 
 def _no_activations(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> ConfigError:
-    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} a device"
+    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} GiB a device"
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
 
 
@@ -333,9 +334,9 @@ def _nothing_fits(
     rank = run.memory[run.fullest]
     rule = (
         f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
-        f"recomputation, needs {gib(run.nbytes)} a device, {gib(run.nbytes - limit)} more than {gib(limit)}: "
-        f"{gib(rank.fixed)} for weights, gradients and the optimizer, and {gib(rank.activations or 0)} for "
-        "activations"
+        f"recomputation, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more than "
+        f"{gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
+        f"{gib(rank.activations or 0)} GiB for activations"
     )
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
 
@@ -362,7 +363,3 @@ def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int,
             if _simulated(forms, few, 1, _FEW)[0]:
                 return f"Take {words}, which fit"
     return "Take more hosts, a smaller model, or shorter rows"
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
