@@ -242,14 +242,21 @@ def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: floa
 
 
 def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a run that fits into `limit`.
+    """The fastest form of a run that fits into `limit`, without messages.
 
-    Layers run again in as few microbatches as the memory asks for. Weights are gathered layer by layer where
-    gathered whole they do not fit. Messages are left out
+    Weights are gathered layer by layer where gathered whole they do not fit.
     """
     trial = Trial.of(model, candidate, cluster, buffers=False)
     if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
         trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
+    return fastest_form(model, trial, cluster, limit)
+
+
+def fastest_form(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
+
+    Messages hold memory where those of `trial` do.
+    """
     if trial.least_bytes > limit:
         return Miss(trial.least_bytes, trial.candidate)
     if all(trial.fits(limit)):
@@ -278,12 +285,13 @@ def _recomputed(
     Where that split never fits, with all recomputed in layers split for it.
     """
     everything = replace(kept.candidate, recomputed=what, in_flight=None)
-    some = Trial.of(model, everything, cluster, buffers=False)
+    buffers = kept.kept.counts_buffers
+    some = Trial.of(model, everything, cluster, buffers=buffers)
     whole = first_in_flight(some.proof.schedule, None)
     if all(some.fits(limit, whole)):
         fewer = replace(some.candidate, in_flight=some.counts(limit))
         return _simulated_within(replace(some, candidate=fewer), limit)
-    again = Trial.of(model, replace(everything, split=()), cluster, buffers=False)
+    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
     if all(again.fits(limit, whole)):
         return _simulated_within(again, limit)
     needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
