@@ -9,6 +9,7 @@ import pytest
 
 from penstock import reading
 from penstock.reading import (
+    gib,
     json_at,
     open_regular,
     parse_json,
@@ -117,3 +118,7 @@ def test_rates_have_the_case_that_the_field_writes(text: str, rate: float | None
 )
 def test_seconds_have_their_unit(text: str, seconds: float | None) -> None:
     assert parse_seconds(text) == seconds
+
+
+def test_bytes_in_gib_have_as_many_digits_as_asked_for() -> None:
+    assert (gib(3 * 2**29), gib(2**40), gib(2**28, 2)) == ("1.5", "1,024.0", "0.25")

@@ -87,6 +87,11 @@ def size(count: int) -> str:
     return f"{count // MIB} MiB" if count >= MIB else f"{count >> 10} KiB"
 
 
+def gib(nbytes: float, digits: int = 1) -> str:
+    """Bytes in GiB, as a number without its unit."""
+    return f"{nbytes / 2**30:,.{digits}f}"
+
+
 def parse_size(text: str) -> float | None:
     """The bytes that a text names: "4096", "5GB" (of 1000**3), "8 GiB" (of 1024**3); None for others."""
     if (match := _SIZE.fullmatch(text)) is None:

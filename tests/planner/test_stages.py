@@ -22,7 +22,7 @@ def part(size: float, nbytes: PartBytes, layer: bool) -> PartWork:
     def op(times: float) -> tuple[OpWork, ...]:
         return (OpWork("matmul", "bfloat16", size * times, 1e3),)
 
-    return PartWork(op(1), op(2), op(1.5), op(1) if layer else (), nbytes, 0)
+    return PartWork(op(1), op(2), op(1.5), op(1) if layer else (), nbytes)
 
 
 LAYER = part(1e12, PartBytes(10, 4, 13, 15, 2, 16, 1), layer=True)

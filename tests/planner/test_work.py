@@ -22,7 +22,7 @@ from support.families import tiny_config
 
 def part(flops: float) -> PartWork:
     ops = (OpWork("matmul", "bfloat16", flops, 1.0),)
-    return PartWork(ops, ops, ops, ops, PartBytes(0, 0, 0, 0, 0, 0, 0), 0)
+    return PartWork(ops, ops, ops, ops, PartBytes(0, 0, 0, 0, 0, 0, 0))
 
 
 def test_a_stage_has_the_embedding_where_it_begins_and_the_head_where_it_ends() -> None:
@@ -99,7 +99,6 @@ def test_axes_shard_the_work() -> None:
     )
     for sharded in (half, pieces):
         assert flops(sharded.kinds[0].forward) == flops(whole.kinds[0].forward) / 2
-    assert half.kinds[0].parameters < 0.6 * whole.kinds[0].parameters
     assert pieces.kinds[0].nbytes.sent == whole.kinds[0].nbytes.sent / 2
 
 
@@ -135,9 +134,9 @@ def test_products_under_autocast_are_in_its_dtype() -> None:
 
 def test_a_model_of_671_b_parameters() -> None:
     """DeepSeek-V3 on the meta device: 37 B of its parameters work on a token."""
-    work = model_work(plan_of(DeepseekV3Config(dtype="bfloat16")), (1, 4096))
-    parts = work.parts(range(61))
-    assert sum(part.parameters for part in parts) == 671_026_404_352
+    plan = plan_of(DeepseekV3Config(dtype="bfloat16"))
+    assert sum(parameter.numel() for parameter in plan.source.model.parameters()) == 671_026_404_352
+    parts = model_work(plan, (1, 4096)).parts(range(61))
     attention = sum(op.flops for part in parts for op in part.forward if op.kind == "attention")
     active = (sum(flops(part.forward) for part in parts) - attention) / 2 / 4096
     assert active == pytest.approx(37e9, rel=0.03)

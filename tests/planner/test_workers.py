@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 import torch
@@ -51,6 +52,19 @@ def test_an_error_is_raised_here_and_others_may_follow(processes: int) -> None:
         with pytest.raises(ConfigError, match="it is odd"):
             halves([2, 4, 5])
         assert halves([2, 4]) == [1, 2]
+
+
+def test_a_process_that_is_free_takes_the_next_argument() -> None:
+    """One long argument, and short ones behind it: the other process takes all of these."""
+
+    def sleep(seconds: float) -> int:
+        time.sleep(seconds)
+        return os.getpid()
+
+    with forked(sleep, 2) as pids:
+        long, *short = pids([2.0, 0.0, 0.0, 0.0, 0.0])
+    assert long not in short
+    assert len({*short}) == 1
 
 
 def test_a_process_that_is_killed_is_an_error_that_says_so() -> None:

@@ -10,10 +10,13 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.parallel.axes import Axes
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.planner import workload as measuring
-from penstock.planner.candidate import Candidate
-from penstock.planner.tracing import measured_work
+from penstock.planner.candidate import Candidate, Recomputed
+from penstock.planner.tracing import Measurement, measured_work
+from penstock.planner.weights import PartMemory
 from penstock.planner.workload import Workload
+from support.families import tiny_config
 from support.planning import LENGTH, small_config, workload
 
 
@@ -82,3 +85,53 @@ def test_a_model_of_a_users_class_is_measured_by_each_workload(monkeypatch: pyte
         one = Workload(small_config())
         assert one.work(Candidate(length=LENGTH)) == one.work(Candidate(length=LENGTH))
     assert measured.call_count == 2 * 2  # of two and of three rows
+
+
+def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run is measured whole; of the second, whose logits are not chunked, the head alone."""
+    both: tuple[Recomputed, ...] = ("full", "selective")
+    runs = [
+        Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards, tp=2), recomputed=what)
+        for shards in (1, 2)
+        for what in both
+    ]
+    config = small_config(vocab_size=2**20)  # whose logits are large enough for chunks
+
+    def fresh() -> Workload:
+        monkeypatch.setattr(measuring, "_runs", {})
+        return Workload(config)
+
+    alone = [fresh().measured(run) for run in runs]
+    assert alone[0].work.head != alone[2].work.head
+    measured = list[Axes]()
+
+    def counted(plan: BuildPlan, run: Candidate) -> Measurement:
+        measured.append(run.axes)
+        return measured_work(plan, run)
+
+    monkeypatch.setattr(measuring, "measured_work", counted)
+    model = fresh()
+    model.measure(runs, 1)
+    assert [model.measured(run) for run in runs] == alone
+    assert measured == [Axes(tp=2)] * 2  # of two and of three rows
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        Axes(dp_replicate=4),
+        Axes(dp_replicate=4, dp_shard=2),
+        Axes(dp_shard=2, cp=2),
+        Axes(dp_replicate=3, dp_shard=4, ep=2),
+        Axes(dp_replicate=3, dp_shard=2, ep=2),
+        Axes(dp_shard=2, cp=2, ep=4, tp=2),
+    ],
+)
+def test_memory_is_that_of_the_axes_themselves(axes: Axes) -> None:
+    """Meshes share it where their shards are as large, however many copies there are."""
+    model, run = Workload(tiny_config("mixtral")), Candidate(axes=axes)
+    options = run.parallel_options()
+    itself = PartMemory.of(model.source, model.chain, model.kinds, axes, options)
+    shared = model.memory(run)
+    assert (shared.embedding, shared.kinds, shared.head) == (itself.embedding, itself.kinds, itself.head)
+    assert shared.whole == itself.whole

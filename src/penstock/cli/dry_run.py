@@ -28,6 +28,7 @@ from penstock.pipeline.building.build_plan import StagePlan
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.at_hand import device_at_hand
 from penstock.planner.hardware import Device, read_cluster
+from penstock.reading import gib
 from penstock.runtime.device.free_memory import room_in_memory
 from penstock.schedule import render, simulate
 from penstock.schedule.offload import host_copies, offloaded
@@ -99,7 +100,7 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
     yield "bubble", f"{bubble:.1%} predicted, if time goes by multiply-adds {passes}; messages take none"
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
-    most = gib(needs[rank].total, needs[rank].total)
+    most = _gib(needs[rank].total, needs[rank].total)
     more += _left_out(planned)
     yield "memory", f"{most} GiB predicted for a process of rank {rank}, which needs the most{more}"
     if planned.config.train.checkpoint_background:
@@ -112,7 +113,7 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
         yield "logits", _logits(planned)
     if scores := _scores(planned):
         eager = (
-            f"eager: a layer keeps the scores of all pairs of tokens, {gib(scores, scores)} GiB a microbatch"
+            f"eager: a layer keeps the scores of all pairs of tokens, {_gib(scores, scores)} GiB a microbatch"
         )
         yield "attention", f"{eager}; a fused kernel (model.attention) or activation_checkpointing keeps none"
     if (offloading := planned.auto.offloading()) is not None:
@@ -127,7 +128,7 @@ def _too_full(planned: Planned, needs: Sequence[RankMemory], device: Device | No
     most = max(needs, key=lambda need: need.total)
     if device is None or most.total <= device.memory:
         return
-    amounts = f"{gib(most.total, most.total)} GiB is above the {gib(device.memory, most.total)} GiB"
+    amounts = f"{_gib(most.total, most.total)} GiB is above the {_gib(device.memory, most.total)} GiB"
     yield "warning", f"{amounts} of {device.name}: {'; '.join(_remedies(planned, most))} would help"
 
 
@@ -183,10 +184,10 @@ def _copies(planned: Planned) -> str:
     parameters = dict(planned.plan.source.model.named_parameters())
     states = sum(shares[trained[n]].kept(p, p.numel()) for n, p in parameters.items() if n in trained)
     nbytes, room = states + sum(p.nbytes for p in parameters.values()), room_in_memory()
-    copied = f"{gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on"
+    copied = f"{_gib(nbytes, nbytes)} GiB, copied to host memory and written while training goes on"
     if nbytes <= room:
         return copied
-    free = gib(room, nbytes)
+    free = _gib(room, nbytes)
     return f"{copied}; this host has {free} GiB free: with so little, training waits until it is written"
 
 
@@ -227,9 +228,9 @@ def _filled(lines: Iterable[PlanLine], width: int) -> str:
     return "\n".join(wrap(text, initial_indent=f"{name:<{_INDENT}}") for name, text in lines)
 
 
-def gib(nbytes: float, largest: float) -> str:
+def _gib(nbytes: float, largest: float) -> str:
     """Bytes in GiB, with as many digits as suit a table whose largest number is `largest`."""
-    return f"{nbytes / 2**30:,.{2 if largest >= 2**30 else 4}f}"
+    return gib(nbytes, 2 if largest >= 2**30 else 4)
 
 
 # ---- Stages
@@ -389,7 +390,7 @@ def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:
     largest = max(need.total for need in needs)
 
     def column(nbytes: Callable[[RankMemory], int]) -> list[str]:
-        return [gib(nbytes(needs[rank]), largest) for rank in ranks]
+        return [_gib(nbytes(needs[rank]), largest) for rank in ranks]
 
     columns = {
         "ranks": list(map(_spans, shown)),

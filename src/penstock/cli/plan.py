@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import yaml
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from penstock.cli.measured import compared, fastest, measured_finalists
 from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError
 from penstock.launch.stop import under_torchrun
@@ -26,11 +25,12 @@ from penstock.planner.candidate import Precision
 from penstock.planner.estimate import Estimate
 from penstock.planner.hardware import Cluster, read_cluster, to_yaml
 from penstock.planner.page import page
+from penstock.planner.ranking import HEADS, WORDS, ranked_rows
 from penstock.planner.run_config import run_config
-from penstock.planner.search import Plans, gib, plan
+from penstock.planner.search import Plans, plan
 from penstock.planner.workers import processors
 from penstock.planner.workload import Workload
-from penstock.reading import parse_size
+from penstock.reading import gib, parse_size
 from penstock.schedule.files import write_text
 
 _CONFIG = "config.json"
@@ -82,6 +82,8 @@ def show(
     echo("\nmemory of the fullest rank, GiB, and what the run has it hold", _memory(plans.best[0]))
     first, measured, better = plans.best[0], None, hardware
     if finalists:
+        from penstock.cli.measured import compared, fastest, measured_finalists  # imports training
+
         runs = list(measured_finalists(workload, plans.best[:finalists], hardware, named))
         better = compared(workload, runs, hardware)
         first, measured = fastest(runs)
@@ -181,7 +183,7 @@ def written(best: Estimate, cluster: Cluster, model: dict[str, Any], measured: f
     head = (
         f"# penstock plan: {best.candidate.mesh} on {cluster.hosts} x {cluster.host}. Predicted: "
         f"{best.seconds:.3g} s a step,\n# {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, "
-        f"{gib(best.nbytes)} on the fullest rank.\n{measurement}"
+        f"{gib(best.nbytes)} GiB on the fullest rank.\n{measurement}"
         "# The data is made up: name your own.\n"
     )
     return head + yaml.safe_dump(tree, sort_keys=False, default_flow_style=None, width=100)
@@ -196,7 +198,7 @@ def _head(workload: Workload, cluster: Cluster, plans: Plans, batch: int, length
     yield f"{name}, {size}, {workload.precision} precision"
     yield (
         f"{cluster.hosts} x {cluster.host}: {cluster.world} devices ({cluster.device.name}), "
-        f"{gib(plans.limit)} of {gib(cluster.device.memory)} a device"
+        f"{gib(plans.limit)} GiB of {gib(cluster.device.memory)} GiB a device"
     )
     yield f"{batch:,} rows of {length:,} tokens a step, all of them attended to as one document"
     yield (
@@ -208,42 +210,7 @@ def _head(workload: Workload, cluster: Cluster, plans: Plans, batch: int, length
 
 def ranked(best: Sequence[Estimate]) -> Table:
     """The best runs, the fastest first."""
-    rows = [
-        (
-            str(place),
-            run.candidate.mesh,
-            run.candidate.label,
-            f"{run.candidate.microbatches} x {run.candidate.rows}",
-            run.candidate.recomputation,
-            f"{run.seconds:.4g}",
-            f"{run.tokens_per_second:,.0f}",
-            f"{run.mfu:.1%}",
-            f"{run.bubble:.1%}",
-            " ".join(f"{axis} {share:.1%}" for axis, share in exposed_shares(run).items()) or "none",
-            f"{run.nbytes / 2**30:.1f}",
-        )
-        for place, run in enumerate(best, 1)
-    ]
-    heads = (
-        "",
-        "mesh",
-        "schedule",
-        "microbatches",
-        "recomputed",
-        "s/step",
-        "tokens/s",
-        "MFU",
-        "bubble",
-        "exposed",
-        "GiB",
-    )
-    return table(heads, rows, left=("mesh", "schedule", "recomputed", "exposed"), gap=1)
-
-
-def exposed_shares(run: Estimate) -> Mapping[str, float]:
-    """The share of a step that ranks wait for communication, by axis; what is below 0.1 % is left out."""
-    shares = {axis: time / run.seconds for axis, time in run.exposed.items()}
-    return {axis: share for axis, share in shares.items() if share >= 0.001}
+    return table(HEADS, ranked_rows(best), left=WORDS, gap=1)
 
 
 def _reasons(plans: Plans) -> Iterator[str]:
@@ -280,5 +247,5 @@ def _memory(run: Estimate) -> Table:
         "activations": rank.activations or 0,
         "total": rank.total,
     }
-    row = [str(run.fullest), *(f"{nbytes / 2**30:.2f}" for nbytes in columns.values())]
+    row = [str(run.fullest), *(gib(nbytes, 2) for nbytes in columns.values())]
     return table(["rank", *columns], [row], gap=1)

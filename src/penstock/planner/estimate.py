@@ -231,10 +231,17 @@ class Trial:
         return least
 
     def peaks(self, places: StageMicrobatches) -> list[float]:
-        """By rank, the most bytes of activations, without messages: the order of its ops decides.
+        """By rank, the most bytes of activations; of messages, too, where these hold memory.
 
         places: the (stage, microbatch) whose layers run again
         """
+        if self.kept.counts_buffers:
+            costs = mixed(self.proof.schedule, self.kept, self.recomputed, places)
+            return list(simulate(self.proof, costs).peak_memory)
+        return self._peaks_without_messages(places)
+
+    def _peaks_without_messages(self, places: StageMicrobatches) -> list[float]:
+        """The order of a rank's ops decides, not their times."""
         import numpy as np
 
         arrays, schedule = self.proof.arrays, self.proof.schedule
@@ -259,21 +266,26 @@ class Trial:
         return [float(np.cumsum(changes[first:last]).max(initial=0.0)) for first, last in bounds]
 
     def fits(self, limit: float, places: StageMicrobatches = frozenset()) -> list[bool]:
-        """By rank, whether its memory is within `limit`, without messages."""
+        """By rank, whether its memory is within `limit`."""
         return [rank.fixed + peak <= limit for rank, peak in zip(self.fixed, self.peaks(places), strict=True)]
 
     def counts(self, limit: float) -> tuple[int, ...]:
         """The least microbatches in flight that each rank recomputes to fit into `limit`; all of them fit."""
         schedule = self.proof.schedule
         low, high = [0] * schedule.ranks, list(self.proof.peak_live)
+        fitting = tuple(high)
         while low != high:  # of all ranks at once: to recompute more never holds more
             middle = [(few + many) // 2 for few, many in zip(low, high, strict=True)]
             enough = self.fits(limit, first_in_flight(schedule, middle))
+            if all(enough):
+                fitting = tuple(middle)
             for rank, fit in enumerate(enough):
                 if low[rank] < high[rank]:
                     low[rank], high[rank] = (
                         (low[rank], middle[rank]) if fit else (middle[rank] + 1, high[rank])
                     )
+        if self.kept.counts_buffers and not all(self.fits(limit, first_in_flight(schedule, low))):
+            return fitting  # how long a message is held depends on other ranks
         return tuple(low)
 
     def after(self) -> float:

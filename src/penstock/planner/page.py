@@ -12,6 +12,7 @@ from itertools import cycle
 
 from penstock.planner.estimate import Estimate
 from penstock.planner.hardware import Cluster
+from penstock.planner.ranking import HEADS, WORDS, ranked_rows
 from penstock.planner.search import Plans
 from penstock.schedule.render.drawing import Drawing, Panel
 from penstock.schedule.render.svg import svg
@@ -71,33 +72,17 @@ def page(plans: Plans, cluster: Cluster, model: str) -> str:
 
 
 def _table(best: Sequence[Estimate]) -> str:
-    heads = (
-        "",
-        "mesh",
-        "schedule",
-        "microbatches",
-        "recomputed",
-        "s/step",
-        "tokens/s",
-        "MFU",
-        "bubble",
-        "GiB",
-    )
-    text = {"mesh", "schedule", "recomputed"}
-    head = "".join(f'<th class="{"text" if name in text else ""}">{name}</th>' for name in heads)
-    rows = []
-    for place, run in enumerate(best, 1):
-        of = run.candidate
-        cells = (
-            str(place), of.mesh, of.label, f"{of.microbatches} x {of.rows}", of.recomputed,
-            f"{run.seconds:.4g}", f"{run.tokens_per_second:,.0f}", f"{run.mfu:.1%}", f"{run.bubble:.1%}",
-            f"{run.nbytes / 2**30:.1f}",
-        )  # fmt: skip
-        marked = (
-            f'<td class="{"text" if name in text else ""}">{escape(cell)}</td>'
-            for name, cell in zip(heads, cells, strict=True)
+    def marked(tag: str, cells: Sequence[str]) -> str:
+        kinds = ("text" if name in WORDS else "" for name in HEADS)
+        return "".join(
+            f'<{tag} class="{kind}">{escape(cell)}</{tag}>' for kind, cell in zip(kinds, cells, strict=True)
         )
-        rows.append(f'<tr class="{"first" if place == 1 else ""}">{"".join(marked)}</tr>')
+
+    head = marked("th", HEADS)
+    rows = [
+        f'<tr class="{"" if place else "first"}">{marked("td", cells)}</tr>'
+        for place, cells in enumerate(ranked_rows(best))
+    ]
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return f'<div class="scroll">{table}</div>'
 

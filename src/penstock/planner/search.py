@@ -13,8 +13,9 @@ drafted takes less than the least of theirs: most often that is above the tenth 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import ScheduleKind, meshes, runs
 from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
+from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.simulation.recompute import first_in_flight
 
@@ -54,6 +56,10 @@ class Miss(NamedTuple):
 
     def __lt__(self, other: Any) -> bool:
         return bool(self.nbytes < other.nbytes)
+
+
+_Form = Draft | Estimate | Miss | None  # None where there is no such schedule
+_Job = tuple[Callable[[Workload, Candidate, Cluster, float], _Form], Candidate]
 
 
 @dataclass(frozen=True)
@@ -119,15 +125,15 @@ def plan(
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)
-    fitting, missed, left = _simulated(model, cluster, promises, nbytes, keep, most, processes)
-    if not fitting:
-        raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
-    ordered = sorted(fitting, key=lambda run: run.seconds)
-    with collector_paused():
-        finals = [_exact(model, run.candidate, cluster, nbytes) for run in ordered[:keep]]
-        best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
-        if not best:  # their messages are too much
-            best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
+    with forked(partial(_formed, model, cluster, nbytes), processes) as forms:
+        fitting, missed, left = _simulated(forms, promises, keep, most)
+        if not fitting:
+            raise _nothing_fits(model, cluster, batch, length, nbytes, missed)
+        ordered = sorted(fitting, key=lambda run: run.seconds)
+        finals = forms([(_exact, run.candidate) for run in ordered[:keep]])
+    best = sorted((run for run in finals if isinstance(run, Estimate)), key=lambda run: run.seconds)
+    if not best:  # their messages are too much
+        best = [Trial.of(model, ordered[0].candidate, cluster, buffers=False).estimate()]
     least = min(promise.least for promise in promises)
     return Plans(tuple(best), tuple(ordered), least, left, len(promises), nbytes)
 
@@ -157,45 +163,40 @@ def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
     """Bytes that a run may take of a device. Raises ConfigError for more than it has."""
     if limit is not None and not 0 < limit <= cluster.device.memory:
-        rule = f"{cluster.device.name} has {gib(cluster.device.memory)}"
-        raise ConfigError(f"memory={gib(limit)}", rule, "Give at most that, or leave it out")
+        rule = f"{cluster.device.name} has {gib(cluster.device.memory)} GiB"
+        raise ConfigError(f"memory={gib(limit)} GiB", rule, "Give at most that, or leave it out")
     return cluster.device.memory * (1 - RESERVED) if limit is None else limit
 
 
+def _formed(model: Workload, cluster: Cluster, limit: float, job: _Job) -> _Form:
+    """A job in any process."""
+    form, candidate = job
+    try:
+        with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
+            return form(model, candidate, cluster, limit)
+    except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
+        return None
+
+
 def _simulated(
-    model: Workload,
-    cluster: Cluster,
-    promises: Sequence[Promise],
-    limit: float,
-    keep: int,
-    most: int,
-    processes: int = 1,
+    forms: Callable[[Sequence[_Job]], list[_Form]], promises: Sequence[Promise], keep: int, most: int
 ) -> tuple[list[Draft], Miss | None, float]:
     """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
-
-    def draft(candidate: Candidate) -> Draft | Miss | None:
-        try:
-            with collector_paused():  # a schedule has a hundred thousand ops, none of them in a cycle
-                return drafted(model, candidate, cluster, limit)
-        except (ConfigError, PartitionError, ScheduleError):  # no such schedule for these numbers
-            return None
-
     fitting: list[Draft] = []
     missed: Miss | None = None
     left = math.inf
-    with forked(draft, processes) as drafts:
-        for first in range(0, len(promises), _AT_ONCE):
-            times = nsmallest(keep, (run.seconds for run in fitting))
-            enough = len(fitting) >= most
-            slowest = times[-1] if len(times) == keep else math.inf
-            some = promises[first : first + _AT_ONCE]
-            chosen = [promise for promise in some if promise.least < slowest and not enough]
-            left = min([left, *(promise.least for promise in some if promise not in chosen)])
-            for run in drafts([promise.candidate for promise in chosen]):
-                if isinstance(run, Draft):
-                    fitting.append(run)
-                elif run is not None and (missed is None or run.nbytes < missed.nbytes):
-                    missed = run
+    for first in range(0, len(promises), _AT_ONCE):
+        times = nsmallest(keep, (run.seconds for run in fitting))
+        enough = len(fitting) >= most
+        slowest = times[-1] if len(times) == keep else math.inf
+        some = promises[first : first + _AT_ONCE]
+        chosen = [promise for promise in some if promise.least < slowest and not enough]
+        left = min([left, *(promise.least for promise in some if promise not in chosen)])
+        for run in forms([(drafted, promise.candidate) for promise in chosen]):
+            if isinstance(run, Draft):
+                fitting.append(run)
+            elif isinstance(run, Miss) and (missed is None or run.nbytes < missed.nbytes):
+                missed = run
     return fitting, missed, left
 
 
@@ -236,14 +237,21 @@ def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: floa
 
 
 def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a run that fits into `limit`.
+    """The fastest form of a run that fits into `limit`, without messages.
 
-    Layers run again in as few microbatches as the memory asks for. Weights are gathered layer by layer where
-    gathered whole they do not fit. Messages are left out
+    Weights are gathered layer by layer where gathered whole they do not fit.
     """
     trial = Trial.of(model, candidate, cluster, buffers=False)
     if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
         trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
+    return fastest_form(model, trial, cluster, limit)
+
+
+def fastest_form(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
+
+    Messages hold memory where those of `trial` do.
+    """
     if trial.least_bytes > limit:
         return Miss(trial.least_bytes, trial.candidate)
     if all(trial.fits(limit)):
@@ -272,12 +280,13 @@ def _recomputed(
     Where that split never fits, with all recomputed in layers split for it.
     """
     everything = replace(kept.candidate, recomputed=what, in_flight=None)
-    some = Trial.of(model, everything, cluster, buffers=False)
+    buffers = kept.kept.counts_buffers
+    some = Trial.of(model, everything, cluster, buffers=buffers)
     whole = first_in_flight(some.proof.schedule, None)
     if all(some.fits(limit, whole)):
         fewer = replace(some.candidate, in_flight=some.counts(limit))
         return _simulated_within(replace(some, candidate=fewer), limit)
-    again = Trial.of(model, replace(everything, split=()), cluster, buffers=False)
+    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
     if all(again.fits(limit, whole)):
         return _simulated_within(again, limit)
     needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
@@ -305,15 +314,15 @@ def _value(model: Workload, cluster: Cluster) -> str:
 def _too_large(model: Workload, cluster: Cluster, limit: float, least: float) -> ConfigError:
     """Weights alone do not fit. least: bytes of a device, in the mesh that spreads them best"""
     rule = (
-        f"weights, gradients and the optimizer's states alone take {gib(least)} a device in the mesh that "
-        f"spreads them best, {gib(least - limit)} more than {gib(limit)}"
+        f"weights, gradients and the optimizer's states alone take {gib(least)} GiB a device in the mesh "
+        f"that spreads them best, {gib(least - limit)} GiB more than {gib(limit)} GiB"
     )
     hosts = 2 ** math.ceil(math.log2(cluster.hosts * least / limit))
     return ConfigError(_value(model, cluster), rule, f"Take {hosts} hosts or more, or a smaller model")
 
 
 def _no_activations(model: Workload, cluster: Cluster, batch: int, length: int, limit: float) -> ConfigError:
-    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} a device"
+    rule = f"with all layers recomputed, activations leave every plan above {gib(limit)} GiB a device"
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
 
 
@@ -328,9 +337,9 @@ def _nothing_fits(
     rank = run.memory[run.fullest]
     rule = (
         f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
-        f"recomputation, needs {gib(run.nbytes)} a device, {gib(run.nbytes - limit)} more than {gib(limit)}: "
-        f"{gib(rank.fixed)} for weights, gradients and the optimizer, and {gib(rank.activations or 0)} for "
-        "activations"
+        f"recomputation, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more than "
+        f"{gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
+        f"{gib(rank.activations or 0)} GiB for activations"
     )
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
 
@@ -353,10 +362,7 @@ def _smallest_change(model: Workload, cluster: Cluster, batch: int, length: int,
         few = sorted(promised(model, larger, roomy, limit), key=lambda promise: -promise.candidate.axes.tp)[
             :_FEW
         ]
-        if _simulated(model, larger, few, limit, 1, _FEW)[0]:
-            return f"Take {words}, which fit"
+        with forked(partial(_formed, model, larger, limit), 1) as forms:
+            if _simulated(forms, few, 1, _FEW)[0]:
+                return f"Take {words}, which fit"
     return "Take more hosts, a smaller model, or shorter rows"
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"

@@ -13,7 +13,7 @@ from penstock.models.activation_checkpointing import Checkpointing
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.memory import Account
 from penstock.planner.candidate import GROUPS, Candidate
-from penstock.planner.work import ModelWork, PartBytes, PartWork, model_work
+from penstock.planner.work import ModelWork, PartBytes, PartWork, head_work, model_work
 
 
 class Measurement(NamedTuple):
@@ -35,6 +35,12 @@ def measured_work(plan: BuildPlan, candidate: Candidate) -> Measurement:
     return Measurement(replace(work, kinds=kinds), shared)
 
 
+def with_own_head(plan: BuildPlan, candidate: Candidate, alike: Measurement) -> Measurement:
+    """`measured_work` of a candidate that differs from that of `alike` in its loss alone: the head is run."""
+    head = head_work(Account(plan, candidate.axes, candidate.parallel_options()), candidate.shape)
+    return Measurement(replace(alike.work, head=head), alike.shared)
+
+
 def selective_work(plan: BuildPlan, candidate: Candidate, whole: Measurement) -> Measurement:
     """The same with selective recomputation: results of products and attention are kept. whole: with full"""
 
@@ -42,7 +48,7 @@ def selective_work(plan: BuildPlan, candidate: Candidate, whole: Measurement) ->
         layer = whole.work.layers.index(kind)
         account = Account(plan, candidate.axes, candidate.parallel_options())
         checkpointing = Checkpointing(save=GROUPS)
-        sizes, _ = account.of_part(candidate.shape, range(layer, layer + 1), 1, checkpointing)
+        sizes = account.of_part(candidate.shape, range(layer, layer + 1), 1, checkpointing)
         nbytes = work.nbytes._replace(
             recomputed_activation=sizes.kept.activation - whole.shared,
             recomputed_backward_peak=sizes.in_backward - whole.shared,
@@ -59,7 +65,7 @@ def _shared(plan: BuildPlan, candidate: Candidate, work: ModelWork) -> int:
     for layer, pair in enumerate(zip(work.layers, work.layers[1:], strict=False)):
         if pair[0] == pair[1]:
             account = Account(plan, candidate.axes, candidate.parallel_options())
-            sizes, _ = account.of_part(candidate.shape, range(layer, layer + 2), 1)
+            sizes = account.of_part(candidate.shape, range(layer, layer + 2), 1)
             return max(0, 2 * work.kinds[pair[0]].nbytes.activation - sizes.kept.activation)
     return 0
 

@@ -73,7 +73,6 @@ class PartWork(NamedTuple):
     input_grad: of I, without a forward that checkpointing runs again
     weight_grad: of W. A whole backward is I and W
     recomputed: what I or B runs again first where the layer is checkpointed; a part of `forward`, or all
-    parameters: how many the process holds of the part, after tp, ep and FSDP have sharded them
     """
 
     forward: tuple[OpWork, ...]
@@ -81,7 +80,6 @@ class PartWork(NamedTuple):
     weight_grad: tuple[OpWork, ...]
     recomputed: tuple[OpWork, ...]
     nbytes: PartBytes
-    parameters: int
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,14 @@ def model_work(
         tuple(works),
         tuple(map(distinct.index, kinds)),
         _part(account, shape, range(0), 0, None),
-        _part(account, shape, range(len(kinds), len(kinds)), 2, None),
+        head_work(account, shape),
     )
+
+
+def head_work(account: Account, shape: tuple[int, int]) -> PartWork:
+    """The work of the head with its loss, as in `model_work`."""
+    count = account.plan.chain.count
+    return _part(account, shape, range(count, count), 2, None)
 
 
 def _part(
@@ -146,11 +150,11 @@ def _part(
 ) -> PartWork:
     """again: how its layers are checkpointed where they are; None: the part never is"""
     once = _Recorder(account.axes)
-    sizes, parameters = account.of_part(shape, layers, stage, watch=once.during)
+    sizes = account.of_part(shape, layers, stage, watch=once.during)
     twice, recomputed = once, sizes
     if again is not None:
         twice = _Recorder(account.axes)
-        recomputed, _ = account.of_part(shape, layers, stage, again, twice.during)
+        recomputed = account.of_part(shape, layers, stage, again, twice.during)
     more = twice.ops["I"] - once.ops["I"]
     kept = sizes.kept
     nbytes = PartBytes(
@@ -163,7 +167,7 @@ def _part(
         kept.buffer,
     )
     forward, input_grad, weight_grad = (_as_work(once.ops[kind]) for kind in ("F", "I", "W"))
-    return PartWork(forward, input_grad, weight_grad, _as_work(more), nbytes, parameters)
+    return PartWork(forward, input_grad, weight_grad, _as_work(more), nbytes)
 
 
 def _as_work(ops: Counter[OpWork]) -> tuple[OpWork, ...]:

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Generic, NamedTuple, TypeVar
+from multiprocessing.connection import Connection, wait
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -32,20 +32,20 @@ def processors() -> int:
 
 
 class _Outcome(NamedTuple, Generic[R]):
-    """What a process answers. error: in place of results"""
+    """What a process answers. error: in place of a result"""
 
-    results: list[R]
-    error: Exception | None
+    result: R | None
+    error: Exception | None = None
 
 
 @contextmanager
 def forked(work: Callable[[A], R], processes: int) -> Iterator[Callable[[Sequence[A]], list[R]]]:
-    """A function that maps `work` over arguments, the i-th in process i modulo `processes`.
+    """A function that maps `work` over arguments, each in the first process that is free.
 
-    It returns the results in the arguments' order, and raises the first error that a process met. With one
-    process all runs in this one, and where there is an accelerator: autograd starts threads for it at the
-    first backward, and refuses one in a process that is forked after that. `work` is what it is now: what
-    changes in this process later is not seen.
+    It returns the results in the arguments' order, and raises the error of the first argument that has one.
+    With one process all runs in this one, and where there is an accelerator: autograd starts threads for it
+    at the first backward, and refuses one in a process that is forked after that. `work` is what it is now:
+    what changes in this process later is not seen.
     """
     if processes < 2 or torch.accelerator.is_available():
         yield lambda arguments: list(map(work, arguments))
@@ -69,20 +69,30 @@ def forked(work: Callable[[A], R], processes: int) -> Iterator[Callable[[Sequenc
 
 
 def _gathered(ends: Sequence[Connection], arguments: Sequence[A]) -> list[R]:
-    shares = [list(arguments[index :: len(ends)]) for index in range(len(ends))]
-    busy = [(end, share) for end, share in zip(ends, shares, strict=True) if share]
-    for end, share in busy:
-        end.send(share)
+    waiting, free, busy = list(enumerate(arguments))[::-1], list(ends), dict[Connection, int]()
+    outcomes = dict[int, _Outcome[R]]()
+    while waiting or busy:
+        while waiting and free:
+            index, argument = waiting.pop()
+            free[-1].send(argument)
+            busy[free.pop()] = index
+        for end in cast(list[Connection], wait(list(busy))):
+            outcomes[busy.pop(end)] = _received(end)
+            free.append(end)
+    in_order = [outcomes[index] for index in range(len(arguments))]
+    for outcome in in_order:
+        if outcome.error is not None:
+            raise outcome.error
+    return [cast(R, outcome.result) for outcome in in_order]
+
+
+def _received(end: Connection) -> _Outcome[Any]:
     try:
-        outcomes: list[_Outcome[R]] = [end.recv() for end, _ in busy]
+        outcome: _Outcome[Any] = end.recv()
     except EOFError:
         rule = "it ended before it answered; most often the machine's memory runs out"
         raise RunError("a process of the search", rule, "Take a machine with more free memory") from None
-    for outcome in outcomes:
-        if outcome.error is not None:
-            raise outcome.error
-    results = [outcome.results for outcome in outcomes]
-    return [results[index % len(ends)][index // len(ends)] for index in range(len(arguments))]
+    return outcome
 
 
 def _serve(work: Callable[[A], R], end: Connection) -> None:
@@ -91,11 +101,11 @@ def _serve(work: Callable[[A], R], end: Connection) -> None:
     torch.set_num_threads(1)  # OpenMP's threads, if this process's parent has any, are not forked
     while True:
         try:
-            arguments: list[A] = end.recv()
+            argument: A = end.recv()
         except EOFError:
             return
         try:
-            outcome = _Outcome(list(map(work, arguments)), None)
+            outcome = _Outcome(work(argument))
         except Exception as error:
-            outcome = _Outcome([], error)
+            outcome = _Outcome(None, error)
         end.send(outcome)

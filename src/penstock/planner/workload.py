@@ -6,7 +6,8 @@ these say what any number of rows takes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +24,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
 from penstock.pipeline.building.build_plan import BuildPlan, plan_stages
 from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision, Recomputed
-from penstock.planner.tracing import Measurement, measured_work, selective_work
+from penstock.planner.tracing import Measurement, measured_work, selective_work, with_own_head
 from penstock.planner.traffic import Traffic, traffic
 from penstock.planner.weights import PartMemory
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
@@ -131,32 +132,31 @@ class Workload:
     def measure(self, candidates: Iterable[Candidate], processes: int) -> None:
         """Run what all of these need without values, at once and in so many processes."""
         assert self._any_plan  # made before the forks
-        runs = {
-            _run_key(run): run for one in candidates for run in (replace(one, rows=rows) for rows in _ROWS)
-        }
-        missing = [run for run in runs.values() if not self._is_measured(run)]
-        with forked(self._both, min(processes, len(missing))) as each_in_turn:
-            for run, both in zip(missing, each_in_turn(missing), strict=True):
-                for what, measured in zip(_RECOMPUTED, both, strict=True):
-                    self._remember(replace(run, recomputed=what), measured)
+        alike = defaultdict[Hashable, dict[Hashable, Candidate]](dict)
+        for run in (replace(one, rows=rows) for one in candidates for rows in _ROWS):
+            if not self._is_measured(run):
+                alike[run.rows, _layers_key(run)][_run_key(run)] = run
+        with forked(self._measured_alike, min(processes, len(alike))) as each_in_turn:
+            for measured in each_in_turn([list(runs.values()) for runs in alike.values()]):
+                for form, one in measured:
+                    self._remember(form, one)
 
     def _is_measured(self, candidate: Candidate) -> bool:
         """In all ways to recompute."""
         return all(self._key(replace(candidate, recomputed=what)) in self._runs for what in _RECOMPUTED)
 
-    def _both(self, candidate: Candidate) -> list[Measurement]:
-        return [self._measured(replace(candidate, recomputed=what)) for what in _RECOMPUTED]
+    def _measured_alike(self, runs: Sequence[Candidate]) -> list[tuple[Candidate, Measurement]]:
+        """Of runs with the same layers, so that these are run once."""
+        forms = [replace(run, recomputed=what) for run in runs for what in _RECOMPUTED]
+        return [(form, self._measured(form)) for form in forms]
 
     def _measured(self, candidate: Candidate) -> Measurement:
         """On so many rows as the candidate has."""
         key = self._key(candidate)
-        if key in self._runs:
-            measured: Measurement = self._runs[key]
-            return measured
-        if candidate.recomputed == "selective":
-            whole = self._measured(replace(candidate, recomputed="full"))
-            return self._remember(candidate, selective_work(self._any_plan, candidate, whole))
-        return self._remember(candidate, measured_work(self._any_plan, candidate))
+        if key not in self._runs:
+            return self._remember(candidate, self._run(candidate))
+        measured: Measurement = self._runs[key]
+        return measured
 
     def _remember(self, candidate: Candidate, measured: Measurement) -> Measurement:
         if len(self._runs) >= _REMEMBERED:
@@ -169,12 +169,22 @@ class Workload:
         """What was measured of all models that are built as this one; of this workload alone for a user's."""
         return self._known if self._kind is None else _runs
 
-    def _key(self, candidate: Candidate) -> Hashable:
-        return self._kind, self.precision, candidate.precision, _run_key(candidate)
+    def _key(self, candidate: Candidate, fsdp: bool | None = None) -> Hashable:
+        return self._kind, self.precision, candidate.precision, _run_key(candidate, fsdp)
 
     @cached_property
     def _kind(self) -> Hashable | None:
         return built_alike(self.source.model)
+
+    def _run(self, candidate: Candidate) -> Measurement:
+        plan = self._any_plan
+        alike: Measurement | None = self._runs.get(self._key(candidate, not candidate.axes.uses_fsdp))
+        if candidate.recomputed != "selective":
+            return measured_work(plan, candidate) if alike is None else with_own_head(plan, candidate, alike)
+        whole = self._measured(replace(candidate, recomputed="full"))
+        if alike is None:
+            return selective_work(plan, candidate, whole)
+        return whole._replace(work=replace(whole.work, kinds=alike.work.kinds))
 
     @cached_property
     def _any_plan(self) -> BuildPlan:
@@ -192,10 +202,13 @@ class Workload:
 
     def memory(self, candidate: Candidate) -> PartMemory:
         """The bytes of weights, gradients and optimizer's states of each part."""
-        key = "memory", candidate.axes
+        axes = candidate.axes
+        copies = min(axes.dp_replicate, 2) if axes.shards == axes.ep else 1  # how many make no difference
+        axes = replace(axes, dp_replicate=copies, dp_shard=axes.shards, cp=1)
+        key = "memory", axes
         if key not in self._known:
             options = replace(candidate, reshard=False).parallel_options()
-            self._known[key] = PartMemory.of(self.source, self.chain, self.kinds, candidate.axes, options)
+            self._known[key] = PartMemory.of(self.source, self.chain, self.kinds, axes, options)
         memory: PartMemory = self._known[key]
         return memory
 
@@ -219,16 +232,20 @@ class Workload:
         return 3 * sum(op.flops * op.calls for part in parts for op in part.forward if op.kind != "other")
 
 
-def _shape_key(candidate: Candidate) -> tuple[Hashable, ...]:
-    """Equal for candidates whose parts do the same work for a row. Last, whether logits may be chunked."""
+def _layers_key(candidate: Candidate) -> tuple[Hashable, ...]:
+    """Equal for candidates whose parts but for the head do the same work for a row."""
     axes = candidate.axes
-    splits = candidate.sequence_parallel
-    return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, splits, axes.uses_fsdp
+    return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, candidate.sequence_parallel
 
 
-def _run_key(candidate: Candidate) -> tuple[Hashable, ...]:
+def _shape_key(candidate: Candidate, fsdp: bool | None = None) -> tuple[Hashable, ...]:
+    """Equal for candidates whose parts do the same work for a row. fsdp: if so, logits are not chunked"""
+    return *_layers_key(candidate), candidate.axes.uses_fsdp if fsdp is None else fsdp
+
+
+def _run_key(candidate: Candidate, fsdp: bool | None = None) -> tuple[Hashable, ...]:
     """Equal for candidates for which the same is run."""
-    return "runs", candidate.rows, _shape_key(candidate), candidate.recomputed == "selective"
+    return "runs", candidate.rows, _shape_key(candidate, fsdp), candidate.recomputed == "selective"
 
 
 def _grown(few: float, more: float, rows: int) -> float:
@@ -257,7 +274,7 @@ def _with_rows(few: ModelWork, more: ModelWork, rows: int) -> ModelWork:
     def part(a: PartWork, b: PartWork) -> PartWork:
         work = {name: ops(getattr(a, name), getattr(b, name)) for name in PartWork._fields[:4]}
         nbytes = PartBytes(*(round(grown(*pair)) for pair in zip(a.nbytes, b.nbytes, strict=True)))
-        return a._replace(nbytes=nbytes, **work)  # type: ignore[arg-type]
+        return a._replace(nbytes=nbytes, **work)
 
     kinds = tuple(part(*pair) for pair in zip(few.kinds, more.kinds, strict=True))
     ends = part(few.embedding, more.embedding), part(few.head, more.head)

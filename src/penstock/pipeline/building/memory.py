@@ -449,8 +449,8 @@ class Account:
         stage: int,
         checkpointing: Checkpointing | None = None,
         watch: AroundOp | None = None,
-    ) -> tuple[StageSizes, int]:
-        """Bytes of a microbatch on one part of the model, with split backwards, and its parameters here.
+    ) -> StageSizes:
+        """Bytes of a microbatch on one part of the model, with split backwards.
 
         Args:
             layers: of the part, none for the embedding or the head
@@ -462,12 +462,11 @@ class Account:
         ends = (layers.start, layers.stop, chain.count)
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             part = cut(model, chain, layers, info, values=False)
-            names = {name for name, _ in part.named_parameters()}
             local = self.axes.local_shape(shape)
             sizes = self._of_part(part, info, layers, ends, local, True, checkpointing, mesh, watch)
         if sizes is None:
             raise self._unknown()
-        return sizes, sum(self._local[name].own for name in names)
+        return sizes
 
     def _unknown(self) -> ModelError:
         return ModelError(
