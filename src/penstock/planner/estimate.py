@@ -166,7 +166,7 @@ class Trial:
         stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
         splits = bool((proof.arrays.kind == KINDS.index("I")).any())
         moved = _Mesh(candidate, cluster, across, buffers, splits, parts.shared)
-        kept = moved.costs(placement, stages, weights, recomputed=False)
+        kept = moved.costs(placement, stages, weights)
         most_live = _most_live(proof)
         fixed = tuple(
             rank_memory(
@@ -182,7 +182,7 @@ class Trial:
             proof,
             stages,
             kept,
-            moved.costs(placement, stages, weights, recomputed=True),
+            replace(kept, **moved.sizes(stages, recomputed=True)),
             fixed,
             model.flops(candidate.length),
             model.tied(candidate) if placement.depth > 1 else 0,
@@ -332,28 +332,33 @@ class _Mesh:
         placement: Placement,
         stages: Sequence[StageParts],
         weights: Sequence[Sequence[RankMemory]],
-        *,
-        recomputed: bool,
     ) -> Costs:
-        """recomputed: the sizes of a microbatch whose layers run again"""
-        nbytes = [stage.nbytes(recomputed, self.split, self.shared) for stage in stages]
+        """With every microbatch kept."""
+        sent = [stage.works[-1].nbytes.sent if stage.works else 0 for stage in stages]
         gathers = [self.gather(*both) for both in zip(stages, weights, strict=True)]
         every = [time if self.candidate.reshard else 0.0 for time in gathers]  # gathered in each F and I anew
         return Costs(
             forward=[stage.forward + gather for stage, gather in zip(stages, every, strict=True)],
             input_grad=[stage.input_grad + gather for stage, gather in zip(stages, every, strict=True)],
             weight_grad=[stage.weight_grad for stage in stages],
-            bytes=self.edges(placement, [size.sent for size in nbytes]),
+            bytes=self.edges(placement, sent),
             bandwidth=1.0,  # of edges in seconds: some cross hosts, and some do not
-            activation=[size.activation for size in nbytes],
-            held_for_weight=[size.for_weight for size in nbytes],
-            held_in_forward=[size.forward_peak for size in nbytes],
-            held_in_backward=[size.backward_peak for size in nbytes],
+            **self.sizes(stages, recomputed=False),
             recomputed=[stage.recomputed for stage in stages],
-            buffer=[size.sent for size in nbytes] if self.buffers else 0.0,
+            buffer=sent if self.buffers else 0.0,
             gather=0.0 if self.candidate.reshard else gathers,
             reduction=[reduction_seconds(parts, self.across, self.cluster) for parts in weights],
         )
+
+    def sizes(self, stages: Sequence[StageParts], *, recomputed: bool) -> dict[str, Any]:
+        """Of a microbatch. recomputed: whether its layers run again"""
+        nbytes = [stage.nbytes(recomputed, self.split, self.shared) for stage in stages]
+        return {
+            "activation": [size.activation for size in nbytes],
+            "held_for_weight": [size.for_weight for size in nbytes],
+            "held_in_forward": [size.forward_peak for size in nbytes],
+            "held_in_backward": [size.backward_peak for size in nbytes],
+        }
 
     def edges(self, placement: Placement, sent: Sequence[int]) -> list[float]:
         """Seconds of a message over the edge behind each stage. Rank r begins at device r x ranks a stage."""

@@ -78,6 +78,7 @@ def test_where_no_op_ran_alone_all_count() -> None:
     [
         {"forward": None}, {"forward": "1"}, {"forward": True}, {"forward": {0: 1}}, {"forward": [[[1]]]},
         {"bytes": -1}, {"bandwidth": "3"}, {"bandwidth": 0}, {"activation": [1, nan]},
+        {"activation": [nan, 1.0]}, {"buffer": [[1.0, -1.0]]}, {"bytes": [1.0, True]},
         {"communication": None}, {"buffer": None}, {"held_in_backward": "2"}, {"held_in_forward": -1},
     ],
 )  # fmt: skip

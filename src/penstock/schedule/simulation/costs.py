@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import median
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 from penstock.errors import ConfigError
 from penstock.schedule.ops import Kind, Op, Pair, Placement
@@ -227,10 +227,18 @@ def _check_form(name: str, cost: object, depth: int = 0) -> None:
     if cost is None and name in _OTHERWISE:
         return
     if isinstance(cost, Sequence) and not isinstance(cost, str | bytes) and depth < 2:
-        for entry in cost:
+        for entry in () if _are_right(cost) else cost:
             _check_form(name, entry, depth + 1)
     else:
         _check(name, cost)
+
+
+def _are_right(row: Sequence[object]) -> bool:
+    """Whether all are plain numbers that `_check` takes: a search checks millions."""
+    if not row or not {*map(type, row)} <= {int, float}:
+        return False
+    numbers = cast(Sequence[float], row)
+    return min(numbers) >= 0 and sum(numbers) < inf  # which no NaN is
 
 
 def _is_something(cost: object) -> bool:
