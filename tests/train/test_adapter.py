@@ -7,17 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from penstock import Pipeline
 from penstock.cli.merge import merge_folder
-from penstock.errors import CheckpointError, ConfigError, ModelError
+from penstock.errors import CheckpointError, ConfigError, ModelError, UnfitError
 from penstock.models.weights.folder import read_manifest
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
 from support import tiny
-from support.adapted import logits, opened, rarely, tensors_of
+from support.adapted import adapted, logits, lora, opened, rarely, tensors_of, whole
 from support.folders import check_folder
 from support.refusals import refuses
 
@@ -139,6 +143,73 @@ def test_a_base_model_without_weights_is_refused(tmp_path: Path) -> None:
             preflight(each)
     with pytest.raises(ValueError, match=r"'lora' is no section; write adapter: \{kind: lora\}"):
         tiny.config(tmp_path, keys={"adapter": "lora"})
+
+
+def a_peft_adapter(folder: Path, **options: Any) -> Any:
+    """A PeftModel on the base model of `config(folder)`, saved into folder/tuned, where nothing is zero."""
+    made = adapted(base(folder), lora(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], **options))
+    made.save_pretrained(folder / "tuned")
+    return PeftModel.from_pretrained(base(folder), folder / "tuned", is_trainable=True).train()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+def test_a_run_goes_on_from_an_adapter_of_peft_with_its_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """The loss and every gradient of the first step are PEFT's, and none is of a new adapter."""
+    train = {"clip_norm": None, "check": "always"}
+    config(tmp_path)
+    peft = a_peft_adapter(tmp_path, **options)
+    prepared = preflight(config(tmp_path, {"path": str(tmp_path / "tuned")}, train))
+    gradients: list[dict[str, Tensor]] = []
+    clip = Pipeline.clip_grad_norm_
+
+    def recorded(pipe: Pipeline, *arguments: Any) -> Any:
+        norm = clip(pipe, *arguments)
+        gradients.append({name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None})
+        return norm
+
+    monkeypatch.setattr(Pipeline, "clip_grad_norm_", recorded)
+    run(prepared)
+    content = prepared.data.batch(1).content
+    loss, expected = whole(peft, content)  # type: ignore[arg-type]
+    assert tiny.metrics(tmp_path)[1]["loss"] == pytest.approx(loss, rel=1e-6)
+    wanted = {name: value for name, value in expected.items() if value is not None and "lora_" in name}
+    assert gradients[0].keys() == wanted.keys() != set()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
+    again = opened(base(tmp_path), newest(tmp_path))  # which PEFT opens
+    assert not torch.allclose(logits(again, IDS), logits(peft.eval(), IDS), atol=1e-4)
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_and_not_from_its_first_adapter(tmp_path: Path) -> None:
+    config(tmp_path)
+    a_peft_adapter(tmp_path)
+    adapter = {"path": str(tmp_path / "tuned")}
+    run(preflight(config(tmp_path, adapter)))
+    expected = tensors_of(newest(tmp_path))
+    run(preflight(config(tmp_path, adapter), str(tiny.checkpoint(tmp_path, 2))))
+    ended = tensors_of(newest(tmp_path))
+    assert all(torch.equal(value, expected[name]) for name, value in ended.items())
+
+
+def test_an_adapter_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None:
+    config(tmp_path)
+    a_peft_adapter(tmp_path)
+    path = {"path": str(tmp_path / "tuned")}
+    with pytest.raises(ValueError, match=r"path=.* with r=2: .* of its own; leave r and alpha out"):
+        config(tmp_path, {**path, "r": 2, "alpha": 8})
+    with refuses(CheckpointError, rule="it cannot be read", remedy="Give a folder that holds an adapter"):
+        preflight(config(tmp_path, {"path": str(tmp_path / "nowhere")}))
+    weights = tmp_path / "tuned" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: value[:1] for name, value in tensors.items()}, weights)
+    with pytest.raises(UnfitError, match="not"):
+        preflight(config(tmp_path, path))
+    run(preflight(config(tmp_path / "other")))
+    tiny.save_model(tmp_path / "other" / "base", seed=9)
+    with pytest.raises(UnfitError, match="it was trained on another base model"):
+        preflight(config(tmp_path / "other", {"path": str(newest(tmp_path / "other"))}))
 
 
 def test_a_dry_run_counts_what_is_trained(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -15,7 +14,7 @@ from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.models import hub
-from penstock.models.adapters import import_peft, merge, merged_ties, names_in_file, without_adapters
+from penstock.models.adapters import merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
 from penstock.models.model_folder import config_of, other_files
 from penstock.models.mtp import FACTOR
@@ -32,8 +31,8 @@ from penstock.models.weights.saved_adapter import (
     adapter_file,
     check_adapter,
     check_base,
+    config_in,
     load_adapter,
-    read_object,
 )
 from penstock.runtime.ranks import Ranks
 from penstock.train.checkpoints import newest_checkpoint
@@ -54,7 +53,7 @@ def merge_folder(
     """
     limit = parsed_size(max_shard_size)
     folder = _adapter_folder(adapter)
-    config = _adapter_config(folder)
+    config = config_in(folder)
     named = base or config.base_model_name_or_path
     if base is None and hub.is_name(named):
         named, _ = hub.folder_of(str(named), config.revision, trusted=trusted)
@@ -111,16 +110,6 @@ def _adapter_folder(folder: Path) -> Path:
         contents = f"no {ADAPTER_CONFIG}, and no checkpoint with one"
         raise CheckpointError(str(folder), f"it holds {contents}", "Give a run's folder, or an adapter's")
     return newest
-
-
-def _adapter_config(folder: Path) -> Any:
-    """The adapter's config, read by PEFT. Raises CheckpointError."""
-    read_object(folder / ADAPTER_CONFIG)
-    try:
-        return import_peft().PeftConfig.from_pretrained(str(folder))
-    except Exception as cause:  # PEFT checks some keys, and raises any error for others
-        rule, remedy = f"PEFT cannot read it: {cause}", "Give a folder that PEFT or penstock wrote"
-        raise CheckpointError(str(folder / ADAPTER_CONFIG), rule, remedy) from cause
 
 
 def _prediction_factor(adapter: Path, config: PretrainedConfig) -> float | None:

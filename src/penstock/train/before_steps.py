@@ -20,6 +20,7 @@ from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.files import weight_files
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.pipeline import Pipeline
+from penstock.train.adapter import adapter_folder
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, find_start, start_after
 from penstock.train.data.rows import Content, has_labels
@@ -69,13 +70,15 @@ def recalled(prepared: Prepared, pipe: Pipeline, memory: MemoryCheckpoints) -> P
 
 
 def resumed(prepared: Prepared, pipe: Pipeline, optimizers: Sequence[Optimizer]) -> Prepared:
-    """Load the checkpoint of `prepared.start`. Collective.
+    """Load the checkpoint of `prepared.start`, or in a fresh run the adapter that it begins with. Collective.
 
     If it is altered or cannot be read, and the user named no path, an older one is loaded; the result starts
     there.
     """
     config, model, start = prepared.config, prepared.plan.source.model, prepared.start
     if start.checkpoint is None:
+        if (trained := adapter_folder(config.adapter)) is not None:
+            pipe.ranks.attempt(f"read adapter {trained}", lambda: pipe.load_weights(trained))
         return prepared
     try:
         load_checkpoint(start.checkpoint, pipe, optimizers, learning_rates=False)  # each step sets its own
@@ -104,7 +107,8 @@ def balanced(prepared: Prepared) -> AutoPipeline:
 
 def compare(prepared: Prepared, pipe: Pipeline, say: Callable[[str], None]) -> None:
     """Compare the pipeline with the whole model, as train.check says. Collective. say: shows a line"""
-    mode, folder, auto = prepared.config.train.check, prepared.start.checkpoint, prepared.auto
+    mode, auto = prepared.config.train.check, prepared.auto
+    folder = prepared.start.checkpoint or adapter_folder(prepared.config.adapter)
     if mode == "off" or (mode == "auto" and prepared.start.done):
         return
     source = prepared.plan.source

@@ -17,14 +17,17 @@ from transformers import PretrainedConfig
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
+from penstock.models.adapters import names_in_file
 from penstock.models.source import ModelLike, Source, open_without_flash
-from penstock.models.weights.saved_adapter import check_base
+from penstock.models.weights.files import tied_names
+from penstock.models.weights.saved_adapter import adapter_file, check_adapter, check_base
 from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
 from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
+from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
@@ -223,8 +226,12 @@ def _planned(
     _check_counts(config, auto, plan)
     kinds = trained_by(config.optimizer, model, plan.chain.layers)
     start = find_start(config, model, resume, kinds)
-    if start.checkpoint is not None and source.adapter is not None:
-        check_base(start.checkpoint, source.base_fingerprint(config.model.seed))
+    trained = start.checkpoint or adapter_folder(config.adapter)
+    if trained is not None and source.adapter is not None:
+        check_base(trained, source.base_fingerprint(config.model.seed))
+        if start.checkpoint is None:
+            with adapter_file(trained) as file:
+                check_adapter(file, model, names_in_file(model, source.adapter), tied_names(model))
     return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
 
 

@@ -22,13 +22,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 
-# an adapter's config as `penstock merge` reads it, without the whole command
-from penstock.cli.merge import _adapter_config
 from penstock.errors import PenstockError
 from penstock.models.adapters import names_in_file
 from penstock.models.source import open_source
 from penstock.models.weights.files import INDEX, SINGLE, tied_names
-from penstock.models.weights.saved_adapter import adapter_file, check_adapter, load_adapter
+
+# an adapter's config as `penstock merge` reads it, without the whole command
+from penstock.models.weights.saved_adapter import adapter_file, check_adapter, config_in, load_adapter
 from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
 from support.mutations import CASES, mutated_bytes, mutated_json, seeded
 
@@ -211,7 +211,7 @@ def adapter(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Path:
 
 def adapted(base: Path, folder: Path) -> dict[str, Tensor]:
     """The state of the base model with the adapter of a folder, read as `penstock merge` reads it."""
-    config = _adapter_config(folder)
+    config = config_in(folder)
     config.init_lora_weights = True
     source = open_source(base, None, None, config)
     assert source.adapter is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -119,6 +120,23 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: 
         display.say("that is all [bold]")
     said = capsys.readouterr().out
     assert all(part in said for part in ("that is all [bold]", "loss 2.500", "7/7"))
+
+
+def test_bar_and_time_left_stay_in_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.0: the numbers took the whole line, and the bar and the time were not seen."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    known = {"tflops_per_device": 412.6, "mfu": 0.417, "peak_allocated": [3 * 2**30], "host_share": 0.02}
+    with make_display(True, 100_000, 0, 1) as display:
+        display.step({**row(50_000, padding=0.0625), **known})
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().out)
+    (line,) = {line for line in said.splitlines() if "50000/100000" in line}
+    assert len(line) <= 80
+    assert line.startswith("━" * 8)
+    assert re.search(r"50000/100000 +(\d+:\d\d:\d\d|-:--:--) +loss 2\.500  1,234 tokens/s .*…$", line)
 
 
 def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import CheckpointError, UnfitError
-from penstock.models.adapters import Adapter
+from penstock.models.adapters import Adapter, LoraConfig, import_peft
 from penstock.models.tracing.meta import write_through
 from penstock.models.weights.files import Ties
 from penstock.models.weights.folder import Hashed
@@ -126,6 +126,16 @@ class SavedAdapter(SavedModel):
         for key in _MEANING:
             if content.get(key, ours.get(key)) != ours.get(key):
                 raise _unfit(folder, f"adapter with {key}={content[key]}", f"the model has {ours.get(key)}")
+
+
+def config_in(folder: Path) -> LoraConfig:
+    """The config of an adapter's folder, read by PEFT. Raises CheckpointError; ConfigError without PEFT."""
+    read_object(folder / ADAPTER_CONFIG)
+    try:
+        return import_peft().PeftConfig.from_pretrained(str(folder))
+    except Exception as cause:  # PEFT checks some keys, and raises any error for others
+        rule, remedy = f"PEFT cannot read it: {cause}", "Give a folder that PEFT or penstock wrote"
+        raise CheckpointError(str(folder / ADAPTER_CONFIG), rule, remedy) from cause
 
 
 def read_object(file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from penstock.errors import ConfigError
 from penstock.models.split.partition import check_one_description
@@ -95,6 +95,12 @@ class ModelSection(Section, ModelOptions):
             )
 
 
+def _split(name: str) -> str:
+    if not name or set(name) & set("[]+:% "):
+        raise ValueError(f"{name!r} is no split's name, such as train; for a part of one use data.held_out")
+    return name
+
+
 class DummySection(Section):
     """Made-up tokens, to measure with: no file is read, and no tokenizer is needed."""
 
@@ -137,6 +143,7 @@ class RecordSection(Section):
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
     def check_keys(self) -> None:
+        super().check_keys()
         if self.columns is None:
             return
         for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
@@ -148,10 +155,29 @@ class RecordSection(Section):
                 raise ValueError(f"{rule} of a record; {remedy}, or leave columns out")
 
 
-class SourceSection(RecordSection):
-    """Files. Keys that are left out are those of `data`."""
+class NamedSection(Section):
+    """Which part of a data set that the package datasets loads by name."""
 
-    path: PathText  # a local file or folder
+    # with a split, `path` is a name of the Hub, owner/name, or a folder that datasets can load: the split's
+    # name, such as train, without a slice; null: `path` is read as it is
+    split: Annotated[str, AfterValidator(_split)] | None = None
+    config: str | None = None  # of a data set that has several, such as a language; only with split
+    revision: str | None = None  # of the Hub: a branch, tag or commit; null: main; only with split
+
+    def check_keys(self) -> None:
+        super().check_keys()
+        for key in ("config", "revision"):
+            if (value := getattr(self, key)) is not None and self.split is None:
+                raise ValueError(
+                    f"{key}={value} is of a data set by name, which needs its split; give split, such as "
+                    f"train, or leave {key} out"
+                )
+
+
+class SourceSection(RecordSection, NamedSection):
+    """Files. Keys that are left out are those of `data`, but for split, config and revision."""
+
+    path: PathText  # a local file or folder; with split also a name of the Hub
 
 
 class MixtureSection(SourceSection):
@@ -167,10 +193,10 @@ class StreamingSection(Section):
     buffer: Count = 1000  # records, from which the next one is drawn at random; 1: in the files' order
 
 
-class DataSection(RecordSection):
+class DataSection(RecordSection, NamedSection):
     """Which text, chats or tokens, and how they become rows. One of `path` and `mixture`."""
 
-    path: PathText | None = None  # a local file or folder
+    path: PathText | None = None  # a local file or folder; with split also a name of the Hub
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
     validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
     # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
@@ -319,7 +345,8 @@ class DataSection(RecordSection):
         """The files to train on, `path` as a mixture of one."""
         if self.path is None:
             return self.mixture
-        keys = {name: getattr(self, name) for name in RecordSection.model_fields}
+        names = (*RecordSection.model_fields, *NamedSection.model_fields)
+        keys = {name: getattr(self, name) for name in names}
         return (MixtureSection(path=self.path, **keys),)
 
 

@@ -26,12 +26,15 @@ import numpy as np
 from penstock.errors import DataError
 from penstock.reading import MIB, check_regular, json_at, open_regular, size
 from penstock.train.config.sections import DummySection, SourceSection
+from penstock.train.data.named import arrow_files
 
 Columns = Callable[[list[str]], list[str]]
 Format = Literal["text", "jsonl", "parquet", "dataset", "megatron", "dummy"]
 TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised already
+_GIVE = "Give a local path; for a data set of the Hub give its split too, such as split: train"
 MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
+_OF_ROWS = ("chat", "tokens", "dataset")  # kinds of records that a row of a dataset may hold
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
 _READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
@@ -82,7 +85,7 @@ class DataSource:
     """Files and how they are read.
 
     Attributes:
-        files: in the order of their records; of a dataset, its folder or .arrow file
+        files: in the order of their records; of a dataset, its folder or .arrow files
         format: text holds documents, one a file
     """
 
@@ -134,6 +137,8 @@ def open_source(section: SourceSection) -> DataSource:
     """Find the files. Raises DataError for missing files, and for a kind that does not fit them."""
     if section.kind == "dummy":
         return DataSource(section, (), "dummy")
+    if section.split is not None:
+        return _named(section)
     path = Path(section.path).expanduser()
     if section.kind == "megatron" or (section.kind == "auto" and path.suffix in (".bin", ".idx")):
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -141,7 +146,7 @@ def open_source(section: SourceSection) -> DataSource:
             section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron"
         )
     if not path.exists():
-        raise DataError(f"data.path={section.path}", "there is no such file or folder", "Give a local path")
+        raise DataError(f"data.path={section.path}", "there is no such file or folder", _GIVE)
     of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return DataSource(section, (path,), "dataset")
@@ -149,6 +154,16 @@ def open_source(section: SourceSection) -> DataSource:
     for file in files:
         stat_of(file)
     return DataSource(section, files, _format(section.kind, path, files))
+
+
+def _named(section: SourceSection) -> DataSource:
+    """The rows of a data set by its name. Raises DataError."""
+    value, kinds = f"data.path={section.path} with split={section.split}", ("auto", *_OF_ROWS)
+    if section.kind not in kinds:
+        rule = f"it has rows, and data.kind={section.kind} reads files"
+        raise DataError(value, rule, f"Take one of {', '.join(kinds)}, or leave split out")
+    datasets = need("datasets", value, "a data set by name needs the package datasets", "datasets")
+    return DataSource(section, arrow_files(section, datasets), "dataset")
 
 
 def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from penstock.errors import RunError
 from penstock.models.weights.folder import UNREADABLE
@@ -134,8 +135,10 @@ class Bar(Display):
 
     def __init__(self, steps: int, done: int) -> None:
         self._progress = Progress(
-            TextColumn("{task.fields[numbers]}"), BarColumn(bar_width=None), MofNCompleteColumn(),
-            TimeRemainingColumn(), console=Console(), refresh_per_second=4,
+            BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn(),
+            # what does not fit is cut, so that the bar and the time left stay
+            TextColumn("{task.fields[numbers]}", table_column=Column(ratio=1, no_wrap=True)),
+            console=Console(), refresh_per_second=4, expand=True,
         )  # fmt: skip
         self._task = self._progress.add_task("", total=steps, completed=done, numbers="starting")
 
