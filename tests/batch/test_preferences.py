@@ -48,7 +48,7 @@ def simpo(logps: Tensor, tokens: Tensor, reference: Tensor) -> Tensor:
 
 CASES: dict[str, tuple[Preference, Formula]] = {
     "dpo": (DPO(0.3), sigmoid),
-    "ipo": (DPO(0.3, loss="ipo"), ipo),
+    "ipo": (DPO(0.3, variant="ipo"), ipo),
     "orpo": (ORPO(0.3), orpo),
     "simpo": (SimPO(0.3, 0.5), simpo),
 }
@@ -189,8 +189,8 @@ def test_options_that_mean_nothing_are_refused() -> None:
     for make in (lambda: DPO(beta=0), lambda: ORPO(beta=-1), lambda: SimPO(beta=0)):
         with refuses(ConfigError, "beta"):
             make()
-    with refuses(ConfigError, "loss='hinge'"):
-        DPO(loss="hinge")  # type: ignore[arg-type]
+    with refuses(ConfigError, "variant='hinge'"):
+        DPO(variant="hinge")  # type: ignore[arg-type]
     with refuses(ConfigError, "cp=2", "whole rows"):
         AutoPipeline(ranks=1, loss_fn=DPO(), axes=Axes(cp=2)).chosen_schedule()
 

@@ -158,23 +158,23 @@ class DPO(Preference):
 
     Args:
         beta: how strongly the model is held to the reference model; for ipo it is the paper's tau.
-        loss: sigmoid, or ipo: a squared distance, of means over tokens as in TRL.
+        variant: sigmoid, or ipo: a squared distance, of means over tokens as in TRL.
 
     Reads the entry `reference_logps` (rows,) of a batch, which `Pipeline.logprobs` computes.
     Raises ConfigError.
     """
 
     beta: float = 0.1
-    loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    variant: Literal["sigmoid", "ipo"] = "sigmoid"
     reads_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check_positive(self, "beta")
-        if self.loss not in ("sigmoid", "ipo"):
-            raise ConfigError(f"loss={self.loss!r}", "DPO has two", "Take 'sigmoid' or 'ipo'")
+        if self.variant not in ("sigmoid", "ipo"):
+            raise ConfigError(f"variant={self.variant!r}", "DPO has two", "Take 'sigmoid' or 'ipo'")
 
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
-        if self.loss == "sigmoid":
+        if self.variant == "sigmoid":
             return -F.logsigmoid(self.beta * (chosen.ratio - rejected.ratio))
         difference = chosen.ratio / chosen.tokens - rejected.ratio / rejected.tokens
         return (difference - 1 / (2 * self.beta)).square()

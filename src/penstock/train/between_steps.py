@@ -61,8 +61,13 @@ class HeldOutEvaluation(RunPart):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
         run.log.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
-        run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} nats a token")
+        run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} {_unit(run)}")
         return loss
+
+
+def _unit(run: Run) -> str:
+    loss = run.config.train.loss
+    return "nats a token" if loss is None else f"a pair ({loss.kind})"
 
 
 class SignalsWait(RunPart):

@@ -34,6 +34,7 @@ from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
+from penstock.train.data.pairs import PairLayout, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -177,6 +178,10 @@ class Data:
         reached = {"rows": self._first(step + 1), "position": position}
         return {"digest": self.digest, **reached, "sources": list(self.known)}
 
+    def rows_until(self, step: int) -> Sequence[int]:
+        """The stored rows of all steps up to `step`, in order."""
+        return self.take(0, self._first(step + 1))[1]
+
     def _first(self, step: int) -> int:
         """The number of the run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
@@ -219,10 +224,16 @@ class Data:
 
     def held_out_batches(self, count: int) -> list[LoadedBatch]:
         """At most `count` batches, spread evenly over the held-out rows."""
+        size, spread = self.sizes.full.rows, self.held_out_rows(count)
+        starts = range(0, len(spread), size)
+        return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in starts]
+
+    def held_out_rows(self, count: int) -> Sequence[int]:
+        """The rows of at most `count` held-out batches."""
         available, size = len(self.held_out), self.sizes.full.rows
         rows = min(count, available // size) * size
-        spread = np.linspace(0, available - 1, rows).round().astype(int).tolist()
-        return [self._part(self.layout, self.held_out, spread[at : at + size]) for at in range(0, rows, size)]
+        spread: list[int] = np.linspace(0, available - 1, rows).round().astype(int).tolist()
+        return spread
 
     def expected(self, steps: int) -> Fill:
         """The fill of the first batches of a run of `steps` steps; for a stream, of the held-out ones.
@@ -305,7 +316,7 @@ def _begin_thread(device: torch.device, threads: int) -> None:
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
-    chat = any(source.kind == "chat" for source in section.sources)
+    chat = any(source.kind in ("chat", "preference") for source in section.sources)
     name, trusted = tokenizer_folder(config), config.model.trust_remote_code
     if section.images is not None:
         return Processor(name, read_template(section.chat_template), section.images, trusted)
@@ -340,6 +351,9 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
+    if section.has_pairs:
+        refers = config.train.loss is not None and config.train.loss.kind == "dpo"
+        layout = PairLayout(calls, False, padding, longest=section.longest_document, refers=refers)
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache))
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:
@@ -456,7 +470,7 @@ class _Loader:
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
                  keys.longest_document)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
-            ("rows", parts),
+            ("pairs" if keys.has_pairs else "rows", parts),
             lambda folder: _write_rows(folder, store, keys, share, least),
             lambda folder: [mapped(folder / name, np.int64) for name in _ARRAYS],
         )
@@ -527,11 +541,13 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
     if stream:
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
+    elif section.has_pairs:
+        pieces = whole_pairs(store, longest, section.overlong)
     else:
         pieces = cut(np.asarray(store.lengths), longest, section.overlong)
-    pieces = _that_count(store, pieces)
-    count = len(pieces.lengths)
-    pack = one_each if stream else PACKINGS[section.packing]
+    pieces = pieces if section.has_pairs else _that_count(store, pieces)
+    count, together = len(pieces.lengths), 2 if section.has_pairs else 1
+    pack = pair_each if section.has_pairs else one_each if stream else PACKINGS[section.packing]
 
     def packed(first: int, end: int) -> Packing:
         made = pack(pieces.lengths[first:end], length)
@@ -543,9 +559,11 @@ def _write_rows(folder: Path, store: Store, section: DataSection, share: float, 
         ends = np.cumsum(pieces.lengths)
         kept = (1 - share) * (ends[-1] if count else 0)
         left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
+    left_out += left_out % together
     held_out = packed(count - left_out, count)
     while held_out.size < least and left_out < count:  # a row may hold many documents
-        left_out = min(count, max(left_out + 1, left_out * least // held_out.size))
+        left_out = min(count, max(left_out + 1, left_out * least // max(held_out.size, 1)))
+        left_out += left_out % together
         held_out = packed(count - left_out, count)
     for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
         array.tofile(folder / name)
