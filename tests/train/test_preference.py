@@ -17,7 +17,9 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.preference import with_references
 from penstock.train.preflight import preflight
 from penstock.train.run import run
+from support import jobs_train
 from support.pairs import plain_gradients, plain_logps
+from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model
 
@@ -121,3 +123,25 @@ def test_a_resumed_run_reads_the_file_and_computes_what_it_lacks(tmp_path: Path)
     other = with_references(prepared.data, prepared.config, pipe, "another run").rows.references
     assert other is not None
     assert not np.array_equal(other[known], first[known])
+
+
+def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
+    """Two pipelines of two ranks, seven pairs a step: one has a pair more than the other."""
+    keys = {"train.batch_size": 7, "data.held_out": 0.3, "parallel.dp_replicate": 2, "train.check": "always"}
+    made = with_pairs(tmp_path, keys).model_dump(mode="json")
+    for said in pool.run(4, jobs_train.trained, made):
+        assert said["error"] == ""
+    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
+    output.mkdir(parents=True)
+    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
+    said = run(preflight(TrainConfig.model_validate(made)))
+    assert said.number == 4
+    kept = ("loss", "held_out_loss", "grad_norm", "rewards/margins", "logps/chosen", "rewards/accuracies")
+    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
+        for name in set(kept) & row.keys():
+            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+def test_the_split_is_checked_with_whole_pairs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(preflight(with_pairs(tmp_path, steps=1, check="always")))
+    assert "gradients equal the whole one's" in capfd.readouterr().out

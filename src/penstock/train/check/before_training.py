@@ -233,6 +233,7 @@ def _has_rows(value: Any) -> bool:
 
 def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:
     short = {name: value[:, :length] for name, value in row.items() if _has_rows(value)}
+    short |= {REFERENCE: row[REFERENCE]} if REFERENCE in row else {}
     if "cu_seq_lens_q" in row:  # the bounds of the documents that remain
         length = short["input_ids"].shape[1]
         ends = row["cu_seq_lens_q"]
