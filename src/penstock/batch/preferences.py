@@ -29,7 +29,8 @@ from torch import Tensor
 
 from penstock.batch.deferred_logits import whole
 from penstock.batch.loss import IGNORED, ahead, check_labels, labels_of
-from penstock.batch.microbatches import check_groups
+from penstock.batch.microbatches import batch_rows, check_groups
+from penstock.batch.packing import PER_TOKEN
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
 
@@ -239,14 +240,14 @@ class Reward(Preference):
     center: float = 0.0
 
     def weight(self, microbatch: Microbatch) -> int:
-        return check_groups("a microbatch", len(microbatch["input_ids"]), self.rows_per_group)
+        return check_groups("a microbatch", batch_rows(microbatch, {}), self.rows_per_group)
 
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
         loss = -F.logsigmoid(chosen.logps - rejected.logps)
         return loss + self.center * (chosen.logps + rejected.logps).square() if self.center else loss
 
     def _halves(self, logits: Tensor, microbatch: Microbatch) -> tuple[Half, Half]:
-        if logits.shape != (len(microbatch["input_ids"]), 1):
+        if logits.dim() != PER_TOKEN or logits.shape[1] != 1:
             rule = "a reward model gives one score a row"
             remedy = "Take a model for sequence classification with num_labels=1"
             raise ModelError(f"an output of shape {list(logits.shape)}", rule, remedy)
