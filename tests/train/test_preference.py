@@ -78,10 +78,13 @@ def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(tmp_path: Path, l
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
     if loss == "dpo":
+        assert rows[0]["held_out_rewards/margins"] == 0
         assert steps[0]["loss"] == pytest.approx(0.6931471, rel=1e-5)
         assert steps[0]["rewards/margins"] == 0
     held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
     assert held_out[-1] < held_out[0]
+    margins = [row["held_out_rewards/margins"] for row in rows if "held_out_loss" in row]
+    assert margins[-1] > margins[0]
     checkpoint(tmp_path, 6).rename(tmp_path / "before")
     run(preflight(made, str(checkpoint(tmp_path, 3))))
     assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))

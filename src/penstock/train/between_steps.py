@@ -17,6 +17,7 @@ from penstock.models.model_folder import TOKENIZER, other_files
 from penstock.train.checkpoints import checkpoint_folder, prune
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.part import Run, RunPart, TrainStep
+from penstock.train.records.metrics import MetricsRow
 from penstock.train.skips import not_finite, stopped
 
 
@@ -60,7 +61,10 @@ class HeldOutEvaluation(RunPart):
         if reason := not_finite(held_out_loss=loss):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
-        run.log.write({"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds})
+        row: MetricsRow = {"step": step, "held_out_loss": loss, "tokens": tokens, "seconds": seconds}
+        for part in run.parts:
+            row |= part.evaluated()
+        run.log.write(row)
         run.display.say(f"step {step}/{run.config.train.steps}  held-out loss {loss:.4f} {_unit(run)}")
         return loss
 

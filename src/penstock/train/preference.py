@@ -33,18 +33,24 @@ _FILE = "reference_logps.npz"
 
 
 class Rewards(RunPart):
-    """Logs the rewards of the step's pairs, by TRL's names. Every rank sends its sums to all once a step."""
+    """Logs the rewards of a step's pairs, and of held-out ones, by TRL's names. Collective each time."""
 
     def __init__(self, run: Run, loss: Preference) -> None:
         super().__init__(run)
         self._loss = loss
 
     @contextmanager
-    def around(self, step: int) -> Iterator[None]:
-        self._loss.metrics()  # forgets what an evaluation has added
+    def training(self) -> Iterator[None]:
+        self._loss.metrics()  # forgets what the check of the split has added
         yield
 
+    def evaluated(self) -> MetricsRow:
+        return {f"held_out_{name}": mean for name, mean in self._gathered().items()}
+
     def row(self, step: TrainStep) -> MetricsRow:
+        return self._gathered()
+
+    def _gathered(self) -> MetricsRow:
         return self._loss.metrics(self.run.pipe.ranks.gather)
 
 
