@@ -168,13 +168,16 @@ def _within(place: str, schema: dict[str, Any], shown: set[str]) -> Iterator[Tab
 def _definitions(value: dict[str, Any]) -> list[dict[str, Any]]:
     """The sections that a key may hold, or a list of."""
     value = value.get("items", value)
-    alternatives = value.get("anyOf", value.get("oneOf", [value]))
-    return [SCHEMA["$defs"][each["$ref"].rpartition("/")[2]] for each in alternatives if "$ref" in each]
+    if alternatives := value.get("anyOf", value.get("oneOf")):
+        return [definition for each in alternatives for definition in _definitions(each)]
+    return [SCHEMA["$defs"][value["$ref"].rpartition("/")[2]]] if "$ref" in value else []
 
 
 def _title(place: str, definition: dict[str, Any]) -> str:
-    name = definition["properties"].get("name", {}).get("const")
-    return f"{place}, name: {name}" if name else place
+    for key in ("name", "kind"):
+        if name := definition["properties"].get(key, {}).get("const"):
+            return f"{place}, {key}: {name}"
+    return place
 
 
 def _section(table: Table) -> str:

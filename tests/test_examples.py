@@ -76,6 +76,15 @@ def test_1f1b_by_hand_has_under_120_lines() -> None:
     assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) < 120
 
 
+def test_dpo_prefers_what_was_chosen(run: Run) -> None:
+    code, out, err = run("dpo.py")
+    assert code == 0, err
+    first, *_, last = out.splitlines()
+    assert "loss 0.6931  margin +0.000" in first
+    assert "accuracy 1.00" in last
+    assert len((EXAMPLES / "dpo.py").read_text().splitlines()) < 60
+
+
 def test_a_model_of_ones_own_learns(run: Run) -> None:
     code, out, err = run("own_model.py", "--ranks", "3")
     assert (code, err) == (0, "")

@@ -5,6 +5,7 @@ import torch
 
 from penstock.batch.microbatches import PerRow, batch_rows, checksums, fingerprint, joined, split, split_batch
 from penstock.errors import BatchError
+from support.refusals import refuses
 
 
 def test_uneven_rows_go_to_the_first_microbatches() -> None:
@@ -108,6 +109,21 @@ def test_a_batch_is_split_as_a_step_splits_it() -> None:
     assert [piece["x"].tolist() for piece in pieces] == [[0, 1, 2], [3, 4], [5, 6]]
     assert all(len(piece["table"]) == 3 for piece in pieces)
     assert [len(piece["x"]) for piece in split_batch({"x": torch.arange(6)}, 3, even=True)] == [2, 2, 2]
+
+
+def test_rows_of_a_group_stay_in_one_microbatch() -> None:
+    batch = {"x": torch.arange(8), "nest": (torch.arange(8),), "seen": PerRow([torch.ones(1)] * 8)}
+    parts = split_batch(batch, 3, rows_per_group=2)
+    assert [part["x"].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert [part["nest"][0].tolist() for part in parts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert [len(part["seen"]) for part in parts] == [4, 2, 2]
+    documents = {"x": torch.zeros(6, 3), "cu_seq_lens_q": torch.arange(0, 19, 3)}
+    bounds = [part["cu_seq_lens_q"].tolist() for part in split_batch(documents, 2, rows_per_group=2)]
+    assert bounds == [[0, 3, 6, 9, 12], [0, 3, 6]]
+    with refuses(BatchError, "a batch of 8 rows", "each group of 3", "multiple of 3"):
+        split_batch(batch, 2, rows_per_group=3)
+    with refuses(BatchError, "a batch of 8 rows", "5 microbatches of at least one group of 2", "at most 4"):
+        split_batch(batch, 5, rows_per_group=2)
 
 
 @pytest.mark.parametrize(

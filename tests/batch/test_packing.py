@@ -143,9 +143,9 @@ def rows_of_documents(draw: st.DrawFn) -> tuple[int, Tensor]:
 def test_split_boundaries_are_those_of_the_split_rows(made: tuple[int, Tensor], data: st.DataObject) -> None:
     length, bounds = made
     rows = int(bounds[-1]) // length
-    count = data.draw(st.integers(1, rows))
-    parts = split_lens("cu_seq_lens_q", bounds, rows, count)
-    places = positions(bounds).view(rows, length).tensor_split(count)
+    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
+    parts = split_lens("cu_seq_lens_q", bounds, rows, cuts)
+    places = positions(bounds).view(rows, length).tensor_split(cuts)
     for part, place in zip(parts, places, strict=True):
         assert part.dtype == torch.int32
         assert torch.equal(positions(part).view(-1, length), place)
@@ -160,12 +160,12 @@ def test_a_document_over_a_rows_end_is_refused() -> None:
     with refuses(BatchError, "cu_seq_lens_q of 3 documents for 2 rows of 4 tokens", "4 up to 8"):
         with_positions({"input_ids": ids, "cu_seq_lens_q": over})
     with refuses(BatchError, "cu_seq_lens_q of 3 documents for 2 rows of 4 tokens", "documents end"):
-        split_lens("cu_seq_lens_q", over, 2, 2)
+        split_lens("cu_seq_lens_q", over, 2, [1])
     with refuses(BatchError, "cu_seq_lens_q of 1 documents for 2 rows of 2 tokens", "documents end"):
-        split_lens("cu_seq_lens_q", torch.tensor([0, 4]), 2, 2)
+        split_lens("cu_seq_lens_q", torch.tensor([0, 4]), 2, [1])
     for wrong in ([0, 4, 4, 8], [1, 4, 8], [0, 8, 4], [0]):
         with refuses(BatchError, rule="no document is empty"):
-            split_lens("cu_seq_lens_q", torch.tensor(wrong), 2, 1)
+            split_lens("cu_seq_lens_q", torch.tensor(wrong), 2, [])
 
 
 def test_positions_are_added_where_they_are_missing() -> None:

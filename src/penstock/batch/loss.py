@@ -33,7 +33,8 @@ class Loss(Protocol):
     """A loss that is summed over items, such as tokens or rows.
 
     If it has a true attribute `takes_number`, `total` gets a third argument: the number of the microbatch in
-    the step, from 0 on.
+    the step, from 0 on. If it has a number `rows_per_group`, so many rows next to each other stay in one
+    microbatch, as the two of a pair; a function may have it too. `facts` is text that all ranks have alike.
     """
 
     def weight(self, microbatch: Microbatch) -> int:
@@ -87,6 +88,11 @@ class TokenLabels(OwnLoss):
         self._classes = classes
         self._of_whole_logits: Callable[[Tensor, Tensor, Penalties], Tensor] = _of_whole_logits
 
+    @property
+    def facts(self) -> str:
+        """Its options, which all ranks have alike."""
+        return str(self.penalties)
+
     def compiled(self, **options: Any) -> Self:
         """The same loss, with that of whole logits compiled. options: of torch.compile"""
         other = copy.copy(self)
@@ -111,7 +117,7 @@ class TokenLabels(OwnLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         name = self._name(microbatch)
-        labels = _labels(microbatch, name, self.reads)
+        labels = labels_of(microbatch, name, self.reads)
         check_labels(name, labels)
         ids = microbatch.get("input_ids")
         most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
@@ -293,7 +299,7 @@ class RowLabels(OwnLoss):
         return "single_label_classification" if whole else "multi_label_classification"
 
     def weight(self, microbatch: Microbatch) -> int:
-        labels = _labels(microbatch, "labels", "the label of each row")
+        labels = labels_of(microbatch, "labels", "the label of each row")
         if self._problem_of(labels) == "single_label_classification":
             return int((labels != IGNORED).sum())
         return labels.numel()
@@ -314,7 +320,8 @@ class RowLabels(OwnLoss):
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
-def _labels(microbatch: Microbatch, name: str, reads: str) -> Tensor:
+def labels_of(microbatch: Microbatch, name: str, reads: str) -> Tensor:
+    """The labels of a microbatch. Raises BatchError without them. reads: what they are"""
     labels = microbatch.get(name)
     if labels is None:
         raise BatchError(
@@ -393,6 +400,7 @@ class MeanOverRows:
 
     def __init__(self, function: Callable[..., Tensor], rows: Callable[[Microbatch], int]):
         self._function, self._rows = function, rows
+        self.rows_per_group = rows_per_group(function)
         try:
             parameters = list(signature(function).parameters.values())
         except ValueError:  # some builtins have no signature
@@ -425,6 +433,11 @@ def weight_of(loss: Loss, microbatch: Microbatch) -> int:
     """The loss's weight of a microbatch, without padding."""
     unpad = microbatch.get(UNPAD)
     return loss.weight(microbatch if unpad is None else unpad.entries(microbatch))
+
+
+def rows_per_group(loss: object) -> int:
+    """The number of rows that the loss compares with each other; 1 if it takes each row by itself."""
+    return getattr(loss, "rows_per_group", 1)
 
 
 def total_of(loss: Loss, output: Any, microbatch: Microbatch, index: int) -> Tensor:

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -74,15 +75,17 @@ class StepInput:
         return tuple([numbers.setdefault(key, len(numbers)) for key in self.keys])
 
 
-def split(batch: Batch, count: int, sharding: Sharding) -> list[Microbatch]:
-    """Split `batch` into `count` microbatches; the first ones have one row more where it does not divide.
+def split(batch: Batch, count: int, sharding: Sharding, group: int = 1) -> list[Microbatch]:
+    """Split `batch` into `count` microbatches; the first ones have one group more where it does not divide.
 
-    Raises BatchError where it has fewer rows than microbatches.
+    group: rows that stay together, from the first one on
+    Raises BatchError where it has fewer groups than microbatches, or a part of one.
     """
-    rows = check_rows(batch, count, sharding)
-    parts = {name: _split(name, value, count, _dimension(name, value, sharding))
+    rows = check_rows(batch, count, sharding, group)
+    cuts = _cuts(rows, count, group)
+    parts = {name: _split(name, value, cuts, _dimension(name, value, sharding))
              for name, value in batch.items() if name not in _PACKED or name in sharding}  # fmt: skip
-    parts |= _split_documents(batch, rows, count, sharding)
+    parts |= _split_documents(batch, rows, cuts, sharding)
     return [joined({name: of_entry[index] for name, of_entry in parts.items()}) for index in range(count)]
 
 
@@ -97,7 +100,12 @@ def joined(microbatch: Microbatch) -> Microbatch:
 
 
 def split_batch(
-    batch: Batch, microbatches: int, *, sharding: Sharding | None = None, even: bool = False
+    batch: Batch,
+    microbatches: int,
+    *,
+    sharding: Sharding | None = None,
+    even: bool = False,
+    rows_per_group: int = 1,
 ) -> list[Microbatch]:
     """Split a batch into microbatches as `Pipeline.step` does, before any padding.
 
@@ -109,6 +117,7 @@ def split_batch(
             function of (entry, number of microbatches)
         even: whether microbatches must be of one size. Else the first ones have one row more where the rows
             do not divide.
+        rows_per_group: as the loss of the pipeline has it (penstock.batch.loss.Loss)
 
     Raises BatchError.
     """
@@ -116,26 +125,49 @@ def split_batch(
     if microbatches < 1:
         raise BatchError(f"microbatches={microbatches}", "a batch becomes one microbatch or more", "Give 1")
     check_entries(batch, sharding)
-    rows = check_rows(batch, microbatches, sharding)
+    rows = check_rows(batch, microbatches, sharding, rows_per_group)
     if even and rows % microbatches:
         raise BatchError(
             f"a batch of {rows} rows in {microbatches} microbatches",
             "all microbatches have the same number of rows",
             f"Give a multiple of {microbatches} rows, or even=False",
         )
-    return split(batch, microbatches, sharding)
+    return split(batch, microbatches, sharding, rows_per_group)
 
 
-def check_rows(batch: Batch, count: int, sharding: Sharding) -> int:
-    """The rows of a batch that is to become `count` microbatches. Raises BatchError for too few."""
+def check_rows(batch: Batch, count: int, sharding: Sharding, group: int = 1) -> int:
+    """The rows of a batch that is to become `count` microbatches.
+
+    group: rows that stay together
+    Raises BatchError for too few, and for a part of a group.
+    """
     rows = batch_rows(batch, sharding)
-    if rows < count:
+    groups = check_groups("a batch", rows, group)
+    if groups < count:
+        least = "one row" if group == 1 else f"one group of {group} rows"
         raise BatchError(
             f"a batch of {rows} rows",
-            f"it is to be split into {count} microbatches of at least one row each",
-            f"Give {count} rows or more, or set microbatches to at most {rows}",
+            f"it is to be split into {count} microbatches of at least {least} each",
+            f"Give {count * group} rows or more, or set microbatches to at most {groups}",
         )
     return rows
+
+
+def check_groups(value: str, rows: int, group: int) -> int:
+    """How many groups of `group` rows there are. Raises BatchError for a part of one. value: what has them"""
+    if rows % group:
+        raise BatchError(
+            f"{value} of {rows} rows",
+            f"the loss compares the rows of each group of {group}, so that no group is split",
+            f"Give a multiple of {group} rows, those of a group next to each other",
+        )
+    return rows // group
+
+
+def _cuts(rows: int, count: int, group: int) -> list[int]:
+    """The first row of each microbatch but the first; for single rows, as torch.tensor_split has them."""
+    size, more = divmod(rows // group, count)
+    return [group * (at * size + min(at, more)) for at in range(1, count)]
 
 
 def check_entries(batch: Batch, sharding: Sharding) -> None:
@@ -202,8 +234,9 @@ def _dimension(name: str, value: Any, sharding: Sharding) -> Split:
     return sharding.get(name, 1 if three else 0)
 
 
-def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
-    """One part for each microbatch."""
+def _split(name: str, value: Any, cuts: Sequence[int], how: Split) -> Sequence[Any]:
+    """One part for each microbatch. cuts: the first row of each but the first"""
+    count = len(cuts) + 1
     if callable(how):
         parts = how(value, count)
         if len(parts) != count:
@@ -216,13 +249,12 @@ def _split(name: str, value: Any, count: int, how: Split) -> Sequence[Any]:
     if how is None or not isinstance(value, Tensor | Mapping | Sequence) or isinstance(value, str):
         return [value] * count
     if isinstance(value, Tensor):
-        return value.tensor_split(count, dim=how) if value.dim() else [value] * count
+        return value.tensor_split(tuple(cuts), dim=how) if value.dim() else [value] * count
     if isinstance(value, PerRow):
-        parts = torch.arange(len(value)).tensor_split(count)
-        return [PerRow(value[row] for row in part) for part in parts]
+        return [PerRow(value[first:end]) for first, end in pairwise([0, *cuts, len(value)])]
     leaves, tree = tree_flatten(value)
-    cuts = [_split(name, leaf, count, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
-    return [tree_unflatten(list(part), tree) for part in zip(*cuts, strict=True)] or [value] * count
+    split = [_split(name, leaf, cuts, how) if isinstance(leaf, Tensor) else [leaf] * count for leaf in leaves]
+    return [tree_unflatten(list(part), tree) for part in zip(*split, strict=True)] or [value] * count
 
 
 def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
@@ -238,16 +270,18 @@ def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
         ) from None
 
 
-def _split_documents(batch: Batch, rows: int, count: int, sharding: Sharding) -> dict[str, Sequence[Any]]:
+def _split_documents(
+    batch: Batch, rows: int, cuts: Sequence[int], sharding: Sharding
+) -> dict[str, Sequence[Any]]:
     """The entries that say where documents begin, split where the rows are."""
     parts: dict[str, Sequence[Any]] = {}
     for end in ("q", "k"):
         lens, longest = f"cu_seq_lens_{end}", f"max_length_{end}"
         if lens in batch and lens not in sharding:
-            parts[lens] = split_lens(lens, batch[lens], rows, count)
+            parts[lens] = split_lens(lens, batch[lens], rows, cuts)
             parts[longest] = [int(part.diff().max()) for part in parts[lens]]
         elif longest in batch and longest not in sharding:
-            parts[longest] = [batch[longest]] * count
+            parts[longest] = [batch[longest]] * (len(cuts) + 1)
     return parts
 
 
@@ -282,7 +316,7 @@ def with_entries(
                 "their numbers of rows may differ, so its rows cannot be assigned to them",
                 "Put its parts into the microbatches, or name in sharding a function that splits it, or None",
             )
-        parts[name] = _split(name, value, len(microbatches), how)
+        parts[name] = _split(name, value, range(1, len(microbatches)), how)
     return [{**own, **{name: parts[name][at] for name in parts}} for at, own in enumerate(microbatches)]
 
 

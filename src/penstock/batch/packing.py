@@ -116,22 +116,23 @@ def with_positions(microbatch: Microbatch) -> Microbatch:
     return microbatch
 
 
-def split_lens(name: str, cu_seq_lens: Any, rows: int, count: int) -> list[Tensor]:
-    """The boundaries in each of `count` groups of rows, split as torch.tensor_split does; each begins at 0.
+def split_lens(name: str, cu_seq_lens: Any, rows: int, cuts: Sequence[int]) -> list[Tensor]:
+    """The boundaries in each part of the rows; each begins at 0.
 
     Args:
         cu_seq_lens: of the whole batch, its rows laid end to end.
+        cuts: the first row of each part but the first.
 
     Raises BatchError as `check_row_bounds`.
     """
     is_list = isinstance(cu_seq_lens, Tensor) and cu_seq_lens.dim() == 1 and len(cu_seq_lens) > 0
     length = max(int(cu_seq_lens[-1]) // rows, 1) if is_list else 1
     check_row_bounds(name, cu_seq_lens, rows, length)
-    groups = []
-    for group in torch.arange(rows).tensor_split(count):
-        first, end = int(group[0]) * length, (int(group[-1]) + 1) * length
-        groups.append(cu_seq_lens[(cu_seq_lens >= first) & (cu_seq_lens <= end)] - first)
-    return groups
+    parts = []
+    for first_row, end_row in pairwise([0, *cuts, rows]):
+        first, end = first_row * length, end_row * length
+        parts.append(cu_seq_lens[(cu_seq_lens >= first) & (cu_seq_lens <= end)] - first)
+    return parts
 
 
 def check_row_bounds(name: str, bounds: Any, rows: int, length: int) -> None:

@@ -204,7 +204,8 @@ def _weights(planned: Planned) -> str:
 def _step(planned: Planned) -> str:
     config, parts = planned.config, planned.axes.batch_parts
     rows, length = config.train.batch_size, config.data.sequence_length
-    whole = f"{_count(rows, 'row')} of {'' if config.data.packing == 'stream' else 'at most '}{length} tokens"
+    noun = "pair" if config.data.has_pairs else "row"
+    whole = f"{_count(rows, noun)} of {'' if config.data.packing == 'stream' else 'at most '}{length} tokens"
     calls = config.train.accumulate
     whole += "" if parts == 1 else f", divided between {parts} pipelines"
     whole += "" if calls == 1 else f", in {calls} calls of the pipeline"

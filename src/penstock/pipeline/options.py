@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss
+from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss, rows_per_group
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
+from penstock.batch.preferences import Preference
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
@@ -229,6 +230,12 @@ class Options(LayerOptions, MeshOptions, RunOptions):
                 "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
                 "rank's part (penstock.batch.loss.Loss), or leave out cp",
             )
+        if axes.cp > 1 and isinstance(self.loss_fn, Preference):
+            raise ConfigError(
+                f"{self.loss_fn} with cp={axes.cp}",
+                "it compares whole rows, and each rank of cp has a part of each row",
+                "Leave out cp, and take dp_shard or tp",
+            )
 
     def _check_chunked_loss(self) -> None:
         if self.chunked_loss not in (True, False, "liger"):
@@ -267,7 +274,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         padding = self.padding()
         if padding is not None:
             padding = replace(padding, **{"unpads": not self.own_loss, **known})
-        return BatchSplitter(self.sharding or {}, padding, complete, check)
+        return BatchSplitter(self.sharding or {}, padding, complete, check, rows_per_group(self.loss()))
 
     def layer_compiler(
         self, schedule: Schedule, device: torch.device
@@ -286,7 +293,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
         """The options that must be equal on every rank, besides schedule and model."""
         sharding = [f"{n}: {named(s) if callable(s) else s}" for n, s in (self.sharding or {}).items()]
         return {
-            "loss": named(self.loss_fn) + str(getattr(self.loss_fn, "penalties", "")),
+            "loss": named(self.loss_fn) + str(getattr(self.loss_fn, "facts", "")),
             "chunked_loss": str(self.chunked_loss),
             "shapes": str(self.shapes),
             "wire_dtype": str(self.wire_dtype),

@@ -203,6 +203,21 @@ class Pipeline(SplitModel):
         return self._evaluations.run(self._with(batch, entries), collect, scored=False)[1]
 
     @collective
+    def logprobs(self, batch: BatchLike, adapters: bool = True, **entries: Any) -> Tensor:
+        """Compute the log-probability of each row: the sum over its labels, in evaluation mode. Collective.
+
+        Args:
+            batch: as for `step`, with labels (rows, sequence), unshifted, -100 ignored; on a mesh, this
+                pipeline's part
+            adapters: False runs the base model of a PEFT adapter, the reference model of its training
+            entries: as for `step`
+
+        Returns (rows,) on every rank of the pipeline, in the order of the rows, without a gradient; half
+        precision is summed in float32. Raises the errors of `step`.
+        """
+        return self._evaluations.logprobs(self._with(batch, entries), adapters)
+
+    @collective
     def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:
         """Split `batch` as a step does, on this process's device.
 
@@ -265,7 +280,7 @@ class Pipeline(SplitModel):
         try:
             check_size(built.ranks, count)
             if isinstance(batch, Mapping):  # before a schedule of that size is made
-                check_rows(batch, count, self._built.splitter.sharding)
+                check_rows(batch, count, self._built.splitter.sharding, self._built.splitter.group)
             return find(count), batch
         except InputError as error:
             return find(built.microbatches), RefusedBatch(error)

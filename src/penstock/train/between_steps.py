@@ -67,18 +67,30 @@ class HeldOutEvaluation(RunPart):
         if reason := not_finite(held_out_loss=loss):
             raise stopped(step, reason)
         seconds = time.perf_counter() - started
-        run.log.write({"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
-                       "seconds": seconds})  # fmt: skip
-        run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} nats a token")
+        row: MetricsRow = {"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
+                           "seconds": seconds}  # fmt: skip
+        for part in run.parts:
+            row |= part.evaluated()
+        run.log.write(row)
+        run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} {_unit(run)}")
         return loss
 
     def _more(self, step: int, loss: float) -> MetricsRow:
         """The perplexity, where the loss is the cross-entropy alone and the number has a float; the epoch."""
         section, epoch = self.run.config.train, self.run.steps.data.epochs_after(step)
         more: MetricsRow = {} if epoch is None else {"epoch": epoch}
-        if section.label_smoothing == section.z_loss == 0 and loss < _LARGEST_EXPONENT:
+        if (
+            section.loss is None
+            and section.label_smoothing == section.z_loss == 0
+            and loss < _LARGEST_EXPONENT
+        ):
             more["perplexity"] = math.exp(loss)
         return more
+
+
+def _unit(run: Run) -> str:
+    loss = run.config.train.loss
+    return "nats a token" if loss is None else f"a pair ({loss.kind})"
 
 
 class SignalsWait(RunPart):

@@ -8,6 +8,7 @@
         row                entries of the step's row, which a thread then shows and writes
     check                  raises an error, or takes the run back to a checkpoint
     after                  evaluates; may end the run
+        evaluated          entries of the evaluation's row
     keep                   saves
     summary, end           when the run has ended
 
@@ -175,6 +176,10 @@ class RunPart:
 
     def row(self, step: TrainStep) -> MetricsRow:
         """Entries of the step's row in metrics.jsonl."""
+        return {}
+
+    def evaluated(self) -> MetricsRow:
+        """Entries of the row of an evaluation that has just run."""
         return {}
 
     def check(self, step: TrainStep) -> None:

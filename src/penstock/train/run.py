@@ -22,6 +22,7 @@ from penstock.train.optimizers.optimizer import make_optimizers
 from penstock.train.owner import Owner, check_shared, new_run, owned
 from penstock.train.part import Run, Steps, TrainStep
 from penstock.train.parts import parts_of
+from penstock.train.preference import with_references
 from penstock.train.preflight import Prepared
 from penstock.train.records.metrics import Log, Metrics, make_display
 from penstock.train.settings import is_first, trace_folder
@@ -59,6 +60,8 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     common["data"] = prepared.data.digest
     auto = balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
     pipe = replace(auto, common=common).build(prepared.model)
+    data = with_references(prepared.data, config, pipe, owner.run if owner else None)
+    prepared = replace(prepared, data=data)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
     memory = open_memory(prepared, pipe, optimizers, owner)
     with close_on_error(memory) if memory else nullcontext():

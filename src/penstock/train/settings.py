@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.batch.liger import check_liger
-from penstock.batch.loss import NextToken
+from penstock.batch.loss import Loss, NextToken, rows_per_group
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, WorldSizeError
 from penstock.launch.stop import under_torchrun
@@ -30,6 +30,7 @@ from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.compiling import Compile, check_compiler
 from penstock.pipeline.building.experts import check_name, needs_gpu
+from penstock.train.config.loss import make_loss
 from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
 from penstock.train.config.values import PaddingSection, Section
 from penstock.train.model import has_hub_weights
@@ -182,7 +183,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
             "activation_offloading": _made(Offloading, config.train.activation_offloading),
             "compile": _made(Compile, config.train.compile) or False,
         },
-        loss_fn=NextToken(config.train.label_smoothing, config.train.z_loss),
+        loss_fn=_loss_of(config),
         sequence_length=config.data.longest_document,  # attention stays within a document
         image_tokens=0 if config.data.images is None else None,
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
@@ -193,6 +194,15 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         trace_folder=trace_folder(config, axes),
         axes=None if axes == Axes() else axes,
         sharded=parallel.sharded,
+    )
+
+
+def _loss_of(config: TrainConfig) -> Loss:
+    section = config.train
+    return (
+        NextToken(section.label_smoothing, section.z_loss)
+        if section.loss is None
+        else make_loss(section.loss)
     )
 
 
@@ -234,5 +244,6 @@ def largest_microbatch(config: TrainConfig) -> tuple[int, int]:
     """Rows, and tokens a row, of the largest microbatch, with padding."""
     parts = axes_of(config).batch_parts
     rows = -(-config.train.batch_size // (config.pipeline.microbatches * config.train.accumulate * parts))
+    rows *= rows_per_group(_loss_of(config))
     padding, length = make_padding(config.pipeline), config.data.sequence_length
     return rows, padding.lengths(length).full if padding else length

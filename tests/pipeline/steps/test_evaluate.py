@@ -9,8 +9,10 @@ import torch
 
 from penstock import AutoPipeline, Pipeline
 from penstock.errors import BatchError, ConfigError, PenstockError
+from support.adapted import adapted
 from support.families import pipeline, ragged_batch, tiny_model
 from support.own_chain import Piece, squares, x_batch
+from support.pairs import pair_batch, plain_logps
 from support.pool import Pool
 from support.reference import TOLERANCE, assert_gradients, gradients_of, plain_step
 
@@ -77,6 +79,46 @@ def test_outputs_of_several_shapes_and_kinds() -> None:
     found = own.evaluate(x_batch(), outputs=True)
     assert found.outputs.shape[0] == 8
     assert found.loss == pytest.approx(own.evaluate(x_batch()).loss)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_log_probabilities_are_those_of_one_process(microbatches: int) -> None:
+    model, batch = tiny_model("llama", torch.float64), pair_batch(4)
+    expected = plain_logps(model, batch)[0].detach()
+    for options in ({}, {"shapes": "padded"}, {"chunked_loss": False}):
+        pipe = AutoPipeline(ranks=2, microbatches=microbatches, **options).build(model)
+        logps = pipe.logprobs(batch)
+        torch.testing.assert_close(logps, expected, rtol=1e-12, atol=1e-12)
+        assert not logps.requires_grad
+    listed = [{name: value[at] for name, value in batch.items()} for at in (slice(0, 1), slice(1, 8))]
+    torch.testing.assert_close(pipe.logprobs(listed), expected, rtol=1e-12, atol=1e-12)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    with pytest.raises(BatchError, match="reads 'labels'"):
+        pipe.logprobs({"input_ids": batch["input_ids"]})
+
+
+def test_log_probabilities_without_adapters_are_the_base_models() -> None:
+    peft, batch = adapted(tiny_model("llama", torch.float64)), pair_batch(4)
+    with peft.disable_adapter():
+        expected = plain_logps(peft, batch)[0].detach()
+    with_adapters = plain_logps(peft, batch)[0].detach()
+    pipe = AutoPipeline(ranks=2, microbatches=3).build(peft)
+    torch.testing.assert_close(pipe.logprobs(batch), with_adapters, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pipe.logprobs(batch, adapters=False), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(pipe.logprobs(batch), with_adapters, rtol=1e-12, atol=1e-12)
+    assert float((with_adapters - expected).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "dualpipe"])
+def test_every_rank_has_all_log_probabilities(pool: Pool, schedule: str) -> None:
+    expected = plain_logps(tiny_model("llama"), pair_batch(4))[0].detach()
+    for logps in pool.run(2, logprobs, schedule):
+        torch.testing.assert_close(logps, expected)
+
+
+def logprobs(schedule: str) -> torch.Tensor:
+    pipe = AutoPipeline(ranks=2, schedule=schedule, microbatches=4, timeout=30).build(tiny_model("llama"))
+    return pipe.logprobs(pair_batch(4))
 
 
 @pytest.mark.parametrize(("schedule", "owner"), [("1f1b", 1), ("zb_v", 0), ("dualpipe", None)])

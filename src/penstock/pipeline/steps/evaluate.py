@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from penstock.batch.loss import OwnLoss
+from penstock.batch.loss import OwnLoss, check_labels, labels_of
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
+from penstock.batch.preferences import row_logps
+from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ShapeError
+from penstock.models.adapters import without_adapters
 from penstock.parallel.expert.replay import Recorded, StageRouting
 from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages
@@ -72,11 +76,16 @@ class Evaluations:
         return Evaluation(loss, tokens, result.bubble, outputs)
 
     def run(
-        self, batch: BatchLike, collect: Collect | None = None, scored: bool = True
+        self,
+        batch: BatchLike,
+        collect: Collect | None = None,
+        scored: bool = True,
+        parts: Sequence[StepPart] = (),
     ) -> tuple[StepResult, dict[int, Any], int]:
         """Evaluate `batch`.
 
         scored: whether to compute the loss
+        parts: those of this evaluation alone
         Returns the result, this process's results of `collect` by microbatch, and the number of microbatches.
         """
         lowered, mesh_plan, keep = self._forwards(batch), self._built.mesh_plan, collect
@@ -88,7 +97,7 @@ class Evaluations:
         modules = [stage.module for stage in self._built.stages]
         with (
             evaluating(*modules),
-            self._steps.running(lowered, batch, collect=keep, scored=scored) as step,
+            self._steps.running(lowered, batch, parts, collect=keep, scored=scored) as step,
         ):
             run_together(lowered.executors, step.input)
         collected: dict[int, Any] = {}
@@ -97,6 +106,13 @@ class Evaluations:
             executor.results = {}
         return step.result, dict(sorted(collected.items())), lowered.schedule.microbatches
 
+    def logprobs(self, batch: BatchLike, adapters: bool) -> Tensor:
+        """The summed log-probability of each row's labels (rows,), on every process. See Pipeline.logprobs"""
+        part = RowLogprobs([stage.module for stage in self._built.stages], adapters)
+        _, collected, _ = self.run(batch, part.of, scored=False, parts=(part,))
+        results = send_to_all(collected, self._built.world)
+        return torch.cat([rows.to(self._built.world.device) for _, rows in sorted(results.items())])
+
     def _forwards(self, batch: BatchLike) -> LoweredSchedule:
         """The forwards of the microbatches of `batch`, equally many on all ranks. Collective on a mesh."""
         if isinstance(batch, Mapping):
@@ -104,7 +120,7 @@ class Evaluations:
                 rows = batch_rows(batch, self._built.splitter.sharding)
             except BatchError:  # splitting the batch raises it again, on all ranks
                 rows = 1
-            count = min(self._built.schedule.microbatches, rows)
+            count = min(self._built.schedule.microbatches, rows // self._built.splitter.group)
         else:
             count = len(batch)
         return self._steps.schedules.forwards(self._built.world.reductions.min(max(count, 1)))
@@ -172,6 +188,32 @@ def _broadcast(
         sent = piece if tensor is not None else torch.zeros_like(piece)
         piece.copy_(world.transport.all_gather([sent])[owner])
     return received
+
+
+# ---- log-probabilities of rows
+
+
+class RowLogprobs(StepPart):
+    """Computes each row's log-probability from the last stage's outputs. adapters: False runs without them"""
+
+    def __init__(self, modules: Sequence[nn.Module], adapters: bool) -> None:
+        self._modules, self._adapters = modules, adapters
+        self._microbatches: Sequence[Microbatch] = ()
+
+    def check(self, microbatches: Sequence[Microbatch]) -> None:
+        for microbatch in microbatches:
+            check_labels("labels", labels_of(microbatch, "labels", "the tokens of each row that count"))
+
+    def begin(self, step: Step) -> None:
+        self._microbatches = step.microbatches
+
+    def around(self, step: Step) -> AbstractContextManager[object]:
+        return nullcontext() if self._adapters else without_adapters(*self._modules)
+
+    def of(self, output: Any, microbatch: int) -> Tensor:
+        """The sums of a microbatch (rows,). output: logits, or a mapping with "logits" """
+        logits = output["logits"] if isinstance(output, Mapping) else output
+        return row_logps(logits, self._microbatches[microbatch]["labels"])[0]
 
 
 # ---- the experts that the last step chose

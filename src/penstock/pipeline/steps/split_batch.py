@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.batch.microbatches import Batch, Sharding, check_entries, joined, split
+from penstock.batch.microbatches import (
+    Batch,
+    Sharding,
+    batch_rows,
+    check_entries,
+    check_groups,
+    joined,
+    split,
+)
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.padding import Padding
 from penstock.batch.shapes import Microbatch
@@ -38,12 +46,14 @@ class BatchSplitter(NamedTuple):
     sharding: how each entry is split; padding: the length to pad to, if any
     complete: adds the entries that the model needs and a microbatch implies
     check: raises for a batch, or a microbatch, that the model does not accept
+    group: the number of rows that stay together
     """
 
     sharding: Sharding
     padding: Padding | None = None
     complete: Callable[[Microbatch], Microbatch] = dict
     check: Callable[[Microbatch], None] = lambda batch: None
+    group: int = 1
 
     def split(self, batch: BatchLike, count: int, world: World) -> list[Microbatch]:
         """Return `count` microbatches of a batch `on_host`.
@@ -99,7 +109,7 @@ class BatchSplitter(NamedTuple):
             check_entries(part, self.sharding)
             self.check(part)
         if isinstance(batch, Mapping):
-            parts = split(parts[0], count, self.sharding)
+            parts = split(parts[0], count, self.sharding, self.group)
         elif len(parts) != count:
             raise BatchError(
                 f"a list of {len(parts)} microbatches",
@@ -108,6 +118,8 @@ class BatchSplitter(NamedTuple):
             )
         else:
             parts = [joined(part) for part in parts]
+            for index, part in enumerate(parts if self.group > 1 else ()):
+                check_groups(f"microbatch {index}", batch_rows(part, self.sharding), self.group)
         for index, part in enumerate(parts):
             tensors = [value for value in part.values() if isinstance(value, Tensor)]
             if any(tensor.dim() and not len(tensor) for tensor in tensors):

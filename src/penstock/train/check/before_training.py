@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.batch.loss import IGNORED, Loss
+from penstock.batch.loss import IGNORED, Loss, rows_per_group
 from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import boundaries
+from penstock.batch.preferences import REFERENCE
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.adapters import names_in_file
@@ -141,12 +142,14 @@ def check_split(
     Raises: DifferenceError if they differ; ConfigError if mode is "always" and the check is impossible.
     """
     began = time.perf_counter()
-    short = shorten(batch, pipe.schedule.microbatches, reference.tokens)
+    group = rows_per_group(reference.loss)
+    short = shorten(batch, pipe.schedule.microbatches, reference.tokens, group)
     microbatches = pipe.microbatches(short)
     device = microbatches[0]["input_ids"].device
     if reason := _from_first(pipe, _out_of_memory(reference, free(device), mode)):
         return skipped(reason, mode)
-    if not any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in short):
+    counted = [(part["labels"][:, 1:] != IGNORED).any(1) for part in short]
+    if not any(bool(rows.any()) for rows in counted) or (group > 1 and not all(map(all, counted))):
         return skipped(
             f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
         )
@@ -201,19 +204,23 @@ def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
     return ""
 
 
-def shorten(batch: BatchLike, count: int, length: int = TOKENS) -> list[dict[str, Any]]:
+def shorten(batch: BatchLike, count: int, length: int = TOKENS, group: int = 1) -> list[dict[str, Any]]:
     """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long.
+
+    group: rows that stay together, which each has in place of one
 
     Microbatches with images stay whole: some of their entries have images, or patches of them, and no rows.
     """
     if isinstance(batch, Mapping):
-        rows = [{name: value[at : at + 1] for name, value in batch.items()} for at in range(count)]
+        starts = range(0, count * group, group)
+        rows = [{name: value[at : at + group] for name, value in batch.items()} for at in starts]
         return [_cut(row, length) for row in rows]
-    return [dict(one) if _has_images(one) else _cut(_first_row(one), length) for one in batch]
+    return [dict(one) if _has_images(one) else _cut(_first_rows(one, group), length) for one in batch]
 
 
-def _first_row(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value[:1] if _has_rows(value) else value for name, value in microbatch.items()}
+def _first_rows(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
+    by_row = {name for name, value in microbatch.items() if _has_rows(value)} | {REFERENCE}
+    return {name: value[:count] if name in by_row else value for name, value in microbatch.items()}
 
 
 def _has_images(microbatch: Mapping[str, Any]) -> bool:
@@ -226,6 +233,7 @@ def _has_rows(value: Any) -> bool:
 
 def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:
     short = {name: value[:, :length] for name, value in row.items() if _has_rows(value)}
+    short |= {REFERENCE: row[REFERENCE]} if REFERENCE in row else {}
     if "cu_seq_lens_q" in row:  # the bounds of the documents that remain
         length = short["input_ids"].shape[1]
         ends = row["cu_seq_lens_q"]

@@ -36,6 +36,7 @@ from penstock.options import (
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
+from penstock.train.config.loss import LossValue
 from penstock.train.config.values import (
     CheckpointingValue,
     CompileValue,
@@ -125,10 +126,11 @@ class RecordSection(Section):
 
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
     # tokens if a record has input_ids. chat: messages, prompts with completions, or instructions, and
-    # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. dummy: made up
-    kind: Literal["auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "megatron", "dummy"] = (
-        "auto"
-    )
+    # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
+    # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. dummy: made up
+    kind: Literal[
+        "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "megatron", "dummy"
+    ] = "auto"
     dummy: DummySection | None = None  # only with kind: dummy
     text_field: str = "text"  # of a JSONL line or a dataset's row
     # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
@@ -241,6 +243,7 @@ class DataSection(RecordSection, NamedSection):
         length = keys.get("document_length") or keys.get("sequence_length", 128)
         of_kind: dict[str, dict[str, object]] = {
             "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
+            "preference": {"packing": "none", "overlong": "truncate"},
             "dummy": {"tokenizer": "bytes", "path": None if keys.get("mixture") else "dummy"},
         }
         for kind, defaults in of_kind.items():
@@ -293,11 +296,37 @@ class DataSection(RecordSection, NamedSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
+        if self.has_pairs:
+            self._check_pairs()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether rows of the data are pairs, of a chosen and a rejected completion."""
+        return any(source.kind == "preference" for source in self.sources)
+
+    def _check_pairs(self) -> None:
+        everything = [*self.sources, *([self.validation] if self.validation else [])]
+        if odd := next((source.kind for source in everything if source.kind != "preference"), None):
+            raise ValueError(
+                f"data.kind=preference next to kind={odd}: a loss compares the two rows of each pair; give "
+                "preferences alone"
+            )
+        for name, wanted in (
+            ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
+            ("messages_field", None), ("held_out_from", None),
+        ):  # fmt: skip
+            if (value := getattr(self, name)) != wanted:
+                rule = f"data.kind=preference with data.{name}={value}: a pair is two whole completions"
+                raise ValueError(f"{rule}; leave {name} out")
+        if self.overlong == "cut":
+            raise ValueError(
+                "data.kind=preference with data.overlong=cut would compare pieces; take truncate or drop"
+            )
 
     @property
     def holds_out_at_random(self) -> bool:
         """Whether the rows to evaluate on are random ones of the data."""
-        if self.validation is not None:
+        if self.validation is not None or self.has_pairs:
             return False
         return (self.held_out_from or ("end" if self.packing == "stream" else "random")) == "random"
 
@@ -469,7 +498,8 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     # in place of steps: how often the rows are trained on, such as 3 or 0.5; packed rows count as one. In a
     # mixture an epoch has as many rows as its sources together. The run shows the steps when it begins
     epochs: Annotated[Positive, at_most(10**6)] | None = None
-    batch_size: Count = 8  # rows a step, over all microbatches
+    batch_size: Count = 8  # rows a step, over all microbatches; with data.kind=preference, pairs
+    loss: LossValue = None  # of preferences, with data.kind=preference; null: of next tokens
     # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
     # float32, and products in bfloat16, by torch.autocast; null: model.dtype
     precision: Literal["float32", "bfloat16", "mixed"] | None = None
@@ -649,6 +679,7 @@ class TrainConfig(Section):
             run = RunFacts(self.model.dtype, self.parallel.axes)
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
+        self._check_loss()
         self._check_ramp("train", "batch_size")
         self._check_ramp("data", "sequence_length")
         if self.data.images is not None:
@@ -682,6 +713,29 @@ class TrainConfig(Section):
         if self.data.tokenizer is None and self.model.path is None:
             rule = "data.tokenizer is missing, and model.config has none"
             raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
+
+    def _check_loss(self) -> None:
+        """Raise ValueError for a loss that does not fit the data, or the settings."""
+        loss, pairs = self.train.loss, self.data.has_pairs
+        if loss is None or not pairs:
+            if pairs:
+                raise ValueError("data.kind=preference without train.loss; set train.loss=dpo, say")
+            if loss is not None:
+                rule = f"train.loss={loss.kind} compares chosen and rejected rows"
+                raise ValueError(
+                    f"{rule}, and data.kind={self.data.kind} has none; leave train.loss out, or set the kind"
+                )
+            return
+        for value, off in (
+            (f"label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
+            (f"z_loss={self.train.z_loss}", not self.train.z_loss),
+            ("ramp with sequence_length", not any(phase.sequence_length for phase in self.train.ramp)),
+        ):
+            if not off:
+                raise ValueError(f"train.{value} is not for train.loss={loss.kind}; leave it out")
+        if self.pipeline.balance == "measured" and loss.kind == "dpo":
+            rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
+            raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
     def _check_images(self) -> None:
         """Raise ValueError for settings that would cut rows, and with them images."""

@@ -37,6 +37,7 @@ from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
+from penstock.train.data.pairs import PairLayout, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -184,6 +185,10 @@ class Data:
         reached = {"rows": self._first(step + 1), "position": position}
         return {"digest": self.digest, **reached, "sources": list(self.known)}
 
+    def rows_until(self, step: int) -> Sequence[int]:
+        """The stored rows of all steps up to `step`, in order."""
+        return self.take(0, self._first(step + 1))[1]
+
     def _first(self, step: int) -> int:
         """The number of the run's rows before `step`."""
         return self.taken + self.sizes.rows_before(step) - self.sizes.rows_before(self.done + 1)
@@ -247,18 +252,29 @@ class Data:
 
         All held-out rows where they fit. No batch has more than one row more than another.
         """
-        available, size = len(self.held_out), self.sizes.full.rows
-        rows = min(count * size, available)
-        spread = np.linspace(0, available - 1, rows).round().astype(int)
-        return [self._held_out(batch.tolist()) for batch in np.array_split(spread, -(-rows // size))]
+        spread = self.held_out_rows(count)
+        batches = np.array_split(np.asarray(spread), -(-len(spread) // self.sizes.full.rows))
+        return [self._held_out(batch.tolist()) for batch in batches]
+
+    def held_out_rows(self, count: int) -> Sequence[int]:
+        """The rows of at most `count` held-out batches."""
+        available = len(self.held_out)
+        rows = min(count * self.sizes.full.rows, available)
+        spread: list[int] = np.linspace(0, available - 1, rows).round().astype(int).tolist()
+        return spread
 
     def _held_out(self, chosen: list[int]) -> LoadedBatch:
         """A batch of these rows, in equally many microbatches on each part of the mesh.
 
         If there are fewer rows than parts, rows in which no token counts follow, so the loss stays theirs.
         """
-        rows, layout = FilledRows(self.held_out), self.layout
-        chosen = [*chosen, *range(len(rows), len(rows) + self.parts - len(chosen))]
+        rows: Rows = self.held_out
+        layout, missing = self.layout, self.parts - len(chosen)
+        if missing > 0:
+            if isinstance(layout, PairLayout):
+                raise _too_few_pairs(len(chosen), self.parts)
+            rows = FilledRows(self.held_out)
+            chosen = [*chosen, *range(len(rows), len(rows) + missing)]
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=(min(sum(layout.calls), len(chosen) // self.parts),))
         return self._part(layout, rows, chosen)
@@ -344,7 +360,7 @@ def _begin_thread(device: torch.device, threads: int) -> None:
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
-    chat = any(source.kind == "chat" for source in section.sources)
+    chat = any(source.kind in ("chat", "preference") for source in section.sources)
     name, trusted = tokenizer_folder(config), config.model.trust_remote_code
     if section.images is not None:
         return Processor(name, read_template(section.chat_template), section.images, trusted)
@@ -379,6 +395,9 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
+    if section.has_pairs:
+        refers = config.train.loss is not None and config.train.loss.kind == "dpo"
+        layout = PairLayout(calls, False, padding, longest=section.longest_document, refers=refers)
     seed = config.train.seed if section.holds_out_at_random else None
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache), seed)
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
@@ -499,7 +518,7 @@ class _Loader:
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
                  keys.longest_document, self.seed)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
-            ("split rows", parts),
+            ("pairs" if keys.has_pairs else "split rows", parts),
             lambda folder: _write_rows(folder, store, keys, share, least, self.seed),
             lambda folder: [mapped(folder / name, np.int64) for name in _ARRAYS],
         )
@@ -573,11 +592,13 @@ def _write_rows(
     if stream:
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
+    elif section.has_pairs:
+        pieces = whole_pairs(store, longest, section.overlong)
     else:
         pieces = cut(np.asarray(store.lengths), longest, section.overlong)
-    pieces = _that_count(store, pieces)
-    count = len(pieces.lengths)
-    pack = one_each if stream else PACKINGS[section.packing]
+    pieces = pieces if section.has_pairs else _that_count(store, pieces)
+    count, together = len(pieces.lengths), 2 if section.has_pairs else 1
+    pack = pair_each if section.has_pairs else one_each if stream else PACKINGS[section.packing]
 
     order = np.arange(count) if seed is None else _shuffled(store, pieces, seed)
     if 2 * least > count:
@@ -594,12 +615,22 @@ def _write_rows(
         ends = np.cumsum(pieces.lengths[order])
         kept = (1 - share) * (ends[-1] if count else 0)
         left_out = max(count - int(np.searchsorted(ends, kept, side="right")), min(least, count))
+    left_out += left_out % together
     held_out = packed(count - left_out, count)
     while held_out.size < least and left_out < count:  # a row may hold many documents
-        left_out = min(count, max(left_out + 1, left_out * least // held_out.size))
+        left_out = min(count, max(left_out + 1, left_out * least // max(held_out.size, 1)))
+        left_out += left_out % together
         held_out = packed(count - left_out, count)
     for name, array in zip(_ARRAYS, (*pieces, *packed(0, count - left_out), *held_out), strict=True):
         array.tofile(folder / name)
+
+
+def _too_few_pairs(pairs: int, parts: int) -> DataError:
+    return DataError(
+        f"{pairs} held-out pairs on a mesh of {parts} pipelines",
+        "each pipeline evaluates at least one pair",
+        "Give data.validation more pairs, or a larger data.held_out",
+    )
 
 
 def _shuffled(store: Store, pieces: Pieces, seed: int) -> npt.NDArray[np.int64]:

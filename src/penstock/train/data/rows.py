@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,9 +91,14 @@ class SourceRows:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The rows of several sources, numbered through in their order."""
+    """The rows of several sources, numbered through in their order.
+
+    references: by row, what a reference model makes of it, such as the log-probabilities of a pair's halves;
+        None without such a model
+    """
 
     sources: tuple[SourceRows, ...]
+    references: npt.NDArray[np.float64] | None = None
 
     @cached_property
     def starts(self) -> list[int]:
@@ -223,12 +228,13 @@ class DocumentLayout:
     longest: int | None = None
     images: Callable[[Sequence[Piece]], Mapping[str, Tensor]] | None = None
     image_token: int | None = None
+    height: ClassVar[int] = 1  # rows of a batch that a row of the data becomes
 
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
         order = [*range(parts), *reversed(range(parts))]
         dealt: list[list[int]] = [[] for _ in range(parts)]
-        for index, group in enumerate(self._groups(rows, chosen, sum(self.calls) * parts)):
+        for index, group in enumerate(self.groups(rows, chosen, sum(self.calls) * parts)):
             dealt[order[index % len(order)]] += group
         return dealt
 
@@ -240,24 +246,28 @@ class DocumentLayout:
         document before must not predict. There is no attention_mask: with one, transformers would ignore the
         documents, and padding at the end of a row needs none, as no token attends to a later one.
         """
-        groups = self._groups(rows, chosen, sum(self.calls))
+        groups = self.groups(rows, chosen, sum(self.calls))
         return [self._microbatch([rows.read(row) for row in group]) for group in groups]
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
-        lengths = {row: sum(rows.lengths(row)) for row in chosen}
-        groups = self._groups(rows, chosen, sum(self.calls))
+        lengths = {row: self._width(rows, row) for row in chosen}
+        groups = self.groups(rows, chosen, sum(self.calls))
         longest = [max(lengths[row] for row in group) for group in groups]
         if self.padding is not None:  # the pipeline pads all microbatches of a call to one length
             for begin, end in pairwise(accumulate(self.calls, initial=0)):
                 if of_call := longest[begin:end]:  # fewer rows than microbatches may leave a call without any
                     longest[begin:end] = [self.padding.lengths(max(of_call)).full] * len(of_call)
-        slots = sum(len(group) * most for group, most in zip(groups, longest, strict=True))
+        slots = self.height * sum(len(group) * most for group, most in zip(groups, longest, strict=True))
         squares = sum(count**2 for row in chosen for count in rows.lengths(row))
-        return Fill(sum(lengths[row] for row in chosen), slots, squares)
+        return Fill(sum(sum(rows.lengths(row)) for row in chosen), slots, squares)
 
-    def _groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
+    def _width(self, rows: Rows, row: int) -> int:
+        """Tokens of a row in a batch, without padding."""
+        return sum(rows.lengths(row))
+
+    def groups(self, rows: Rows, chosen: Sequence[int], count: int) -> list[list[int]]:
         """The rows of each microbatch. Rows of similar length go together: padding is to the longest one."""
-        by_length = sorted(chosen, key=lambda row: -sum(rows.lengths(row)))
+        by_length = sorted(chosen, key=lambda row: -self._width(rows, row))
         return [group.tolist() for group in np.array_split(by_length, min(count, len(by_length)))]
 
     def _pad(self, bounds: list[int], end: int) -> None:

@@ -111,7 +111,9 @@ class DataSource:
     def _columns(self, known: list[str]) -> list[str]:
         """The columns of `known` to read: one for texts; all for chats and tokens, as none may be lost."""
         text = self.section.text_field
-        return [text] if text in known and self.section.kind not in ("chat", "tokens") else known
+        return (
+            [text] if text in known and self.section.kind not in ("chat", "tokens", "preference") else known
+        )
 
     def contents(self) -> Iterator[Path]:
         """Every file that is read."""

@@ -62,17 +62,23 @@ class ChatEncoder:
 
     Args:
         drop: whether chats without a token that counts are left out
+        texts: whether a tokenizer without a template will do, as records may be texts
         reading: the keywords of ChatReader
 
     Raises: DataError for a tokenizer without a chat template.
     """
 
     def __init__(
-        self, tokenizer: HuggingFace, loss_on: str = "assistant", drop: bool = False, **reading: Any
+        self,
+        tokenizer: HuggingFace,
+        loss_on: str = "assistant",
+        drop: bool = False,
+        texts: bool = False,
+        **reading: Any,
     ) -> None:
         self.tokenizer, self.loss_on, self.drop = tokenizer, loss_on, drop
         self._reader = ChatReader(tokenizer, **reading)
-        if self._reader.columns is None and not tokenizer.has_template:
+        if not texts and self._reader.columns is None and not tokenizer.has_template:
             raise DataError(
                 "data.kind=chat",
                 "the tokenizer has no chat template, which says how messages become text",

@@ -25,10 +25,11 @@ from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
+from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
-RecordKind = Literal["text", "chat", "tokens"]  # the content of records
+RecordKind = Literal["text", "chat", "tokens", "preference"]  # the content of records
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
@@ -46,7 +47,7 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: for chats, the keywords of ChatEncoder; for tokens, those of tokens_of
+        options: for chats and preferences, the keywords of their encoder; for tokens, those of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -62,7 +63,9 @@ class Encoder:
     @property
     def labelled(self) -> bool:
         """Whether some tokens may not count."""
-        return self.kind == "tokens" or (self.kind == "chat" and dict(self.options)["loss_on"] != "all")
+        if self.kind == "chat":
+            return bool(dict(self.options)["loss_on"] != "all")
+        return self.kind != "text"
 
     @property
     def separator(self) -> int | None:
@@ -80,22 +83,35 @@ class Encoder:
         assert isinstance(self.tokenizer, HuggingFace)
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
+    @cached_property
+    def _preferences(self) -> PreferenceEncoder:
+        assert isinstance(self.tokenizer, HuggingFace)
+        return PreferenceEncoder(self.tokenizer, **dict(self.options))
+
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
         if self.kind == "text":
             names = [record.name for record in records]
             ids = self.tokenizer.encode(names, [self._text(record) for record in records])
             return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
+        if self.kind == "preference":
+            return [document for record in records for document in self._pair(record)]
         if self.kind == "chat":
             encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
         else:
             encode = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
+    def _pair(self, record: Record) -> EncodedRecords:
+        """The two documents of a preference; one None for a pair that is dropped."""
+        pair = self._preferences.encode(record.name, self._row(record))
+        return [(record.name, None)] if pair is None else [(record.name, half) for half in pair]
+
     def _row(self, record: Record) -> dict[str, Any]:
         """The fields of a record: of a chat in a table without None, of one in JSON with the nulls."""
         row = _row(record)
-        return _without_none(row) if self.kind == "chat" and not self.lines else row
+        is_table = self.kind in ("chat", "preference") and not self.lines
+        return _without_none(row) if is_table else row
 
     def _text(self, record: Record) -> bytes:
         if isinstance(record.content, bytes) and not self.lines:
@@ -111,7 +127,7 @@ class Encoder:
 def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
     """The encoder of one source. Reads its first record if only that shows the kind. Raises DataError."""
     keys = source.section
-    if keys.kind in ("chat", "tokens"):
+    if keys.kind in ("chat", "tokens", "preference"):
         kind: RecordKind = keys.kind
     else:
         first = next(source.records(), None) if source.format not in ("text", "megatron") else None
@@ -123,6 +139,8 @@ def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer)
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
             ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
+    if kind == "preference":
+        options += (("drop", section.unanswered == "drop"),)
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 

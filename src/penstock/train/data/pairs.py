@@ -1,0 +1,68 @@
+"""Rows of preferences: a row of the data is a pair, two documents that become two rows of a batch.
+
+store     chosen 0 | rejected 0 | chosen 1 | rejected 1 | ...     documents end to end
+row 0     (chosen 0, rejected 0)                                   so sampling, dealing and holding out
+batch     chosen 0                                                 never part the two
+          rejected 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from penstock.batch.loss import IGNORED
+from penstock.batch.preferences import REFERENCE
+from penstock.train.data.packing import Numbers, Packing, Pieces
+from penstock.train.data.rows import DocumentLayout, Rows, StoredRows
+from penstock.train.data.store import Store
+
+
+@dataclass(frozen=True)
+class PairLayout(DocumentLayout):
+    """Microbatches of pairs. refers: whether they have each row's reference log-probability"""
+
+    refers: bool = False
+    height: ClassVar[int] = 2
+
+    def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Microbatches of chosen and rejected rows in turn, as long as the longest of them."""
+        return [self._pairs(rows, group) for group in self.groups(rows, chosen, sum(self.calls))]
+
+    def order(self, rows: Rows, chosen: Sequence[int]) -> list[int]:
+        """The pairs in the order in which `content` has them."""
+        return [*chain.from_iterable(self.groups(rows, chosen, sum(self.calls)))]
+
+    def _width(self, rows: Rows, row: int) -> int:
+        return max(rows.lengths(row))
+
+    def _pairs(self, rows: Rows, group: Sequence[int]) -> dict[str, Any]:
+        microbatch = self._microbatch([[piece] for row in group for piece in rows.read(row)])
+        if self.refers and isinstance(rows, StoredRows) and rows.references is not None:
+            microbatch[REFERENCE] = torch.from_numpy(rows.references[list(group)].reshape(-1))
+        return microbatch
+
+
+def pair_each(lengths: Numbers, capacity: int) -> Packing:
+    """A row for each two pieces."""
+    return Packing(np.arange(len(lengths)), np.arange(0, len(lengths) + 1, 2))
+
+
+def whole_pairs(store: Store, capacity: int, overlong: str) -> Pieces:
+    """The pieces of pairs of which both halves have a token that counts, besides their first ones.
+
+    overlong: the end of a document longer than `capacity` is left out (truncate), or the pair is (drop)
+    """
+    lengths = np.asarray(store.lengths)
+    starts, cut = np.cumsum(lengths) - lengths, np.minimum(lengths, capacity)
+    kept = np.ones(len(lengths), dtype=np.bool_) if overlong == "truncate" else lengths <= capacity
+    for document in np.flatnonzero(kept).tolist():
+        labels = store.read(int(starts[document]), int(cut[document]))[1]
+        kept[document] = (labels[1:] != IGNORED).any()
+    both = np.repeat(kept.reshape(-1, 2).all(1), 2)
+    return Pieces(starts[both], cut[both])

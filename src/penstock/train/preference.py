@@ -1,0 +1,129 @@
+"""Training on preferences: reference log-probabilities, and rewards in the metrics.
+
+    build      starting weights, before a checkpoint is read
+    references  log p of each chosen and rejected row by these weights, an adapter off   reference_logps.npz
+    steps      each batch has the entry reference_logps; the loss sums rewards, which `Rewards` logs
+
+The pass over the rows runs once a run: a resumed run reads its file, and computes what the file lacks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.batch.preferences import Preference
+from penstock.pipeline.pipeline import Pipeline
+from penstock.train.config.sections import TrainConfig
+from penstock.train.data.loading import Data
+from penstock.train.data.pairs import PairLayout
+from penstock.train.data.rows import StoredRows
+from penstock.train.part import Run, RunPart, TrainStep
+from penstock.train.records.metrics import MetricsRow, writable
+
+References = npt.NDArray[np.float64]
+_FILE = "reference_logps.npz"
+
+
+class Rewards(RunPart):
+    """Logs the rewards of a step's pairs, and of held-out ones, by TRL's names. Collective each time."""
+
+    def __init__(self, run: Run, loss: Preference) -> None:
+        super().__init__(run)
+        self._loss = loss
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        self._loss.metrics()  # forgets what the check of the split has added
+        yield
+
+    def evaluated(self) -> MetricsRow:
+        return {f"held_out_{name}": mean for name, mean in self._gathered().items()}
+
+    def row(self, step: TrainStep) -> MetricsRow:
+        return self._gathered()
+
+    def _gathered(self) -> MetricsRow:
+        return self._loss.metrics(self.run.pipe.ranks.gather)
+
+
+def with_references(data: Data, config: TrainConfig, pipe: Pipeline, run: str | None) -> Data:
+    """The data with the reference log-probabilities of its rows, by the weights of `pipe`. Collective.
+
+    run: the identity of the run, on the process that writes its files; None on the others
+    """
+    if not (isinstance(data.layout, PairLayout) and data.layout.refers):
+        return data
+    path = config.output.path / _FILE
+    key = f"{run} {data.digest}"
+    known = pipe.ranks.gather(None if run is None else _read(path, key))
+    saved: dict[str, Any] = next(filter(None, known), {})
+    evaluated = data.held_out_rows(config.train.evaluate_batches)
+    trained = _completed(pipe, data, data.rows, _needed(data, config), saved.get("rows"))
+    held_out = _completed(pipe, data, data.held_out, evaluated, saved.get("held_out"))
+    if run is not None:
+        _write(path, key, trained, held_out)
+    return replace(
+        data,
+        rows=replace(data.rows, references=trained),
+        held_out=replace(data.held_out, references=held_out),
+    )
+
+
+def _needed(data: Data, config: TrainConfig) -> Sequence[int]:
+    """The rows that the run trains on; all of them where it may leave some out and go on with later ones."""
+    spike, steps = config.train.spike, config.train.last
+    if spike is not None and spike.then == "rewind":
+        return range(len(data.rows))
+    return sorted(set(data.rows_until(steps)))
+
+
+def _completed(
+    pipe: Pipeline, data: Data, rows: StoredRows, needed: Sequence[int], saved: list[list[float]] | None
+) -> References:
+    """By row, log p of the chosen and of the rejected one; not a number for rows that are not needed."""
+    made = np.full((len(rows), 2), np.nan)
+    if saved is not None:
+        made[:] = saved
+    missing = [row for row in needed if np.isnan(made[row, 0])]
+    size = data.sizes.full.rows
+    part, parts = pipe.batch_part
+    for at in range(0, len(missing), size):
+        chosen = [missing[(at + index) % len(missing)] for index in range(size)]  # full batches, on any mesh
+        mine = data.layout.deal(rows, chosen, parts)[part]
+        _compute(pipe, data, rows, mine, made)
+    return made
+
+
+def _compute(pipe: Pipeline, data: Data, rows: StoredRows, mine: Sequence[int], made: References) -> None:
+    """Fill in the log-probabilities of one batch, of which this pipeline has the rows `mine`. Collective."""
+    layout = data.layout
+    assert isinstance(layout, PairLayout)
+    logps = pipe.logprobs(layout.content(rows, mine), adapters=False).double().view(-1, 2).tolist()
+    for of_rank in pipe.ranks.gather([layout.order(rows, mine), logps]):
+        made[of_rank[0]] = of_rank[1]
+
+
+def _read(path: Path, key: str) -> dict[str, list[list[float]]] | None:
+    """The arrays of the file, if it is of this run and its data."""
+    if not path.is_file():
+        return None
+    with np.load(path) as file:
+        return (
+            {name: file[name].tolist() for name in ("rows", "held_out")} if str(file["key"]) == key else None
+        )
+
+
+def _write(path: Path, key: str, rows: References, held_out: References) -> None:
+    """Raises RunError if the file cannot be written."""
+    fresh = path.with_name(f".{path.name}.new.npz")
+    with writable(path):
+        np.savez(fresh, key=np.array(key), rows=rows, held_out=held_out)
+        os.replace(fresh, path)
