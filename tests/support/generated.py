@@ -57,8 +57,8 @@ def middle_token(tokens: Tensor, prompt: int = LENGTH) -> int:
 def in_processes(ranks: int, cases: list[dict[str, Any]], axes: Axes | None = None) -> list[Any]:
     """For each case, the tokens of this rank's pipeline and those of transformers.
 
-    A case has options of AutoPipeline as "pipeline", of the prompts as "prompts", and of generate. "ends" asks
-    for an end in the middle of the rows.
+    A case has options of AutoPipeline as "pipeline", of the prompts as "prompts", and of generate; "family";
+    "split", the number of microbatches; "ends", for an end in the middle of the rows.
     """
     results = []
     for case in cases:

@@ -16,20 +16,30 @@ rows leaves the rounds one later than it could.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.microbatches import StepInput, batch_rows
+from penstock.batch.microbatches import Batch, StepInput, batch_rows
 from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
-from penstock.models.huggingface.generation import ROWS, Generating, GeneratingCall, check_prompts, refuse_model, split_options
+from penstock.models.huggingface.generation import (
+    ROWS,
+    Generating,
+    GeneratingCall,
+    check_new_tokens,
+    check_prompts,
+    refuse_model,
+    split_options,
+)
 from penstock.pipeline.building.stages import BuiltStages
 from penstock.pipeline.steps.runner import StepRunner
 from penstock.pipeline.steps.schedules import LoweredSchedule
-from penstock.pipeline.steps.split_batch import BatchLike, RefusedBatch
+from penstock.pipeline.steps.split_batch import RefusedBatch
 from penstock.pipeline.steps.step import Step, StepPart
 from penstock.runtime.executor import Executor, run_together
 from penstock.runtime.stage import Stage, evaluating
@@ -37,18 +47,18 @@ from penstock.runtime.transport.one_to_all import OneToAll
 from penstock.schedule.ops import check_size
 
 
-class Rows:
+class GeneratedRows:
     """The rows of one microbatch: their prompts, and the tokens generated so far.
 
     Attributes:
-        number: of the microbatch
+        index: of the microbatch
         ids: (rows, tokens)
         round: the number of new tokens that the next forward needs
         ended: the number of new tokens with which the last row ended; None before
     """
 
-    def __init__(self, number: int, prompts: Tensor, tokens: OneToAll) -> None:
-        self.number, self.ids, self._tokens = number, prompts, tokens
+    def __init__(self, index: int, prompts: Tensor, tokens: OneToAll) -> None:
+        self.index, self.ids, self._tokens = index, prompts, tokens
         self._prompt, self.round = prompts.shape[1], 0
         self.ended: int | None = None
 
@@ -99,25 +109,27 @@ class Prompts(StepPart):
         device: torch.device,
     ) -> None:
         self._calls, self._options, self._tokens, self._device = calls, options, tokens, device
-        plain = {name: value for name, value in options.items() if not callable(value)}
-        self.facts = f", generate {sorted(plain.items())}"
+        self.facts = ", generate " + ", ".join(
+            f"{n}={v}" for n, v in options.items() if isinstance(v, _PLAIN)
+        )
         self.most: int = options["max_new_tokens"]
-        self.rows: list[Rows] = []
+        self.rows: list[GeneratedRows] = []
         self.generating: list[Generating] = []
 
     def check(self, microbatches: Sequence[Microbatch]) -> None:
-        for number, entries in enumerate(placed(microbatches, self._device)):
-            prepared = [call.prepare(number, entries, self._options) for call in self._calls]
+        """Raise ConfigError, ModelError for options or a model that cannot generate."""
+        for index, entries in enumerate(placed(microbatches, self._device)):
+            prepared = [call.prepare(index, entries, self._options) for call in self._calls]
             self.generating.append(prepared[-1])
-            self.rows.append(Rows(number, entries["input_ids"], self._tokens))
+            self.rows.append(GeneratedRows(index, entries["input_ids"], self._tokens))
 
     def joined(self) -> Tensor:
         """All rows, padded to the longest: (rows, tokens)."""
-        longest = max(rows.ids.shape[1] for rows in self.rows)
-        pad = self.generating[0].config._pad_token_tensor
-        value = 0 if pad is None else int(pad)
-        pad_to = torch.nn.functional.pad
-        return torch.cat([pad_to(r.ids, (0, longest - r.ids.shape[1]), value=value) for r in self.rows])
+        longest, token = max(rows.new for rows in self.rows), self.generating[0].pad_token
+        return torch.cat([F.pad(rows.ids, (0, longest - rows.new), value=token) for rows in self.rows])
+
+
+_PLAIN = bool | int | float | str  # options whose texts are equal on all ranks
 
 
 class Generations:
@@ -128,8 +140,9 @@ class Generations:
         self._tokens: OneToAll | None = None
 
     def run(self, input_ids: Tensor, count: int | None, seed: int, options: Mapping[str, Any]) -> Tensor:
-        """See Pipeline.generate."""
+        """Generate tokens after `input_ids`, in `count` microbatches. See Pipeline.generate."""
         self._refuse()
+        check_new_tokens(options["max_new_tokens"])
         entries, options = split_options(options)
         batch = _checked({"input_ids": input_ids, **entries})
         stages, calls = self._stages()
@@ -138,10 +151,8 @@ class Generations:
         modules = [stage.module for stage in stages.values()]
         lowered = executors.lowered(self._count(batch, count))
         generator = torch.Generator(self._world.device).manual_seed(seed)
-        with (
-            evaluating(*modules),
-            self._steps.running(lowered, batch, [prompts], scored=False) as step,
-        ):
+        running = self._steps.running(lowered, batch, [prompts], scored=False)
+        with evaluating(*modules), running as step:
             self._rounds(step, prompts, executors, generator)
         return prompts.joined().to(input_ids.device)
 
@@ -170,11 +181,9 @@ class Generations:
         """This process's stages for a generation, and their calls, in the order of the model."""
         stages, calls = dict[int, Stage](), list[GeneratingCall]()
         for plain in sorted(self._built.stages, key=lambda stage: stage.index):
-            stage = plain.with_call(
-                lambda call, plain=plain: GeneratingCall(plain.module, call, is_first=plain.index == 0)
-            )
-            stages[plain.index] = stage
-            calls.append(stage.call)
+            call = GeneratingCall(plain.module, plain.call, is_first=plain.index == 0)
+            stages[plain.index] = plain.with_call(call)
+            calls.append(call)
         return stages, calls
 
     def _open(self) -> OneToAll:
@@ -188,7 +197,7 @@ class Generations:
         """The process with the last stage."""
         return self._built.schedule.placement.rank_of[-1] if self._world.processes.count > 1 else 0
 
-    def _count(self, batch: BatchLike, count: int | None) -> int:
+    def _count(self, batch: Batch, count: int | None) -> int:
         """The number of microbatches, equal on all ranks. Collective on a mesh."""
         ranks = self._built.schedule.ranks
         if count is not None:
@@ -204,41 +213,44 @@ class Generations:
         self, step: Step, prompts: Prompts, executors: _Executors, generator: torch.Generator
     ) -> None:
         """Run rounds until all rows have ended."""
-        most = prompts.most
-        for number in range(most):
-            active = self._active(prompts.rows, number)
+        for turn in range(prompts.most):
+            active = self._active(prompts.rows, turn)
             if not active:
                 break
             for rows in active:
-                rows.round = number
-
-            def choose(output: Any, index: int, active: Sequence[Rows] = active) -> None:
-                rows = active[index]
-                logits = output["logits"] if isinstance(output, Mapping) else output
-                rows.choose(prompts.generating[rows.number], logits, generator)
-
-            microbatches = [rows.microbatch() for rows in active]
+                rows.round = turn
             step.lowered = executors.lowered(len(active))  # the step's report is that of its last round
-            run_together(step.lowered.executors, StepInput(microbatches, 1, choose, False))
+            collect = partial(_choose, prompts, active, generator)
+            microbatches = [rows.microbatch() for rows in active]
+            run_together(step.lowered.executors, StepInput(microbatches, 1, collect, scored=False))
             self._world.transport.messages.end_step()
         for rows in prompts.rows:
-            rows.round = most
+            rows.round = prompts.most
             rows.so_far()
         self._open().finish()
 
-    def _active(self, all_rows: Sequence[Rows], number: int) -> Sequence[Rows]:
-        """The microbatches of round `number`, the same on all ranks. Collective on a mesh."""
+    def _active(self, all_rows: Sequence[GeneratedRows], turn: int) -> Sequence[GeneratedRows]:
+        """The microbatches of round `turn`, the same on all ranks. Collective on a mesh."""
         late = 1 if self._world.processes.count > 1 and len(all_rows) > 1 else 0
         for rows in all_rows:
-            rows.round = number - late
+            rows.round = turn - late
             rows.so_far()
-        active = [rows for rows in all_rows if rows.ended is None or rows.ended > number - late]
-        if self._world.reductions.batch_part[1] > 1:  # other pipelines share the weights of these stages
+        active = [rows for rows in all_rows if rows.ended is None or rows.ended > turn - late]
+        if self._world.reductions.batch_part[1] > 1:  # other pipelines may share the weights of these stages
             return all_rows if self._world.reductions.max(len(active)) else []
         return active
 
 
-def _checked(batch: Mapping[str, Any]) -> BatchLike:
+def _choose(
+    prompts: Prompts, active: Sequence[GeneratedRows], generator: torch.Generator, output: Any, index: int
+) -> None:
+    """Choose the next tokens of a round's microbatch `index`. output: of the last stage"""
+    rows = active[index]
+    logits = output["logits"] if isinstance(output, Mapping) else output
+    rows.choose(prompts.generating[rows.index], logits, generator)
+
+
+def _checked(batch: Batch) -> Batch:
     """The batch, or a RefusedBatch, which raises when the ranks agree."""
     try:
         check_prompts(batch)

@@ -186,7 +186,7 @@ class Ranks:
         return self
 
     def one_to_all(self, source: int) -> OneToAll:
-        """Make a way for values of process `source` to all others. Collective over all processes of the job."""
+        """A way for values of process `source` to all others. Collective over all processes of the job."""
         return OneToAll()
 
     def waiting(self, what: str) -> AbstractContextManager[None]:

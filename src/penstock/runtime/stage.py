@@ -8,7 +8,7 @@ W  weight_backward  deferred.pop(m) -> weight gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -76,12 +76,9 @@ class Stage:
         self._before_backward = overriding(parts, "before_backward")
         self._after_backward = overriding(parts, "after_backward")
 
-    def with_call(self, wrapped: Callable[[StageCall], StageCall]) -> Stage:
-        """The same stage, with the same parts, whose forward runs by another call.
-
-        wrapped: makes it of the stage's own
-        """
-        return Stage(self.index, self.module, wrapped(self.call), self.parts)
+    def with_call(self, call: StageCall) -> Stage:
+        """A stage with the same module and parts, whose forward runs by another call."""
+        return Stage(self.index, self.module, call, self.parts)
 
     def part(self, kind: type[P]) -> P | None:
         """The stage's part of this kind, if it has one."""

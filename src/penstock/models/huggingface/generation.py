@@ -17,7 +17,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 from transformers.generation import GenerationMixin, GenerationMode
 
@@ -51,6 +58,11 @@ class Generating:
     def cache(self) -> Cache:
         return next(self.arguments[name] for name in _CACHES if name in self.arguments)
 
+    @property
+    def pad_token(self) -> int:
+        """The token that follows in rows that have ended. Without one, all rows end together."""
+        return 0 if self.config._pad_token_tensor is None else int(self.config._pad_token_tensor)
+
     def choose(self, ids: Tensor, logits: Tensor, generator: torch.Generator) -> tuple[Tensor, bool]:
         """Choose the next tokens as transformers' `generate` does. On the last stage.
 
@@ -82,6 +94,13 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     names = _ARGUMENTS | vars(GenerationConfig()).keys()
     entries = {name: value for name, value in options.items() if name not in names and value is not None}
     return entries, {name: value for name, value in options.items() if name in names}
+
+
+def check_new_tokens(new: object) -> None:
+    """Raise ConfigError for a number of new tokens that is no whole number above 0."""
+    if type(new) is not int or new < 1:
+        rule = "a generation makes at least one token"
+        raise ConfigError(f"max_new_tokens={new!r}", rule, "Give a whole number of 1 or more")
 
 
 def check_prompts(batch: Mapping[str, Any]) -> None:
@@ -130,6 +149,7 @@ def prepare(model: PreTrainedModel, entries: Microbatch, options: Mapping[str, A
     Raises ConfigError for options that transformers or a pipeline refuses.
     """
     kept: list[Generating] = []
+    options = _with_stop_strings(options)
 
     def keep(
         model: PreTrainedModel,
@@ -145,10 +165,11 @@ def prepare(model: PreTrainedModel, entries: Microbatch, options: Mapping[str, A
     try:
         model.generate(**entries, **options, custom_generate=keep)
     except ValueError as error:
-        rule = f"transformers refuses it: {error}"
+        rule = f"transformers refuses it: {str(error).rstrip('.')}"
         raise ConfigError("generate()", rule, "Change that option or entry") from error
     (generating,) = kept
-    _refuse_options(generating.config)
+    _refuse_options(generating)
+    _refuse_router_losses(model, generating.arguments)
     _check_length(model, entries["input_ids"].shape[1], options["max_new_tokens"])
     if not any(isinstance(generating.arguments.get(name), Cache) for name in _CACHES):
         rule = "transformers makes no cache for it"
@@ -156,7 +177,18 @@ def prepare(model: PreTrainedModel, entries: Microbatch, options: Mapping[str, A
     return generating
 
 
-_ONE_BY_ONE = {
+def _with_stop_strings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with stop strings as a criterion, as transformers keeps no tokenizer for our method."""
+    options = dict(options)
+    tokenizer, strings = options.pop("tokenizer", None), options.get("stop_strings")
+    if tokenizer is None or strings is None:
+        return options
+    own = StoppingCriteriaList(options.get("stopping_criteria") or ())
+    own.append(StopStringCriteria(tokenizer, strings))
+    return {**options, "stop_strings": None, "stopping_criteria": own}
+
+
+_NOT_HERE = {  # options of transformers' generate, and what to do instead
     "num_return_sequences": "Repeat the rows of input_ids",
     "guidance_scale": "Leave it out",
     "prefill_chunk_size": "Give shorter prompts, or more microbatches",
@@ -166,18 +198,32 @@ _ONE_BY_ONE = {
 }
 
 
-def _refuse_options(config: GenerationConfig) -> None:
+def _refuse_options(generating: Generating) -> None:
     """Raise ConfigError for options that a pipeline cannot follow."""
+    config, rule = generating.config, "a pipeline generates by greedy search or by sampling"
     if config.num_beams != 1:
-        rule = "a pipeline generates by greedy search or by sampling"
         raise ConfigError(f"num_beams={config.num_beams}", rule, "Take num_beams=1")
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        rule = "a pipeline generates by greedy search or by sampling"
+    if (mode := config.get_generation_mode()) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise ConfigError(f"generation by {mode.value}", rule, "Take do_sample=True or False alone")
-    for name, remedy in _ONE_BY_ONE.items():
+    if config.use_cache is False:
+        raise ConfigError("use_cache=False", "each stage keeps a cache of its layers", "Leave it out")
+    for name, remedy in _NOT_HERE.items():
         if (value := getattr(config, name, None)) not in (None, False, 1):
             raise ConfigError(f"{name}={value!r}", "generate() of a pipeline does not have it", remedy)
+    if config._pad_token_tensor is None and len(generating.criteria) > 1:
+        rule = "rows that end before others are padded"
+        raise ConfigError("stopping criteria without a pad_token_id", rule, "Give pad_token_id")
+
+
+def _refuse_router_losses(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError where transformers fails to compute the routers' loss of new tokens."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "output_router_logits", False) and arguments.get("attention_mask") is not None:
+        raise ConfigError(
+            "padded prompts with output_router_logits=True",
+            "transformers would compute the loss of the new tokens' routers with the mask of all tokens",
+            "Give prompts of one length, without padding",
+        )
 
 
 def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
@@ -192,9 +238,9 @@ def _check_length(model: PreTrainedModel, prompt: int, new: int) -> None:
 
 
 class NextIds(Protocol):
-    """The token ids of some rows. number: of their microbatch"""
+    """The token ids of some rows. index: of their microbatch"""
 
-    number: int
+    index: int
 
     def so_far(self) -> Tensor:
         """Prompts and all tokens before the next one, (rows, tokens). Waits for the latest."""
@@ -212,18 +258,18 @@ class GeneratingCall:
     def __init__(self, model: PreTrainedModel, call: StageCall, *, is_first: bool) -> None:
         self._model, self._call = model, call
         self._unseen = frozenset[str]() if is_first else tower_inputs(model)
-        self._generating: dict[int, Generating] = {}  # by the number of the rows' microbatch
+        self._generating: dict[int, Generating] = {}  # by microbatch
 
-    def prepare(self, number: int, entries: Microbatch, options: Mapping[str, Any]) -> Generating:
-        """Begin to generate microbatch `number`. Raises the errors of `prepare`."""
+    def prepare(self, index: int, entries: Microbatch, options: Mapping[str, Any]) -> Generating:
+        """Begin to generate microbatch `index`. Raises the errors of `prepare`."""
         seen = without_pixels(self._unseen, dict(entries)) if self._unseen else dict(entries)
-        generating = self._generating[number] = prepare(self._model, seen, options)
+        generating = self._generating[index] = prepare(self._model, seen, options)
         return generating
 
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         """The value for the next stage; on the last stage the logits of the next tokens."""
         rows: NextIds = microbatch[ROWS]
-        generating, ids = self._generating[rows.number], rows.so_far()
+        generating, ids = self._generating[rows.index], rows.so_far()
         is_prompt = generating.tokens == 0
         new = ids.shape[1] if is_prompt else 1
         inputs = self._model.prepare_inputs_for_generation(
