@@ -86,7 +86,7 @@ class ByHand:
     """The stages of a pipeline run by torch alone, in the order of its schedule; W does nothing."""
 
     def __init__(self, pipe: Pipeline, rows: dict[str, Tensor]) -> None:
-        self._calls = [stage._call for stage in pipe.stages]
+        self._calls = [stage.call for stage in pipe.stages]
         self._order = in_one_order(pipe.schedule)
         self._seed = torch.tensor(1 / (MICROBATCHES * (SEQUENCE - 1)))
         self._microbatches = [{name: rows[name][at : at + 1] for name in rows} for at in range(MICROBATCHES)]

@@ -96,6 +96,14 @@ def test_a_model_of_ones_own_learns(run: Run) -> None:
     assert int(share[1]) > 90
 
 
+def test_a_model_generates_what_it_has_learned(run: Run) -> None:
+    code, out, err = run("generate.py")
+    assert (code, err) == (0, "")
+    assert "[3, 4, 5] goes on [6, 7, 8, 9, 10, 11]" in out
+    assert "[17, 18] goes on [19, 0, 1, 2, 3, 4]" in out
+    assert len((EXAMPLES / "generate.py").read_text().splitlines()) < 60
+
+
 def test_a_model_of_ones_own_has_the_gradients_of_one_stage_that_holds_all() -> None:
     jobs_edges.own_model(3, OWN_MODEL_SCHEDULES)
 

@@ -227,6 +227,11 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_experts_implementation_internal": "set without the check of the setter",
         "_name_or_path": "no difference between two configs",
     },
+    "transformers:GenerationMixin": {
+        "_supports_default_dynamic_cache": "whether its cache is the library's",
+        "_update_model_kwargs_for_generation": "mask and positions of the next token",
+    },
+    "transformers:GenerationConfig": {"_pad_token_tensor": "what ended rows go on with"},
     "transformers.initialization": {"_is_hf_initialized": "values that are there stay"},
     "transformers.utils.generic:GeneralInterface": {"_global_mapping": "to take a name out of a registry"},
     "transformers.models.auto.auto_factory:_BaseAutoModelClass": {

@@ -18,6 +18,7 @@ from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.stage import Provider
 from penstock.pipeline.building.stages import BuiltStages, stages_from_provider
 from penstock.pipeline.compare import TOLERANCE, Report, compare
+from penstock.pipeline.generation import Generations
 from penstock.pipeline.options import Options, takes_options
 from penstock.pipeline.split_model import SplitModel
 from penstock.pipeline.steps.deferral import WholeBackwards
@@ -65,6 +66,7 @@ class Pipeline(SplitModel):
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
         self._proof = self._training.proof
         self._evaluations = Evaluations(built, self._steps)
+        self._generations = Generations(built, self._steps)
         self._last: StepRecord | None = None
         local = sum(parameter.numel() for _, parameter in self.owned_parameters())
         self._weights: int = sum(self.processes.gather(local))
@@ -216,6 +218,42 @@ class Pipeline(SplitModel):
         precision is summed in float32. Raises the errors of `step`.
         """
         return self._evaluations.logprobs(self._with(batch, entries), adapters)
+
+    @collective
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        microbatches: int | None = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> Tensor:
+        """Generate tokens after prompts, with a cache on each stage. Collective.
+
+        In evaluation mode, without gradients; random states of training stay as they are. A greedy choice
+        gives the tokens of transformers' `generate`. So does sampling with microbatches=1, after
+        `torch.manual_seed(seed)`; with more, other numbers are drawn for the rows after the first microbatch.
+
+        Args:
+            input_ids: prompts, (rows, tokens), padded on the left, the same on every rank of the pipeline
+            max_new_tokens: the most tokens to generate for a row
+            microbatches: number of microbatches to split the rows into; None takes one for each rank, or for
+                each row if there are fewer
+            seed: of the generator that samples with do_sample=True; the same seed draws the same tokens
+            options: attention_mask, of the shape of input_ids, and other entries of the model's forward; and
+                arguments of transformers' `generate`, such as do_sample, temperature, top_k, top_p,
+                eos_token_id, pad_token_id, logits_processor, stop_strings with tokenizer. Others are those of
+                the model's generation_config
+
+        Returns the prompts with the new tokens, (rows, tokens), on every rank; rows that end earlier are
+        padded. On a mesh, they are those of this pipeline's part of the rows (`batch_part`).
+
+        Raises BatchError for prompts or a mask that do not fit, ConfigError for options that transformers or
+        a pipeline does not support, such as num_beams above 1, ModelError for a model without a cache.
+        """
+        options = {"max_new_tokens": max_new_tokens, **options}
+        return self._generations.run(input_ids, microbatches, seed, options)
 
     @collective
     def microbatches(self, batch: BatchLike, count: int | None = None) -> list[Microbatch]:

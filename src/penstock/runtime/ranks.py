@@ -49,6 +49,7 @@ from penstock.runtime.health.agreement import Facts, differences, digest, number
 from penstock.runtime.health.limits import is_late
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.groups import backend_for, naming_peers, never_free
+from penstock.runtime.transport.one_to_all import GroupOneToAll, OneToAll
 
 _PATIENCE = datetime.timedelta(hours=1)  # a disk may be slow; a rank that dies closes its connections at once
 _ON_HOST = torch.device("cpu")
@@ -184,6 +185,10 @@ class Ranks:
         """For use in another thread, and `patient`. Collective over all processes of the job."""
         return self
 
+    def one_to_all(self, source: int) -> OneToAll:
+        """A way for values of process `source` to all others. Collective over all processes of the job."""
+        return OneToAll()
+
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Raise the typed error, which names a process, if the block fails while it waits for `what`."""
         return nullcontext()
@@ -267,11 +272,18 @@ class GroupRanks(Ranks):
         return ranks
 
     def in_background(self) -> Ranks:
+        # one group serves one thread only
+        return GroupRanks(self._new_group(), self._limit, watch=self.watch).patient
+
+    def one_to_all(self, source: int) -> OneToAll:
+        assert self.watch is not None
+        return GroupOneToAll(self._new_group(), source, self._limit, self.watch)
+
+    def _new_group(self) -> dist.ProcessGroup:
         assert self._another is not None
         assert self.watch is not None
         with naming_peers(self.watch, "the making of a process group"):
-            group = self._another()  # one group serves one thread only
-        return GroupRanks(group, self._limit, watch=self.watch).patient
+            return self._another()
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         return nullcontext() if self.watch is None else self.watch.waiting(what, None)

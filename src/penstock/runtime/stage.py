@@ -56,7 +56,7 @@ class Stage:
     def __init__(
         self, index: int, module: nn.Module, call: StageCall, parts: Sequence[StagePart] = ()
     ) -> None:
-        self.index, self.module, self._call = index, module, call
+        self.index, self.module, self.call = index, module, call
         # empty after every step: the first two by microbatch
         self.live: dict[int, Live] = {}  # from F to the end of B or I
         self.deferred: dict[int, Deferred] = {}  # from I to the end of W
@@ -75,6 +75,10 @@ class Stage:
         self._after_inference = overriding(parts, "after_inference")
         self._before_backward = overriding(parts, "before_backward")
         self._after_backward = overriding(parts, "after_backward")
+
+    def with_call(self, call: StageCall) -> Stage:
+        """A stage with the same module and parts, whose forward runs by another call."""
+        return Stage(self.index, self.module, call, self.parts)
 
     def part(self, kind: type[P]) -> P | None:
         """The stage's part of this kind, if it has one."""
@@ -116,7 +120,7 @@ class Stage:
         for begin in self._before_forward:
             begin(number, microbatch, how)
         with self._recording(how.split) as tape:
-            value = self._call(_value(inputs, received), microbatch)
+            value = self.call(_value(inputs, received), microbatch)
             if loss is not None:
                 value = total_of(loss, value, microbatch, number)
             tensors, form = flatten(value)
@@ -152,7 +156,7 @@ class Stage:
         for begin in self._before_inference:
             begin(microbatch)
         with self._casting():
-            output = self._call(_value(inputs, received), microbatch)
+            output = self.call(_value(inputs, received), microbatch)
         for end in self._after_inference:
             end()
         return output

@@ -153,12 +153,13 @@ class HFCall:
             return received[0]
         arguments = {name: value for name, value in microbatch.items()
                      if name in self._taken or (name.startswith(INNER) and name != UNPAD)}  # fmt: skip
+        arguments["use_cache"] = microbatch.get("use_cache", False)  # true only where tokens are generated
         if self._seen:
             arguments = without_pixels(self._seen, arguments)
         self._boundary.begin(received[0] if received else None)
         try:
             with self._answering(arguments, microbatch):
-                result = self._callee(**arguments, use_cache=False)
+                result = self._callee(**arguments)
         except StageDone:
             return self._boundary.end()
         except BaseException as error:
@@ -176,7 +177,7 @@ class HFCall:
     def _answering(
         self, arguments: Mapping[str, Any], microbatch: Microbatch
     ) -> AbstractContextManager[None]:
-        alone = arguments.keys() == {"input_ids"} and not self._edits
+        alone = arguments.keys() == {"input_ids", "use_cache"} and not self._edits
         constant = self._shape_questions() if alone else 0
         if not (constant or isinstance(microbatch, OnDevice)):
             return _ASKED  # values on the host can be read without waiting
