@@ -98,7 +98,7 @@ def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: py
     config = small_config(vocab_size=2**20)  # whose logits are large enough for chunks
 
     def fresh() -> Workload:
-        monkeypatch.setattr(measuring, "_runs", {})
+        monkeypatch.setattr(measuring, "_runs", {})  # as in a process that has measured nothing
         return Workload(config)
 
     alone = [fresh().measured(run) for run in runs]

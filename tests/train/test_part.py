@@ -57,7 +57,7 @@ def test_a_run_that_goes_back_gets_the_batches_from_there() -> None:
 
 
 def test_an_evaluation_follows_every_so_many_steps_and_the_last() -> None:
-    run: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(evaluate_every=4, steps=10)))
+    run: Any = SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(evaluate_every=4, last=10)))
     assert [step for step in range(1, 11) if Run.evaluates(run, step)] == [4, 8, 10]
 
 

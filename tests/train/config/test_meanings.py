@@ -8,7 +8,7 @@ from penstock.train.config.sections import KeepSection, PipelineSection, TrainSe
 
 def test_a_comment_behind_a_key_or_above_it_is_its_meaning() -> None:
     meanings = meanings_of(TrainSection)
-    assert meanings["batch_size"].means == "rows a step, over all microbatches"
+    assert meanings["batch_size"].means.startswith("rows a step, over all microbatches")
     assert meanings["accumulate"].means.startswith("pipeline calls a step, each with its part of the rows")
     assert meanings["accumulate"].means.endswith("that of one call with its part")
 

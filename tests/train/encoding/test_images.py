@@ -202,7 +202,7 @@ def test_a_record_that_cannot_be_read(
 
 
 def test_images_may_be_listed_in_the_record(tmp_path: Path) -> None:
-    made = drawn(tmp_path, {"data.held_out": 0.5}, count=12)
+    made = drawn(tmp_path, {"data.held_out": 0.5, "data.held_out_from": "end"}, count=12)
     record(tmp_path, [{"type": "image"}, TEXT, {"type": "image"}], images=["0.png", "1.png"])
     (piece,) = preflight(made).data.rows.sources[0].read(0)
     paths = [

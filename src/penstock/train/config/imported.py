@@ -19,10 +19,10 @@ from penstock.train.config.starter import commented, ranks_for
 from penstock.yaml_reader import parse_yaml
 
 Tree = Mapping[str, Any]
-Reader = Callable[["Draft", Any], None]
+KeyReader = Callable[["OurKeys", Any], None]
 
 
-class Left(NamedTuple):
+class WithoutCounterpart(NamedTuple):
     """A key without a counterpart, and why, or what to do"""
 
     key: str
@@ -35,7 +35,7 @@ class Imported(NamedTuple):
 
     sections: dict[str, dict[str, Any]]
     trainer: str
-    left: tuple[Left, ...]
+    left: tuple[WithoutCounterpart, ...]
 
     def text(self, source: str) -> str:
         """The config as commented YAML, with what was left as comments. source: the file that was read"""
@@ -50,7 +50,7 @@ class _NoCounterpartError(Exception):
 
 
 @dataclass
-class Draft:
+class OurKeys:
     """The keys so far. rows: of a device at once; calls: gradient accumulation"""
 
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -69,16 +69,16 @@ class Draft:
 def imported(tree: Tree, gpus: int) -> Imported:
     """Our config of theirs, for so many processes. Raises ConfigError for a tree of no known trainer."""
     trainer, readers, defaults = _trainer(tree)
-    draft, left = Draft(rows=defaults["rows"]), list[Left]()
+    draft, left = OurKeys(rows=defaults["rows"]), list[WithoutCounterpart]()
     for key, value in tree.items():
         if value is None or key in _SILENT:
             continue
         try:
             readers.get(key, _unknown)(draft, value)
         except _NoCounterpartError as reason:
-            left.append(Left(key, value, str(reason)))
-        except (ValueError, TypeError):
-            left.append(Left(key, value, "a value of another type than its trainer takes"))
+            left.append(WithoutCounterpart(key, value, str(reason)))
+        except (ValueError, TypeError, OverflowError):
+            left.append(WithoutCounterpart(key, value, "a value of another type than its trainer takes"))
     _finish(draft, gpus, defaults)
     order = ("model", "data", "pipeline", "parallel", "train", "optimizer", "adapter", "output")
     return Imported(
@@ -102,7 +102,7 @@ def flags(words: list[str]) -> dict[str, Any]:
     return tree
 
 
-def _trainer(tree: Tree) -> tuple[str, Mapping[str, Reader], Mapping[str, Any]]:
+def _trainer(tree: Tree) -> tuple[str, Mapping[str, KeyReader], Mapping[str, Any]]:
     """Its name, readers and defaults."""
     if "base_model" in tree:
         return (
@@ -131,35 +131,35 @@ _DEFAULTS: dict[str, Any] = {
 # ---- readers
 
 
-def _to(key: str, convert: Callable[[Any], Any] = lambda value: value) -> Reader:
-    def read(draft: Draft, value: Any) -> None:
+def _to(key: str, convert: Callable[[Any], Any] = lambda value: value) -> KeyReader:
+    def read(draft: OurKeys, value: Any) -> None:
         draft.set(key, convert(value))
 
     return read
 
 
-def _if(key: str, ours: Any) -> Reader:
+def _if(key: str, ours: Any) -> KeyReader:
     """For a switch: `ours` where it is on."""
 
-    def read(draft: Draft, value: Any) -> None:
+    def read(draft: OurKeys, value: Any) -> None:
         if value is True:
             draft.set(key, ours)
 
     return read
 
 
-def _no(why: str) -> Reader:
+def _no(why: str) -> KeyReader:
     """For a key that means something only if it is on."""
 
-    def read(draft: Draft, value: Any) -> None:
+    def read(draft: OurKeys, value: Any) -> None:
         if value not in (False, 0, "", "none", "None", "no"):
             raise _NoCounterpartError(why)
 
     return read
 
 
-def _words(table: Mapping[str, Any], key: str) -> Reader:
-    def read(draft: Draft, value: Any) -> None:
+def _words(table: Mapping[str, Any], key: str) -> KeyReader:
+    def read(draft: OurKeys, value: Any) -> None:
         if str(value).lower() not in table:
             raise _NoCounterpartError(f"take one of those of {key}")
         draft.set(key, table[str(value).lower()])
@@ -167,7 +167,7 @@ def _words(table: Mapping[str, Any], key: str) -> Reader:
     return read
 
 
-def _optimizer(draft: Draft, value: Any) -> None:
+def _optimizer(draft: OurKeys, value: Any) -> None:
     name = str(value).lower().replace("optimizernames.", "")
     if "muon" in name:
         draft.set("optimizer.name", "muon")
@@ -180,11 +180,11 @@ def _optimizer(draft: Draft, value: Any) -> None:
         raise _NoCounterpartError("take optimizer.name: adamw, muon or adafactor")
 
 
-def _unknown(draft: Draft, value: Any) -> None:
+def _unknown(draft: OurKeys, value: Any) -> None:
     raise _NoCounterpartError("")
 
 
-def _adapter(draft: Draft, value: Any) -> None:
+def _adapter(draft: OurKeys, value: Any) -> None:
     if value not in ("lora", "qlora", True):
         raise _NoCounterpartError("adapters here are LoRA and DoRA")
     draft.sections.setdefault("adapter", {}).setdefault("kind", "lora")
@@ -192,27 +192,27 @@ def _adapter(draft: Draft, value: Any) -> None:
         draft.set("adapter.quantize", "nf4")
 
 
-def _dora(draft: Draft, value: Any) -> None:
+def _dora(draft: OurKeys, value: Any) -> None:
     if value is True:
         draft.set("adapter.kind", "dora")
 
 
-def _targets(draft: Draft, value: Any) -> None:
+def _targets(draft: OurKeys, value: Any) -> None:
     names = value.replace(" ", "").split(",") if isinstance(value, str) else list(value)
     draft.set("adapter.targets", "all-linear" if names in (["all"], ["all-linear"]) else names)
 
 
-def _precision(draft: Draft, value: Any) -> None:
+def _precision(draft: OurKeys, value: Any) -> None:
     if value in (True, "auto", "true"):
         draft.set("train.precision", "mixed")
 
 
-def _fp16(draft: Draft, value: Any) -> None:
+def _fp16(draft: OurKeys, value: Any) -> None:
     if value is True:
         raise _NoCounterpartError("train.precision: mixed computes in bfloat16, which needs no loss scaling")
 
 
-def _attention(draft: Draft, value: Any) -> None:
+def _attention(draft: OurKeys, value: Any) -> None:
     names = {
         "fa2": "flash_attention_2",
         "flash_attention": "flash_attention_2",
@@ -226,29 +226,29 @@ def _attention(draft: Draft, value: Any) -> None:
         draft.set("model.attention", name)
 
 
-def _packing(draft: Draft, value: Any) -> None:
+def _packing(draft: OurKeys, value: Any) -> None:
     draft.set("data.packing", "best_fit" if value is True else "none")
 
 
-def _steps(draft: Draft, value: Any) -> None:
+def _steps(draft: OurKeys, value: Any) -> None:
     if int(value) > 0:
         draft.set("train.steps", int(value))
 
 
-def _epochs(draft: Draft, value: Any) -> None:
+def _epochs(draft: OurKeys, value: Any) -> None:
     draft.set("train.epochs", float(value))
 
 
-def _betas(place: int) -> Reader:
-    def read(draft: Draft, value: Any) -> None:
+def _betas(place: int) -> KeyReader:
+    def read(draft: OurKeys, value: Any) -> None:
         betas = draft.sections.setdefault("optimizer", {}).setdefault("betas", [0.9, 0.999])
         betas[place] = float(value)
 
     return read
 
 
-def _every(key: str) -> Reader:
-    def read(draft: Draft, value: Any) -> None:
+def _every(key: str) -> KeyReader:
+    def read(draft: OurKeys, value: Any) -> None:
         if not isinstance(value, int) or value < 1:
             raise _NoCounterpartError("a share of the run; give a number of steps")
         draft.set(key, value)
@@ -256,17 +256,17 @@ def _every(key: str) -> Reader:
     return read
 
 
-def _when(key: str) -> Reader:
+def _when(key: str) -> KeyReader:
     """A strategy: when something happens."""
 
-    def read(draft: Draft, value: Any) -> None:
+    def read(draft: OurKeys, value: Any) -> None:
         if value not in ("steps", "no", False):
             raise _NoCounterpartError(f"give {key}, a number of steps")
 
     return read
 
 
-def _trackers(draft: Draft, value: Any) -> None:
+def _trackers(draft: OurKeys, value: Any) -> None:
     names = value if isinstance(value, list) else [value]
     known = [name for name in names if name in ("tensorboard", "wandb", "mlflow")]
     if known:
@@ -276,23 +276,23 @@ def _trackers(draft: Draft, value: Any) -> None:
         raise _NoCounterpartError("trackers here are tensorboard, wandb and mlflow")
 
 
-def _wandb(draft: Draft, value: Any) -> None:
+def _wandb(draft: OurKeys, value: Any) -> None:
     if value:
         draft.set("output.trackers", [{"name": "wandb", "project": str(value)}])
 
 
-def _held_out(draft: Draft, value: Any) -> None:
+def _held_out(draft: OurKeys, value: Any) -> None:
     if isinstance(value, float) and 0 < value < 1:
         draft.set("data.held_out", value)
     elif value:
         raise _NoCounterpartError("data.held_out is a share, such as 0.01")
 
 
-def _rows(draft: Draft, value: Any) -> None:
+def _rows(draft: OurKeys, value: Any) -> None:
     draft.rows = _count(value)
 
 
-def _calls(draft: Draft, value: Any) -> None:
+def _calls(draft: OurKeys, value: Any) -> None:
     draft.calls = _count(value)
 
 
@@ -302,7 +302,7 @@ def _count(value: Any) -> int:
     return int(value)
 
 
-def _datasets(draft: Draft, value: Any) -> None:
+def _datasets(draft: OurKeys, value: Any) -> None:
     """axolotl's list."""
     sources = []
     for source in value if isinstance(value, list) else [value]:
@@ -324,7 +324,7 @@ def _datasets(draft: Draft, value: Any) -> None:
         draft.set("data.mixture", sources)
 
 
-def _named_datasets(draft: Draft, value: Any) -> None:
+def _named_datasets(draft: OurKeys, value: Any) -> None:
     """LLaMA-Factory's names, which its dataset_info.json explains."""
     names = value if isinstance(value, list) else str(value).replace(" ", "").split(",")
     paths = [f"data/{name}.json" for name in names]
@@ -336,27 +336,27 @@ def _named_datasets(draft: Draft, value: Any) -> None:
     raise _NoCounterpartError("a name of dataset_info.json: check data.path")
 
 
-def _stage(draft: Draft, value: Any) -> None:
+def _stage(draft: OurKeys, value: Any) -> None:
     if value not in ("sft", "pt"):
         raise _NoCounterpartError("stages here are sft and pt; see docs/guides")
     draft.set("data.kind", "chat" if value == "sft" else "auto")
 
 
-def _finetuning(draft: Draft, value: Any) -> None:
+def _finetuning(draft: OurKeys, value: Any) -> None:
     if value == "lora":
         _adapter(draft, value)
     elif value != "full":
         raise _NoCounterpartError("all weights are trained here, or an adapter")
 
 
-def _bits(draft: Draft, value: Any) -> None:
+def _bits(draft: OurKeys, value: Any) -> None:
     if value in (True, 4):
         _adapter(draft, "qlora")
     elif value:
         raise _NoCounterpartError("the matrices under an adapter may have 4 bits")
 
 
-def _trained_turns(draft: Draft, value: Any) -> None:
+def _trained_turns(draft: OurKeys, value: Any) -> None:
     if value is True:
         draft.set("data.loss_on", "all")
 
@@ -374,7 +374,7 @@ _SILENT = frozenset(_NEEDLESS.split())  # about the machine or the screen, or al
 _RATES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
           "cosine_with_restarts": "cosine_with_restarts"}  # fmt: skip
 
-_SHARED: Mapping[str, Reader] = {
+_SHARED: Mapping[str, KeyReader] = {
     "learning_rate": _to("optimizer.learning_rate", float),
     "weight_decay": _to("optimizer.weight_decay", float),
     "lr_scheduler_type": _words(_RATES, "optimizer.schedule"),
@@ -410,7 +410,7 @@ _SHARED: Mapping[str, Reader] = {
     "neftune_noise_alpha": _no("noise in embeddings is not here"),
 }
 
-_LORA: Mapping[str, Reader] = {
+_LORA: Mapping[str, KeyReader] = {
     "lora_r": _to("adapter.r", int),
     "lora_rank": _to("adapter.r", int),
     "lora_alpha": _to("adapter.alpha", int),
@@ -423,7 +423,7 @@ _LORA: Mapping[str, Reader] = {
     "use_rslora": _no("the scale here is alpha / r"),
 }
 
-_AXOLOTL: Mapping[str, Reader] = {
+_AXOLOTL: Mapping[str, KeyReader] = {
     **_SHARED,
     **_LORA,
     "base_model": _to("model.path", str),
@@ -451,7 +451,7 @@ _AXOLOTL: Mapping[str, Reader] = {
     "evals_per_epoch": _no("give train.evaluate_every, a number of steps"),
 }
 
-_LLAMA_FACTORY: Mapping[str, Reader] = {
+_LLAMA_FACTORY: Mapping[str, KeyReader] = {
     **_SHARED,
     **_LORA,
     "model_name_or_path": _to("model.path", str),
@@ -468,7 +468,7 @@ _LLAMA_FACTORY: Mapping[str, Reader] = {
     "mask_history": _if("data.loss_on", "last"),
 }
 
-_TRL: Mapping[str, Reader] = {
+_TRL: Mapping[str, KeyReader] = {
     **_SHARED,
     **_LORA,
     "model_name_or_path": _to("model.path", str),
@@ -488,7 +488,7 @@ _TRL: Mapping[str, Reader] = {
 # ---- rows and processes
 
 
-def _finish(draft: Draft, gpus: int, defaults: Mapping[str, Any]) -> None:
+def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> None:
     """The rows of a step on so many processes, their mesh, and their defaults where ours differ."""
     ranks = ranks_for(gpus, None)
     parts = gpus // ranks
