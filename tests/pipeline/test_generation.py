@@ -298,6 +298,8 @@ def test_refused_options(options: dict[str, Any], error: type[Exception], words:
         (lambda: built(tiny_model("llama"), schedule="dualpipe", microbatches=4), ConfigError, "two copies"),
         (lambda: built(tiny_model("llama"), shapes="padded"), ConfigError, "pads rows on the right"),
         (lambda: built(tiny_predicting()), ModelError, "Build it without prediction layers"),
+        (lambda: built(zoo.tiny_model("openai-gpt")), ModelError, "it has no cache"),
+        (lambda: built(zoo.tiny_model("recurrent_gemma")), ModelError, "state in its modules"),
         (lambda: built(zoo.tiny_model("xlstm")), ModelError, "another form than transformers' DynamicCache"),
         (lambda: Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares),
          ModelError, "a user's own modules"),

@@ -11,6 +11,7 @@ often the first, how many tokens it holds. Those of other stages hold one byte a
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ from penstock.runtime.stage import StageCall
 
 ROWS = "penstock:rows"  # the entry of a microbatch with its rows' generation
 _CACHES = ("past_key_values", "cache_params")  # the names that models give to their cache
+_STATE_IN_MODULES = {"recurrent_gemma"}
 
 
 @dataclass
@@ -134,8 +136,12 @@ def refuse_model(model: PreTrainedModel) -> None:
     if not isinstance(model, GenerationMixin) or model.config.is_encoder_decoder:
         rule = "only decoders with a language modelling head generate"
         raise ModelError(f"generate() with {name}", rule, "Call evaluate() or infer() for its outputs")
-    if not model._supports_default_dynamic_cache():
-        rule = "it keeps its state in another form than transformers' DynamicCache"
+    takes_cache = inspect.signature(model.forward).parameters.keys() & set(_CACHES)
+    if not takes_cache or not model._supports_default_dynamic_cache():
+        rule = "it has no cache, or keeps its state in another form than transformers' DynamicCache"
+        raise ModelError(f"generate() with {name}", rule, "Save it, and generate in one process")
+    if model.config.model_type in _STATE_IN_MODULES:
+        rule = "it keeps its state in its modules, where microbatches and training would mix it"
         raise ModelError(f"generate() with {name}", rule, "Save it, and generate in one process")
 
 
