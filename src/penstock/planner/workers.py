@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -22,6 +23,7 @@ from penstock.errors import RunError
 A = TypeVar("A")
 R = TypeVar("R")
 
+_FORK = get_context("fork")
 _MOST = 8  # processes: beyond it they wait for one another
 
 
@@ -43,29 +45,46 @@ def forked(work: Callable[[A], R], processes: int) -> Iterator[Callable[[Sequenc
     """A function that maps `work` over arguments, each in the first process that is free.
 
     It returns the results in the arguments' order, and raises the error of the first argument that has one.
-    With one process all runs in this one, and where there is an accelerator: autograd starts threads for it
-    at the first backward, and refuses one in a process that is forked after that. `work` is what it is now:
-    what changes in this process later is not seen.
+    With one process all runs in this one, and where a forked one could run no backward: torch refuses that
+    where it has threads for devices, after this process's first backward. `work` is what it is now: what
+    changes in this process later is not seen.
     """
-    if processes < 2 or torch.accelerator.is_available():
+    if processes < 2 or not _forks_run_backwards():
         yield lambda arguments: list(map(work, arguments))
         return
-    context, ours, children = get_context("fork"), list[Connection](), []
+    ours, children = list[Connection](), []
     for _ in range(processes):
-        our_end, its_end = context.Pipe()
-        child = context.Process(target=_serve, args=(work, its_end), daemon=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
-            child.start()
+        our_end, its_end = _FORK.Pipe()
+        children.append(_started(_serve, work, its_end))
         its_end.close()
         ours.append(our_end)
-        children.append(child)
     try:
         yield lambda arguments: _gathered(ours, arguments)
     finally:
         for child in children:
             child.kill()  # it waits for arguments, and has nothing to save
             child.join()
+
+
+def _started(target: Callable[..., None], *arguments: Any) -> ForkProcess:
+    child = _FORK.Process(target=target, args=arguments, daemon=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        child.start()
+    return child
+
+
+def _forks_run_backwards() -> bool:
+    child = _started(_run_backward)
+    child.join()
+    return child.exitcode == 0
+
+
+def _run_backward() -> None:
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        os._exit(1)  # without its traceback
 
 
 def _gathered(ends: Sequence[Connection], arguments: Sequence[A]) -> list[R]:
