@@ -294,7 +294,12 @@ MUTANTS = [
         OF_COUNTS,
     ),
     Mutant("train/data/rows.py", "min(end, self.longest)", "end", "train/data/test_rows.py"),
-    Mutant("train/data/loading.py", "    data.check(config.train.last)\n", "", "train/data/test_sources.py"),
+    Mutant(
+        "train/data/loading.py",
+        "    data.check(data.steps_of(config.train))\n",
+        "",
+        "train/data/test_sources.py",
+    ),
     Mutant("train/sizes.py", "max(min(step - 1, until) - done, 0)", "until - done", "train/test_sizes.py"),
     Mutant(
         "train/skips.py", "left_out = (*run.state.seen.left_out, (", "left_out = ((", "train/test_skips.py"
