@@ -43,11 +43,15 @@ _LIMITS = {
 
 
 class Form(NamedTuple):
-    """A way to write a key that takes values of several kinds: the line below `place`, and what it means."""
+    """A way to write a key that takes values of several kinds: the line below `place`, and what it means.
+
+    beside: a section that it needs, in a line
+    """
 
     place: str
     line: str
     means: str
+    beside: str = ""
 
 
 class Key(NamedTuple):
@@ -67,6 +71,7 @@ class Table(NamedTuple):
     schema: dict[str, Any]
 
 
+_PAIRS = "data: {path: pairs.jsonl, kind: preference, tokenizer: bytes}"
 FORMS = (
     Form("", "model: {path: models/my-qwen3}", "a folder with `config.json`, and weights where it has some"),
     Form("", "model: {config: {model_type: qwen3, num_hidden_layers: 4}}", "random weights"),
@@ -110,6 +115,8 @@ FORMS = (
     Form("train", "activation_offloading: {modules: [mlp], layers: 4}",
          "what the `mlp` of the first 4 layers of each stage saves"),
     Form("train", "chunked_loss: liger", "the head and its loss by Liger's fused kernel"),
+    Form("train", "loss: simpo", "SimPO with its defaults", _PAIRS),
+    Form("train", "loss: {kind: dpo, beta: 0.3}", "DPO", _PAIRS),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),
     Form("train", "early_stop: {patience: 3}", "the end after three evaluations without a lower loss"),

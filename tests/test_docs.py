@@ -84,9 +84,10 @@ def test_the_trainer_takes_each_form(form: Any, tmp_path: Path) -> None:
     enough = load_config(file)
     places = form.place.split(".") if form.place else []
     lines = [f"{'  ' * depth}{key}:\n" for depth, key in enumerate(places)]
-    given = form.line.partition(":")[0]
-    kept = re.sub(rf"^{given}:\n(  .*\n)+", "", CONFIG.EXAMPLE, flags=re.MULTILINE)
-    file.write_text("".join([kept, *lines, "  " * len(places), form.line, "\n"]))
+    kept = CONFIG.EXAMPLE
+    for given in (form.line.partition(":")[0], form.beside.partition(":")[0]):
+        kept = re.sub(rf"^{given}:\n(  .*\n)+", "", kept, flags=re.MULTILINE) if given else kept
+    file.write_text("".join([kept, form.beside, "\n", *lines, "  " * len(places), form.line, "\n"]))
     assert load_config(file) != enough
 
 

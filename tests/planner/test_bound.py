@@ -96,6 +96,15 @@ def test_random_runs_are_never_below_the_bound(
             assert prediction.seconds >= bound(model, run, kind, hardware, limit) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("hardware", [cluster(1, 5), cluster(5, 1)], ids=["one host", "several"])
+def test_one_microbatch_whose_layers_the_first_ranks_could_hold_twice(hardware: Cluster) -> None:
+    """Ranks were filled beyond the last layer: the bound was three times the fastest step."""
+    run = as_candidate(SCHEDULES[0], 5, 1)
+    steps = [estimated(workload(), replace(run, split=split), hardware) for split in splits(LAYERS, 5)]
+    fastest = min(step.seconds for step in steps if step)
+    assert 0 < bound(workload(), run, SCHEDULES[0], hardware) <= fastest * (1 + 1e-9)
+
+
 TIED = Workload(small_config(tie_word_embeddings=True, vocab_size=4096))
 MODELS = [workload(), TIED]
 CLUSTERS = [cluster(1, 4), cluster(4, 1)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from penstock.errors import DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preference import with_references
 from penstock.train.preflight import preflight
@@ -21,6 +23,7 @@ from support import jobs_train
 from support.pairs import plain_gradients, plain_logps
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
+from support.refusals import refuses
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model
 
 MODEL = {**QWEN3, "vocab_size": 258}
@@ -126,6 +129,29 @@ def test_a_resumed_run_reads_the_file_and_computes_what_it_lacks(tmp_path: Path)
     other = with_references(prepared.data, prepared.config, pipe, "another run").rows.references
     assert other is not None
     assert not np.array_equal(other[known], first[known])
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"PK\x03\x04 not an archive", None], ids=["empty", "no archive", "cut"]
+)
+def test_a_damaged_file_of_references_is_made_anew(damage: bytes | None, tmp_path: Path) -> None:
+    prepared = preflight(with_pairs(tmp_path, steps=2))
+    pipe = prepared.auto.build(prepared.model)
+    first = with_references(prepared.data, prepared.config, pipe, "a run").rows.references
+    file = tmp_path / "out" / "reference_logps.npz"
+    file.write_bytes(file.read_bytes()[:-40] if damage is None else damage)
+    again = with_references(prepared.data, prepared.config, pipe, "a run").rows.references
+    assert first is not None
+    assert again is not None
+    assert np.array_equal(first, again, equal_nan=True)
+
+
+def test_fewer_held_out_pairs_than_pipelines_are_refused(tmp_path: Path) -> None:
+    """No pair can stand in for a missing one: each would count in the loss."""
+    data = preflight(with_pairs(tmp_path)).data
+    few = replace(data, parts=len(data.held_out) + 1, part=0)
+    with refuses(DataError, "held-out pairs on a mesh of"):
+        few.held_out_batches(4)
 
 
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+from penstock.cli.shared import check_new
 from penstock.errors import ConfigError
 from penstock.reading import read_text
 from penstock.schedule.files import write_text
@@ -25,8 +26,7 @@ def show(file: Path, gpus: int, out: Path | None) -> None:
     if out is None:
         print(text, end="")
         return
-    if out.exists():
-        raise ConfigError(f"--out {out}", "there is a file with this name", "Name another one, or remove it")
+    check_new(out)
     write_text(out, text, "config")
     for left in ours.left:
         print(f"no counterpart: {left.key}: {left.value}   {left.why}".rstrip())

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import typer
 
+from penstock.cli.shared import check_new
 from penstock.errors import ConfigError
 from penstock.schedule.files import write_text
 from penstock.train.config.starter import GOALS, FirstRun, Goal, starter
@@ -18,8 +19,7 @@ T = TypeVar("T")
 
 def init(out: Path, model: str | None, data: str | None, gpus: int | None, goal: Goal | None) -> None:
     """Write a config to `out`. A terminal is asked for what is None. Raises ConfigError."""
-    if out.exists():
-        raise ConfigError(f"--out {out}", "there is a file with this name", "Name another one, or remove it")
+    check_new(out)
     goals = ", ".join(f"{name} ({means})" for name, means in GOALS.items())
     asked = cast(Goal, _given("--goal", goal, f"What for? {goals}", str))
     start = FirstRun(

@@ -89,19 +89,8 @@ def train(
             settings = _load(config, overrides)
             if print_config:
                 return print(settings.to_yaml(), end="")
-            if world is not None and (not dry_run or under_torchrun()):
-                rule = "it is the number of processes for --dry-run, if none were started"
-                raise ConfigError(
-                    f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun"
-                )
-            if restarts and under_torchrun():
-                rule = "torchrun starts its processes again by itself"
-                remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
-                raise ConfigError(f"--restarts {restarts}", rule, remedy)
             planned = settings.pipeline.schedule == "planned"
-            if cluster is not None and not (planned or dry_run):
-                rule = "it is what pipeline.schedule=planned plans for, and a dry run compares with"
-                raise ConfigError(f"--cluster {cluster!r}", rule, "Leave it out, or add one of the two")
+            _check_train(world, cluster, restarts, dry_run=dry_run, planned=planned)
             if dry_run:
                 from penstock.cli.dry_run import show
 
@@ -128,6 +117,22 @@ def train(
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
+
+
+def _check_train(
+    world: int | None, cluster: str | None, restarts: int, *, dry_run: bool, planned: bool
+) -> None:
+    """Raise ConfigError for options of `penstock train` that have no meaning in this run."""
+    if world is not None and (not dry_run or under_torchrun()):
+        rule = "it is the number of processes for --dry-run, if none were started"
+        raise ConfigError(f"--world {world}", rule, "Leave it out, or add --dry-run, without torchrun")
+    if restarts and under_torchrun():
+        rule = "torchrun starts its processes again by itself"
+        remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
+        raise ConfigError(f"--restarts {restarts}", rule, remedy)
+    if cluster is not None and not (planned or dry_run):
+        rule = "it is what pipeline.schedule=planned plans for, and a dry run compares with"
+        raise ConfigError(f"--cluster {cluster!r}", rule, "Leave it out, or add one of the two")
 
 
 @app.command()

@@ -86,6 +86,12 @@ def usable(path: T) -> T:
     return expanded
 
 
+def check_new(out: Path) -> None:
+    """Raise ConfigError where a first config would replace a file, which may be somebody's work."""
+    if out.exists():
+        raise ConfigError(f"--out {out}", "there is a file with this name", "Name another one, or remove it")
+
+
 @dataclass(frozen=True)
 class ScheduleChoice:
     """The schedule that the command line names."""

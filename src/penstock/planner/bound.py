@@ -168,7 +168,7 @@ class Loads:
         for of_rank, room in zip(lines, most, strict=True):
             fill = min(
                 room,
-                self.layers,
+                max(0.0, self.layers - before),
                 *((step - line.constant - line.before * before) / line.slope for line in of_rank),
             )
             if fill < 0:  # the rank's ends alone are too much

@@ -10,17 +10,20 @@ The pass over the rows runs once a run: a resumed run reads its file, and comput
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.batch.preferences import Preference
 from penstock.pipeline.pipeline import Pipeline
+from penstock.reading import open_regular
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data
 from penstock.train.data.pairs import PairLayout
@@ -112,13 +115,13 @@ def _compute(pipe: Pipeline, data: Data, rows: StoredRows, mine: Sequence[int], 
 
 
 def _read(path: Path, key: str) -> dict[str, list[list[float]]] | None:
-    """The arrays of the file, if it is of this run and its data."""
-    if not path.is_file():
+    """The arrays of the file, if it is of this run and its data; what cannot be read is computed again."""
+    try:
+        with open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = {name: file[name].tolist() for name in ("rows", "held_out")}
+            return arrays if str(file["key"]) == key else None
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
         return None
-    with np.load(path) as file:
-        return (
-            {name: file[name].tolist() for name in ("rows", "held_out")} if str(file["key"]) == key else None
-        )
 
 
 def _write(path: Path, key: str, rows: References, held_out: References) -> None:

@@ -7,13 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.batch.loss import NextToken
+from penstock.models.activation_offloading import Offloading
 from penstock.models.huggingface.entries import taken
 from penstock.models.huggingface.stages import HFCall, HFEdges, cut
 from penstock.models.split.activation_sizes import StageSizes, stage_sizes
 from penstock.models.stage import StageInfo
 from penstock.models.tracing.chain import find_chain
+from penstock.pipeline.building.memory import Account
+from penstock.planner.candidate import Candidate
+from penstock.planner.workload import Workload
+from penstock.schedule import build
 from support import zoo
 from support.families import tiny_model
+from support.planning import LENGTH, small_config
 
 
 def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
@@ -41,6 +47,15 @@ def test_estimated_activation_bytes_are_what_autograd_holds() -> None:
     assert predicted.buffer == predicted.sent == output.nbytes
     assert in_backward > predicted.activation
     assert in_forward > predicted.activation
+
+
+def test_casts_of_weights_are_not_offloaded() -> None:
+    """Those of autocast counted: a dry run promised more memory than offloading frees."""
+    plan = Workload(small_config(), "mixed").plan(build("gpipe", ranks=1, microbatches=1), (6,))
+    options = Candidate().parallel_options()
+    account = Account(plan, options=options, offloading=Offloading(min_bytes=0))
+    kept, _, _ = account.of_part((2, LENGTH), range(1, 2), 1)
+    assert 0 < kept.offloaded <= kept.activation
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "kimi_linear", "mixtral", "doge"])

@@ -105,6 +105,29 @@ def test_a_step_has_the_rows_that_it_had_on_as_many_devices(tmp_path: Path) -> N
         assert rows == 3 * microbatches  # rows of a device at once are those of a microbatch
 
 
+def test_moments_in_few_bits_that_a_mesh_would_change_are_listed(tmp_path: Path) -> None:
+    assert "optimizer" not in {left.key for left in read(AXOLOTL, 8, tmp_path)[1].left}
+    config, ours = read(AXOLOTL, 16, tmp_path)
+    assert "optimizer" in {left.key for left in ours.left}
+    optimizer: Any = config.optimizer
+    assert optimizer.states is None
+
+
+@pytest.mark.parametrize(
+    ("source", "split", "config"),
+    [
+        ({"path": "tatsu-lab/alpaca"}, "train", None),
+        ({"path": "org/many", "split": "validation", "name": "en"}, "validation", "en"),
+        ({"path": "chats.jsonl", "split": "train"}, None, None),
+    ],
+)
+def test_a_data_set_by_name_has_a_split_and_a_file_none(
+    source: dict[str, str], split: str | None, config: str | None, tmp_path: Path
+) -> None:
+    made, _ = read(yaml.safe_dump({"base_model": "m", "datasets": [source]}), 1, tmp_path)
+    assert (made.data.split, made.data.config) == (split, config)
+
+
 def test_llama_factory(tmp_path: Path) -> None:
     config, ours = read(LLAMA_FACTORY, 4, tmp_path)
     assert ours.trainer == "LLaMA-Factory"
@@ -149,6 +172,7 @@ def test_what_they_leave_out_has_their_defaults(tmp_path: Path) -> None:
         ({"report_to": ["wandb", "comet_ml"]}, "report_to"),
         ({"save_steps": 0.1}, "save_steps"),
         ({"deepspeed": "ds.json"}, "deepspeed"),
+        ({"load_in_8bit": True}, "load_in_8bit"),
     ],
 )
 def test_a_value_without_a_counterpart_is_listed(keys: dict[str, Any], left: str, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -445,3 +447,20 @@ def test_overrides_are_the_values_that_they_show(tmp_path: Path, cases: range) -
 def in_yaml(value: Any) -> str:
     plain = json.loads(json.dumps(value))
     return yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False)
+
+
+def test_a_config_is_read_without_torch() -> None:
+    """Which takes seconds to import: an error in a config is raised at once."""
+    code = "import sys; import penstock.train.config.load; print('torch' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert ran.stdout.strip() == "False"
+
+
+def test_keys_of_a_loss_are_named_without_its_kind(tmp_path: Path) -> None:
+    tree = {"model": {"path": "m"}, "data": {"path": "x", "kind": "preference"}}
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump({**tree, "train": {"loss": {"kind": "dpo", "betta": 1}}}))
+    with refuses(ConfigError, "train.loss.betta=1", rule="section train.loss"):
+        load_config(file)

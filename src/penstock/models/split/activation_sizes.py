@@ -116,7 +116,7 @@ def stage_sizes(
         in_forward = measured.peak - of_casts + (0 if received is None else incoming.nbytes)
         offloaded = 0
         if offload is not None:
-            staying = stage.staying(0, microbatch)
+            staying = stage.staying(0, microbatch) | {storage._cdata for storage in casts()}
             offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent

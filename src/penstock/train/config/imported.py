@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
@@ -79,7 +80,7 @@ def imported(tree: Tree, gpus: int) -> Imported:
             left.append(WithoutCounterpart(key, value, str(reason)))
         except (ValueError, TypeError, OverflowError):
             left.append(WithoutCounterpart(key, value, "a value of another type than its trainer takes"))
-    _finish(draft, gpus, defaults)
+    left += _finish(draft, gpus, defaults)
     order = ("model", "data", "pipeline", "parallel", "train", "optimizer", "adapter", "output")
     return Imported(
         {name: draft.sections[name] for name in order if name in draft.sections}, trainer, tuple(left)
@@ -302,6 +303,9 @@ def _count(value: Any) -> int:
     return int(value)
 
 
+_OF_SOURCE = {"split": "split", "config": "name", "revision": "revision"}
+
+
 def _datasets(draft: OurKeys, value: Any) -> None:
     """axolotl's list."""
     sources = []
@@ -316,6 +320,7 @@ def _datasets(draft: OurKeys, value: Any) -> None:
             keys["messages_field"] = field_name
         if kind == "auto" and source.get("field"):
             keys["text_field"] = source["field"]
+        keys |= {ours: source[theirs] for ours, theirs in _OF_SOURCE.items() if source.get(theirs)}
         sources.append(keys)
     if len(sources) == 1:
         for key, one in sources[0].items():
@@ -364,8 +369,8 @@ def _trained_turns(draft: OurKeys, value: Any) -> None:
 _NEEDLESS = """
     do_train do_eval overwrite_output_dir overwrite_cache plot_loss ddp_timeout hub_model_id logging_dir
     logging_first_step use_cache remove_unused_columns dataloader_num_workers strict is_llama_derived_model
-    model_type tokenizer_type load_in_8bit local_rank group_by_length use_liger_kernel
-    gradient_checkpointing_kwargs pad_to_sequence_len eval_sample_packing tf32 dataset_prepared_path
+    model_type tokenizer_type local_rank use_liger_kernel
+    gradient_checkpointing_kwargs pad_to_sequence_len eval_sample_packing dataset_prepared_path
     preprocessing_num_workers per_device_eval_batch_size eval_batch_size save_only_model disable_tqdm
     wandb_entity wandb_watch wandb_name wandb_log_model packing_strategy
 """
@@ -407,6 +412,9 @@ _SHARED: Mapping[str, KeyReader] = {
     "deepspeed": _no("parallel.dp_shard shards the weights"),
     "fsdp": _no("parallel.dp_shard shards the weights"),
     "fsdp_config": _no("parallel.dp_shard shards the weights"),
+    "load_in_8bit": _no("the matrices under an adapter may have 4 bits (adapter.quantize)"),
+    "group_by_length": _no("rows come in random order"),
+    "tf32": _no("products are in bfloat16 with train.precision: mixed"),
     "neftune_noise_alpha": _no("noise in embeddings is not here"),
 }
 
@@ -477,19 +485,24 @@ _TRL: Mapping[str, KeyReader] = {
     "use_peft": _if("adapter.kind", "lora"),
     "load_in_4bit": _bits,
     "dataset_name": _to("data.path", str),
+    "dataset_config": _to("data.config", str),
+    "dataset_train_split": _to("data.split", str),
     "max_length": _to("data.sequence_length", int),
     "max_seq_length": _to("data.sequence_length", int),
     "packing": _packing,
     "dataset_text_field": _to("data.text_field", str),
-    "learning_rate_schedule": _words(_RATES, "optimizer.schedule"),
 }
 
 
 # ---- rows and processes
 
 
-def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> None:
-    """The rows of a step on so many processes, their mesh, and their defaults where ours differ."""
+def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> list[WithoutCounterpart]:
+    """The rows of a step on so many processes, their mesh, and their defaults where ours differ.
+
+    Returns what such a mesh cannot have.
+    """
+    left = []
     ranks = ranks_for(gpus, None)
     parts = gpus // ranks
     rows = draft.rows * draft.calls * gpus
@@ -497,7 +510,9 @@ def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> None:
     draft.set("pipeline.microbatches", ceil(rows / parts / draft.rows))
     if parts > 1:
         draft.set("parallel.dp_shard", parts)
-        draft.sections.get("optimizer", {}).pop("states", None)  # a mesh would change moments in few bits
+        if states := draft.sections.get("optimizer", {}).pop("states", None):
+            why = f"{gpus} processes are a mesh, which would change moments in few bits"
+            left.append(WithoutCounterpart("optimizer", states, why))
     draft.set("train.batch_size", rows)
     if "adapter" in draft.sections and not draft.has("adapter.kind"):
         del draft.sections["adapter"]  # keys of an adapter that is off
@@ -516,3 +531,19 @@ def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> None:
     if not draft.has("data.path") and not draft.has("data.mixture"):
         draft.set("data.path", "data.jsonl")
     draft.sections["data"].setdefault("kind", "chat")
+    for source in (draft.sections["data"], *draft.sections["data"].get("mixture", ())):
+        _name_split(source)
+    return left
+
+
+def _name_split(source: dict[str, Any]) -> None:
+    """Give the name of a data set the split that they read without one; a file has none."""
+    path = source.get("path")
+    if path is None:
+        return
+    named = not Path(path).suffix and not Path(path).expanduser().exists()
+    if named:
+        source.setdefault("split", "train")
+    elif not Path(path).expanduser().is_dir():
+        for key in _OF_SOURCE:
+            source.pop(key, None)

@@ -14,15 +14,17 @@ from pydantic import ValidationError
 from penstock.errors import ConfigError
 from penstock.options import as_one, finding, shown
 from penstock.reading import DEEPEST
+from penstock.train.config.loss import LOSSES
 from penstock.train.config.sections import TrainConfig
-from penstock.train.config.values import Section
+from penstock.train.config.values import Section, tag
 from penstock.train.optimizers.optimizer import OPTIMIZERS
 from penstock.train.records.trackers import TRACKERS
 from penstock.yaml_reader import in_a_line, parse_yaml, read_yaml
 
 # tags of unions, which pydantic adds to a key's path; no key has such a name
-_TAGGED: dict[str, type[Section]] = {f"of {name}": choice.section for name, choice in OPTIMIZERS.items()}
-_TAGGED |= {f"of {name}": section for name, section in TRACKERS.items()}
+_TAGGED: dict[str, type[Section]] = {tag(name): choice.section for name, choice in OPTIMIZERS.items()}
+_TAGGED |= {tag(name): section for name, section in TRACKERS.items()}
+_TAGGED |= {tag(name): section for name, section in LOSSES.items()}
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> TrainConfig:

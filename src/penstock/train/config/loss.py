@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from penstock.batch.preferences import DPO, ORPO, Preference, SimPO
-from penstock.train.config.values import Positive, Section
+from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
+
+if TYPE_CHECKING:
+    from penstock.batch.preferences import Preference
 
 
 class DPOSection(Section):
@@ -34,37 +36,32 @@ class SimPOSection(Section):
 
 
 AnyLoss = DPOSection | ORPOSection | SimPOSection
-LOSSES: dict[str, tuple[type[AnyLoss], type[Preference]]] = {
-    "dpo": (DPOSection, DPO),
-    "orpo": (ORPOSection, ORPO),
-    "simpo": (SimPOSection, SimPO),
-}
+LOSSES: dict[str, type[AnyLoss]] = {"dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection}
 
 
 def make_loss(section: AnyLoss) -> Preference:
     """The loss with the keys of a section."""
+    from penstock.batch import preferences  # a config with an error is refused without torch
+
+    kinds: dict[str, type[Preference]]
+    kinds = {"dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO}
     keys = section.model_dump()
-    return LOSSES[keys.pop("kind")][1](**keys)
+    return kinds[keys.pop("kind")](**keys)
 
 
-def _check_section(value: object) -> object:
-    """Read a name as a mapping. Refuse other values here, as pydantic's words for a union are unclear."""
-    section = {"kind": value} if isinstance(value, str) else value
-    if isinstance(section, Section) or (isinstance(section, dict) and section.get("kind") in list(LOSSES)):
-        return section
-    raise ValueError(
-        f"{value!r} is no loss; write {', '.join(LOSSES)}, or a mapping such as {{kind: dpo, beta: 0.1}}"
-    )
-
-
-def _tag(section: Any) -> str:
-    return str(section["kind"] if isinstance(section, dict) else section.kind)
-
+_IS_NONE = f"is no loss; write {', '.join(LOSSES)}, or a mapping such as {{kind: dpo, beta: 0.1}}"
+_read = by_name("kind", LOSSES, _IS_NONE)
 
 LossSection = Annotated[
-    Annotated[DPOSection, Tag("dpo")]
-    | Annotated[ORPOSection, Tag("orpo")]
-    | Annotated[SimPOSection, Tag("simpo")],
-    Discriminator(_tag),
+    Annotated[DPOSection, Tag(tag("dpo"))]
+    | Annotated[ORPOSection, Tag(tag("orpo"))]
+    | Annotated[SimPOSection, Tag(tag("simpo"))],
+    Discriminator(tag_by("kind")),
 ]
-LossValue = Annotated[LossSection | None, BeforeValidator(lambda value: value and _check_section(value))]
+LossValue = Annotated[
+    LossSection | None,
+    BeforeValidator(
+        lambda value: None if value is None else _read(value),
+        json_schema_input_type=AnyLoss | Literal[tuple(LOSSES)] | None,
+    ),
+]

@@ -6,7 +6,7 @@ import json
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import yaml
 
@@ -15,6 +15,7 @@ from penstock.train.adapter import AdapterSection
 from penstock.train.config.load import validated
 from penstock.train.config.meanings import meanings_of
 from penstock.train.config.sections import TrainConfig
+from penstock.train.config.values import Section
 from penstock.train.optimizers.optimizer import OPTIMIZERS
 
 Goal = Literal["sft", "lora", "pretrain"]
@@ -122,7 +123,8 @@ def ranks_for(gpus: int, layers: object) -> int:
 def _lines(section: str, keys: Mapping[str, Any]) -> list[str]:
     """The keys of a section, each below what it means."""
     unions = {"optimizer": OPTIMIZERS[keys.get("name", "adamw")].section, "adapter": AdapterSection}
-    meanings = meanings_of(unions.get(section) or TrainConfig.model_fields[section].annotation)  # type: ignore[arg-type]
+    kind = unions.get(section) or cast(type[Section], TrainConfig.model_fields[section].annotation)
+    meanings = meanings_of(kind)
     lines = []
     for key, value in keys.items():
         means = " ".join(meanings[key].means.split()) if key in meanings else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import get_annotations
 from typing import Annotated, Any, Literal, Self
 
@@ -101,6 +101,38 @@ def _switch(section: type[Section], complaint: str, **words: Mapping[str, object
 
     said: Any = bool | Literal[tuple(words)] if words else bool
     return BeforeValidator(keys, json_schema_input_type=said | section | None)
+
+
+# ---- one of several sections, by its name
+
+
+def tag(name: object) -> str:
+    """The tag of a union's member, with which an error names this member's keys only. No key is called so."""
+    return f"of {name}"
+
+
+def tag_by(key: str, default: str = "") -> Callable[[Any], str]:
+    """The tag of a section, or of the mapping that it is read from. key: of its name; default: without one"""
+
+    def tag_of(section: Any) -> str:
+        return tag(section.get(key, default) if isinstance(section, dict) else getattr(section, key))
+
+    return tag_of
+
+
+def by_name(key: str, names: Collection[str], complaint: str) -> Callable[[object], object]:
+    """Reads a name alone as a mapping of `key` to it.
+
+    Anything else that names no member is refused here: pydantic's words for a union are unclear.
+    """
+
+    def read(value: object) -> object:
+        section = {key: value} if isinstance(value, str) else value
+        if isinstance(section, Section) or (isinstance(section, dict) and section.get(key) in list(names)):
+            return section
+        raise ValueError(f"{value!r} {complaint}")
+
+    return read
 
 
 class PaddingSection(Section, PaddingOptions):

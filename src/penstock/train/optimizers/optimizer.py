@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from penstock.errors import ConfigError
 from penstock.options import NotNegative
 from penstock.parallel.axes import Axes
-from penstock.train.config.values import Beta, Positive, Section
+from penstock.train.config.values import Beta, Positive, Section, tag, tag_by
 from penstock.train.optimizers import low_bit
 from penstock.train.optimizers.rates import RateKeys, learning_rate
 
@@ -344,16 +344,11 @@ def _elsewhere(name: str) -> str:
     return f"write name: {kind}" if kind else ""
 
 
-def _tag(section: Any) -> str:
-    return "of " + str(section.get("name", "adamw") if isinstance(section, dict) else section.name)
-
-
 OptimizerSection = Annotated[
-    # tagged, so that an error names the keys of one optimizer only
-    Annotated[AdamWSection, Tag("of adamw")]
-    | Annotated[MuonSection, Tag("of muon")]
-    | Annotated[AdafactorSection, Tag("of adafactor")],
-    Discriminator(_tag),
+    Annotated[AdamWSection, Tag(tag("adamw"))]
+    | Annotated[MuonSection, Tag(tag("muon"))]
+    | Annotated[AdafactorSection, Tag(tag("adafactor"))],
+    Discriminator(tag_by("name", "adamw")),
     BeforeValidator(_check_section),
 ]
 

@@ -22,12 +22,12 @@ from os import environ
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag
 
 from penstock.errors import ConfigError
-from penstock.train.config.values import PathText, Section
+from penstock.train.config.values import PathText, Section, by_name, tag, tag_by
 
 PATIENCE = 60  # seconds, after which a tracker that does not finish is ended
 _AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker then finishes without it
@@ -69,28 +69,15 @@ TRACKERS: dict[str, type[AnyTracker]] = {  # by its name, which is that of its p
 }
 
 
-def _check_section(value: object) -> object:
-    """Read a name as a mapping. Refuse other values here, as pydantic's words for a union are unclear."""
-    section = {"name": value} if isinstance(value, str) else value
-    if isinstance(section, Section) or (isinstance(section, dict) and section.get("name") in list(TRACKERS)):
-        return section
-    raise ValueError(
-        f"{value!r} is no tracker; write {', '.join(TRACKERS)}, or a mapping such as "
-        "{name: wandb, project: mine}"
-    )
-
-
-def _tag(section: Any) -> str:
-    return "of " + str(section["name"] if isinstance(section, dict) else section.name)
-
-
+_IS_NONE = f"is no tracker; write {', '.join(TRACKERS)}, or a mapping such as {{name: wandb, project: mine}}"
 TrackerSection = Annotated[
-    # tagged, so that an error names the keys of one tracker only
-    Annotated[TensorBoardSection, Tag("of tensorboard")]
-    | Annotated[WandbSection, Tag("of wandb")]
-    | Annotated[MlflowSection, Tag("of mlflow")],
-    Discriminator(_tag),
-    BeforeValidator(_check_section, json_schema_input_type=AnyTracker | Literal[tuple(TRACKERS)]),
+    Annotated[TensorBoardSection, Tag(tag("tensorboard"))]
+    | Annotated[WandbSection, Tag(tag("wandb"))]
+    | Annotated[MlflowSection, Tag(tag("mlflow"))],
+    Discriminator(tag_by("name")),
+    BeforeValidator(
+        by_name("name", TRACKERS, _IS_NONE), json_schema_input_type=AnyTracker | Literal[tuple(TRACKERS)]
+    ),
 ]
 
 
