@@ -157,7 +157,7 @@ REFUSED = {
         "given as",
         "tensor of floats",
     ),
-    "too few": (changed(reference_logps=torch.zeros(2)), "given as [2]", "one for each of 4 rows"),
+    "too few": (changed(reference_logps=torch.zeros(2)), "given as [2]", "tensor of floats of [4]"),
     "halves in blocks": (
         {name: value[[0, 2, 1, 3]] for name, value in changed().items()},
         "rows 0 and 1, with different prompts",

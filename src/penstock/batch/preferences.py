@@ -19,22 +19,29 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.deferred_logits import whole
-from penstock.batch.loss import IGNORED, ahead, check_labels, labels_of
+from penstock.batch.loss import check_labels, labels_of
 from penstock.batch.microbatches import batch_rows, check_groups
 from penstock.batch.packing import PER_TOKEN
+from penstock.batch.row_loss import (
+    REFERENCE,
+    RowLoss,
+    check_floats,
+    check_positive,
+    counted_tokens,
+    row_logps,
+    wide,
+)
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
 
-REFERENCE = "reference_logps"  # an entry (rows,): each row's log-probability by the reference model
 _HALVES = ("chosen", "rejected")
 _NAMES = (*(f"rewards/{half}" for half in _HALVES), "rewards/accuracies", "rewards/margins",
           *(f"logps/{half}" for half in _HALVES))  # fmt: skip
@@ -64,28 +71,21 @@ class Half(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Preference:
-    """A loss over pairs: rows 0 and 1, 2 and 3, and so on, each first the chosen one.
-
-    It also sums the rewards of the pairs that it has seen; see `metrics`.
-    """
+class Preference(RowLoss):
+    """A loss over pairs: rows 0 and 1, 2 and 3, and so on, each first the chosen one."""
 
     rows_per_group: ClassVar[int] = 2
-    reads_reference: ClassVar[bool] = False
-    _sums: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
-    def facts(self) -> str:
-        """Its options, which all ranks have alike."""
-        return repr(self)
+    def names(self) -> Sequence[str]:
+        return _NAMES
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of pairs. Raises BatchError for rows that are no pairs."""
         labels = self._labels(microbatch)
         pairs = check_groups("a microbatch", len(labels), self.rows_per_group)
         check_labels("labels", labels)
-        counted = labels != IGNORED
-        counted[:, 0] = False  # nothing predicts the first token
+        counted = counted_tokens(labels)
         if not bool(counted.any(1).all()):
             row = int(counted.any(1).logical_not().nonzero()[0])
             rule = f"it is the {_HALVES[row % 2]} row of pair {row // 2}, and has no token to compare"
@@ -95,23 +95,11 @@ class Preference:
             _check_reference(type(self).__name__, microbatch, len(labels))
         return pairs
 
-    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """The loss summed over the pairs.
-
-        output: logits (rows, sequence, vocabulary), or a mapping with "logits" and perhaps "auxiliary_loss",
-            a mean that counts for as many pairs as the microbatch has
-        """
-        outputs = output if isinstance(output, Mapping) else {"logits": output}
-        if "mtp_logits" in outputs:
-            rule = "their losses are of next tokens, and this loss is of pairs"
-            raise ModelError("prediction layers (mtp)", rule, "Leave mtp_loss_scaling_factor out")
-        chosen, rejected = self._halves(outputs["logits"], microbatch)
+    def of_logits(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
+        chosen, rejected = self._halves(logits, microbatch)
         with torch.no_grad():
             self._record(chosen, rejected)
-        total = self.of_pairs(chosen, rejected).sum()
-        if "auxiliary_loss" in outputs:
-            total = total + outputs["auxiliary_loss"].to(total.device) * len(chosen.logps)
-        return total
+        return self.of_pairs(chosen, rejected).sum()
 
     @abstractmethod
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
@@ -120,17 +108,6 @@ class Preference:
     def rewards(self, half: Half) -> Tensor:
         """The rewards of rows, as TRL defines them for this loss (pairs,)."""
         return half.ratio
-
-    def metrics(self, gather: Callable[[Any], Sequence[Any]] = lambda own: [own]) -> dict[str, float]:
-        """Means over all pairs since the last call, by TRL's names; empty if there were none.
-
-        Only ranks with a last stage have sums. gather: collects a value of all ranks, as `pipe.ranks.gather`
-            does; the call is then collective
-        """
-        own = self._sums.pop().tolist() if self._sums else None
-        ranks = [sums for sums in gather(own) if sums]
-        pairs, *totals = map(sum, zip(*ranks, strict=True)) if ranks else [0]
-        return {name: total / pairs for name, total in zip(_NAMES, totals, strict=False)}
 
     def _labels(self, microbatch: Microbatch) -> Tensor:
         return labels_of(microbatch, "labels", "the tokens of a chosen and of a rejected row, in turn")
@@ -144,10 +121,9 @@ class Preference:
 
     def _record(self, chosen: Half, rejected: Half) -> None:
         high, low = self.rewards(chosen), self.rewards(rejected)
-        pairs = torch.full_like(high, 1.0)
-        columns = (pairs, high, low, (high > low).to(high.dtype), high - low, *self._logged(chosen, rejected))
-        sums = torch.stack([column.sum() for column in columns])
-        self._sums[:] = [self._sums[0] + sums] if self._sums else [sums]
+        columns = (high, low, (high > low).to(high.dtype), high - low, *self._logged(chosen, rejected))
+        pairs = high.new_tensor(len(high))
+        self.keep([column.sum() for column in columns], [pairs] * len(columns))
 
     def _logged(self, chosen: Half, rejected: Half) -> tuple[Tensor, ...]:
         return chosen.logps, rejected.logps
@@ -170,7 +146,7 @@ class DPO(Preference):
     reads_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_positive(self, "beta")
+        check_positive(self, "beta")
         if self.variant not in ("sigmoid", "ipo"):
             raise ConfigError(f"variant={self.variant!r}", "DPO has two", "Take 'sigmoid' or 'ipo'")
 
@@ -194,7 +170,7 @@ class ORPO(Preference):
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_positive(self, "beta")
+        check_positive(self, "beta")
 
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
         odds = _log_odds(chosen.mean) - _log_odds(rejected.mean)
@@ -218,7 +194,7 @@ class SimPO(Preference):
     gamma: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive(self, "beta")
+        check_positive(self, "beta")
 
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
         return -F.logsigmoid(self.beta * (chosen.mean - rejected.mean) - self.gamma)
@@ -251,29 +227,11 @@ class Reward(Preference):
             rule = "a reward model gives one score a row"
             remedy = "Take a model for sequence classification with num_labels=1"
             raise ModelError(f"an output of shape {list(logits.shape)}", rule, remedy)
-        scores = _wide(logits)[:, 0]
+        scores = wide(logits)[:, 0]
         return _pairs(scores, torch.ones_like(scores), None)
 
     def _logged(self, chosen: Half, rejected: Half) -> tuple[Tensor, ...]:
         return ()
-
-
-def row_logps(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed log-probability of each row's labels, -100 ignored, and their number: two tensors (rows,).
-
-    logits: (rows, sequence, vocabulary); half precision is summed in float32
-    labels: unshifted (rows, sequence)
-    """
-    logits = _wide(whole(logits))
-    following = ahead(labels.to(logits.device, torch.int64), 1, IGNORED)
-    of_tokens = -F.cross_entropy(
-        logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
-    ).view(following.shape)
-    return of_tokens.sum(1), (following != IGNORED).sum(1)
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
 
 def _pairs(logps: Tensor, tokens: Tensor, reference: Tensor | None) -> tuple[Half, Half]:
@@ -293,12 +251,6 @@ def _log_odds(logps: Tensor) -> Tensor:
 
 
 # ---- What is refused
-
-
-def _check_positive(loss: Preference, name: str) -> None:
-    value = getattr(loss, name)
-    if not value > 0:
-        raise ConfigError(f"{name}={value} of {type(loss).__name__}", "it is above 0", "Give 0.1, say")
 
 
 def _check_prompts(microbatch: Microbatch, counted: Tensor) -> None:
@@ -321,13 +273,6 @@ def _check_prompts(microbatch: Microbatch, counted: Tensor) -> None:
 
 
 def _check_reference(name: str, microbatch: Microbatch, rows: int) -> None:
-    reference = microbatch.get(REFERENCE)
+    rule = f"{name} reads {REFERENCE!r}: the log-probability of each row by the reference model"
     remedy = f"Add {REFERENCE}=pipe.logprobs(batch, adapters=False), computed before the first step"
-    if reference is None:
-        rule = f"{name} reads {REFERENCE!r}: the log-probability of each row by the reference model"
-        raise BatchError(f"a batch of {sorted(microbatch)}", rule, remedy)
-    if not isinstance(reference, Tensor) or reference.shape != (rows,) or not reference.is_floating_point():
-        is_tensor = isinstance(reference, Tensor)
-        shown = f"{list(reference.shape)} of {reference.dtype}" if is_tensor else type(reference).__name__
-        rule = f"it is a tensor of floats, one for each of {rows} rows"
-        raise BatchError(f"{REFERENCE} given as {shown}", rule, remedy)
+    check_floats(microbatch, REFERENCE, (rows,), rule, remedy)

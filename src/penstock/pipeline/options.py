@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.batch.loss import Loss, LossLike, MeanOverRows, NextToken, as_loss, rows_per_group
 from penstock.batch.microbatches import Sharding
 from penstock.batch.padding import Padding
-from penstock.batch.preferences import Preference
+from penstock.batch.row_loss import RowLoss
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.activation_checkpointing import Checkpointing, checkpointing
@@ -230,10 +230,10 @@ class Options(LayerOptions, MeshOptions, RunOptions):
                 "Give an object with `weight`, of the whole microbatch, and `total`, the sum over this "
                 "rank's part (penstock.batch.loss.Loss), or leave out cp",
             )
-        if axes.cp > 1 and isinstance(self.loss_fn, Preference):
+        if axes.cp > 1 and isinstance(self.loss_fn, RowLoss):
             raise ConfigError(
                 f"{self.loss_fn} with cp={axes.cp}",
-                "it compares whole rows, and each rank of cp has a part of each row",
+                "it reads whole rows, and each rank of cp has a part of each row",
                 "Leave out cp, and take dp_shard or tp",
             )
 

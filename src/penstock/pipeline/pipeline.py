@@ -205,19 +205,23 @@ class Pipeline(SplitModel):
         return self._evaluations.run(self._with(batch, entries), collect, scored=False)[1]
 
     @collective
-    def logprobs(self, batch: BatchLike, adapters: bool = True, **entries: Any) -> Tensor:
+    def logprobs(
+        self, batch: BatchLike, adapters: bool = True, by_token: bool = False, **entries: Any
+    ) -> Tensor:
         """Compute the log-probability of each row: the sum over its labels, in evaluation mode. Collective.
 
         Args:
             batch: as for `step`, with labels (rows, sequence), unshifted, -100 ignored; on a mesh, this
                 pipeline's part
             adapters: False runs the base model of a PEFT adapter, the reference model of its training
+            by_token: True returns that of each label, (rows, sequence), 0 where it is ignored, and beyond the
+                end of microbatches shorter than the longest
             entries: as for `step`
 
         Returns (rows,) on every rank of the pipeline, in the order of the rows, without a gradient; half
         precision is summed in float32. Raises the errors of `step`.
         """
-        return self._evaluations.logprobs(self._with(batch, entries), adapters)
+        return self._evaluations.logprobs(self._with(batch, entries), adapters, by_token)
 
     @collective
     def generate(

@@ -20,6 +20,7 @@ from support.chats import text_of
 from support.families import tiny_model
 from support.reference import assert_gradients, gradients_of
 from support.refusals import refuses
+from support.trl import trl_settings, trl_steps
 
 USER, YES, NO = ({"role": role, "content": said} for role, said in
                  (("user", "2 + 3?"), ("assistant", "5"), ("assistant", "six")))  # fmt: skip
@@ -101,8 +102,13 @@ def test_fields_can_be_ignored_and_messages_need_a_template() -> None:
 def test_steps_are_those_of_trls_trainer(variant: Any, tmp_path: Path) -> None:
     """Records, losses, rewards and every gradient of three steps of DPOTrainer, on the same pairs."""
     rows = [{"prompt": "q", "chosen": "a" * (4 + at % 9), "rejected": "b" * (4 + at % 4)} for at in range(12)]
-    trained, gradients, logs = tiny_model("llama", vocab_size=258), list[Any](), list[dict[str, Any]]()
-    own = trl_steps(trained, rows, tmp_path, variant, gradients, logs)
+    from trl import DPOConfig, DPOTrainer
+
+    own = HuggingFace("bytes").own
+    own.pad_token = own.eos_token
+    trained = tiny_model("llama", vocab_size=258)
+    settings = trl_settings(DPOConfig, tmp_path, loss_type=variant, beta=0.1)
+    gradients, logs = trl_steps(DPOTrainer, settings, trained, rows, own, ref_model=copy.deepcopy(trained))
     loss, plain = DPO(0.1, variant), tiny_model("llama", vocab_size=258)
     pipe = AutoPipeline(ranks=2, microbatches=3, loss_fn=loss).build(plain)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
@@ -116,47 +122,6 @@ def test_steps_are_those_of_trls_trainer(variant: Any, tmp_path: Path) -> None:
             assert metrics[name] == pytest.approx(said[name], rel=1e-4, abs=1e-5), name
         assert_gradients(gradients_of(pipe), expected, 1e-4)
         optimizer.step()
-
-
-def trl_steps(
-    model: Any, rows: list[dict[str, Any]], folder: Path, variant: Any, gradients: list[Any], logs: list[Any]
-) -> Any:
-    """Run TRL's trainer over the rows in their order, and keep what each step computed. Its tokenizer."""
-    from datasets import Dataset
-    from torch.utils.data import SequentialSampler
-    from transformers import TrainerCallback
-    from trl import DPOConfig, DPOTrainer
-
-    class Keep(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_pre_optimizer_step(self, *_: Any, **more: Any) -> None:
-            gradients.append(gradients_of(more["model"]))
-
-        def on_log(self, *_: Any, logs: Any = None, **more: Any) -> None:
-            kept.extend([logs] if "loss" in logs else [])
-
-    class InOrder(DPOTrainer):  # type: ignore[misc, unused-ignore]
-        def _get_train_sampler(self, *_: Any, **more: Any) -> Any:
-            return SequentialSampler(self.train_dataset)
-
-    kept, own = logs, HuggingFace("bytes").own
-    own.pad_token = own.eos_token
-    settings = DPOConfig(
-        output_dir=str(folder), learning_rate=1e-3, lr_scheduler_type="constant", optim="sgd",
-        max_grad_norm=0,
-        num_train_epochs=1, logging_steps=1, report_to=[], save_strategy="no", use_cpu=True, bf16=False,
-        gradient_checkpointing=False, per_device_train_batch_size=4, loss_type=variant, beta=0.1,
-        disable_tqdm=True,
-    )  # fmt: skip
-    reference, data = copy.deepcopy(model), Dataset.from_list(rows)
-    InOrder(
-        model,
-        ref_model=reference,
-        args=settings,
-        train_dataset=data,
-        processing_class=own,
-        callbacks=[Keep()],
-    ).train()
-    return own
 
 
 def batch_of(rows: list[dict[str, Any]], tokenizer: Any) -> dict[str, torch.Tensor]:

@@ -7,12 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.batch.loss import OwnLoss, check_labels, labels_of
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
-from penstock.batch.preferences import row_logps
+from penstock.batch.row_loss import token_logps
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.models.adapters import without_adapters
@@ -106,12 +107,17 @@ class Evaluations:
             executor.results = {}
         return step.result, dict(sorted(collected.items())), lowered.schedule.microbatches
 
-    def logprobs(self, batch: BatchLike, adapters: bool) -> Tensor:
-        """The summed log-probability of each row's labels (rows,), on every process. See Pipeline.logprobs"""
+    def logprobs(self, batch: BatchLike, adapters: bool, by_token: bool) -> Tensor:
+        """The log-probability of each row's labels, on every process. See Pipeline.logprobs"""
         part = RowLogprobs([stage.module for stage in self._built.stages], adapters)
-        _, collected, _ = self.run(batch, part.of, scored=False, parts=(part,))
+        collect: Collect = part.of if by_token else lambda output, index: part.of(output, index).sum(1)
+        _, collected, _ = self.run(batch, collect, scored=False, parts=(part,))
         results = send_to_all(collected, self._built.world)
-        return torch.cat([rows.to(self._built.world.device) for _, rows in sorted(results.items())])
+        rows = [of_rows.to(self._built.world.device) for _, of_rows in sorted(results.items())]
+        if by_token:
+            widths = self._built.splitter.unpadded_lengths(batch) or [of_rows.shape[1] for of_rows in rows]
+            rows = [F.pad(of_rows, (0, max(widths) - of_rows.shape[1])) for of_rows in rows]  # it also cuts
+        return torch.cat(rows)
 
     def _forwards(self, batch: BatchLike) -> LoweredSchedule:
         """The forwards of the microbatches of `batch`, equally many on all ranks. Collective on a mesh."""
@@ -194,7 +200,7 @@ def _broadcast(
 
 
 class RowLogprobs(StepPart):
-    """Computes each row's log-probability from the last stage's outputs. adapters: False runs without them"""
+    """Computes the log-probabilities of labels from the last stage's outputs. adapters: False runs without"""
 
     def __init__(self, modules: Sequence[nn.Module], adapters: bool) -> None:
         self._modules, self._adapters = modules, adapters
@@ -211,9 +217,9 @@ class RowLogprobs(StepPart):
         return nullcontext() if self._adapters else without_adapters(*self._modules)
 
     def of(self, output: Any, microbatch: int) -> Tensor:
-        """The sums of a microbatch (rows,). output: logits, or a mapping with "logits" """
+        """Those of a microbatch (rows, sequence). output: logits, or a mapping with "logits" """
         logits = output["logits"] if isinstance(output, Mapping) else output
-        return row_logps(logits, self._microbatches[microbatch]["labels"])[0]
+        return token_logps(logits, self._microbatches[microbatch]["labels"])[0]
 
 
 # ---- the experts that the last step chose

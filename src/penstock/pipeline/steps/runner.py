@@ -19,7 +19,7 @@ import torch
 from penstock.batch.loss import MeanOverRows, OwnLoss, weight_of
 from penstock.batch.microbatches import Collect, StepInput
 from penstock.batch.placement import placed
-from penstock.batch.preferences import Preference
+from penstock.batch.row_loss import RowLoss
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.parallel.reductions import BatchFacts
@@ -33,7 +33,7 @@ from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.post_mortem import write_post_mortem
 
-_COUNTS_ROWS = (OwnLoss, MeanOverRows, Preference)  # losses of penstock, which count on the host
+_COUNTS_ROWS = (OwnLoss, MeanOverRows, RowLoss)  # losses of penstock, which count on the host
 
 
 class StepRunner:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from penstock.batch.loss import IGNORED, Loss, rows_per_group
 from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import boundaries
-from penstock.batch.preferences import REFERENCE
+from penstock.batch.row_loss import REFERENCE
 from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.adapters import names_in_file

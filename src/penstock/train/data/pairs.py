@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from penstock.batch.loss import IGNORED
-from penstock.batch.preferences import REFERENCE
+from penstock.batch.row_loss import REFERENCE
 from penstock.train.data.packing import Numbers, Packing, Pieces
 from penstock.train.data.rows import DocumentLayout, Rows, StoredRows
 from penstock.train.data.store import Store

@@ -1,0 +1,42 @@
+"""The base of losses of rows: log-probabilities stand at their own tokens, and means are over all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock import AutoPipeline, Axes
+from penstock.batch.kto import KTO
+from penstock.batch.row_loss import row_logps, token_logps
+from penstock.errors import ConfigError, ModelError
+from support.refusals import refuses
+
+
+def test_a_log_probability_stands_at_the_token_that_it_is_of() -> None:
+    logits, labels = torch.randn(2, 4, 5), torch.tensor([[1, 2, -100, 3], [-100, -100, 4, 0]])
+    expected = torch.zeros(2, 4)
+    for row, at, label in ((0, 1, 2), (0, 3, 3), (1, 2, 4), (1, 3, 0)):
+        expected[row, at] = logits[row, at - 1].log_softmax(-1)[label]
+    of_tokens, counted = token_logps(logits, labels)
+    torch.testing.assert_close(of_tokens, expected)
+    assert torch.equal(counted, expected != 0)
+    sums, tokens = row_logps(logits, labels)
+    torch.testing.assert_close(sums, expected.sum(1))
+    assert tokens.tolist() == [2, 2]
+
+
+def test_means_are_over_all_ranks_and_a_name_that_nothing_counted_is_left_out() -> None:
+    loss = KTO()
+    for total in (1.0, 3.0):
+        loss.keep([torch.tensor(total)] * 5, [torch.tensor(count) for count in (2.0, 0.0, 2.0, 0.0, 4.0)])
+    other = [[8.0] * 5, [4.0, 0.0, 4.0, 0.0, 8.0]]
+    means = loss.metrics(lambda own: [own, None, other])
+    assert means == pytest.approx({"rewards/chosen": 1.5, "logps/chosen": 1.5, "kl": 0.75})
+    assert loss.metrics(lambda own: [own]) == {}
+
+
+def test_a_part_of_a_row_is_refused() -> None:
+    with refuses(ConfigError, "cp=2", "whole rows"):
+        AutoPipeline(ranks=1, loss_fn=KTO(), axes=Axes(cp=2)).chosen_schedule()
+    with pytest.raises(ModelError, match="prediction layers"):
+        KTO().total({"logits": torch.zeros(1, 2, 3), "mtp_logits": ()}, {})
