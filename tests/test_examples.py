@@ -85,6 +85,15 @@ def test_dpo_prefers_what_was_chosen(run: Run) -> None:
     assert len((EXAMPLES / "dpo.py").read_text().splitlines()) < 60
 
 
+def test_grpo_earns_more_reward(run: Run) -> None:
+    code, out, err = run("grpo.py")
+    assert code == 0, err
+    rewards = [float(reward) for reward in re.findall(r"reward (\S+)", out)]
+    assert rewards[0] < 0.7
+    assert min(rewards[-3:]) > 0.9
+    assert len((EXAMPLES / "grpo.py").read_text().splitlines()) < 60
+
+
 def test_a_model_of_ones_own_learns(run: Run) -> None:
     code, out, err = run("own_model.py", "--ranks", "3")
     assert (code, err) == (0, "")

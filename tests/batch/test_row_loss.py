@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from penstock import AutoPipeline, Axes
+from penstock.batch.distillation import Distillation
+from penstock.batch.grpo import GRPO
 from penstock.batch.kto import KTO
 from penstock.batch.row_loss import row_logps, token_logps
 from penstock.errors import ConfigError, ModelError
@@ -36,7 +38,8 @@ def test_means_are_over_all_ranks_and_a_name_that_nothing_counted_is_left_out() 
 
 
 def test_a_part_of_a_row_is_refused() -> None:
-    with refuses(ConfigError, "cp=2", "whole rows"):
-        AutoPipeline(ranks=1, loss_fn=KTO(), axes=Axes(cp=2)).chosen_schedule()
+    for loss in (KTO(), GRPO(), Distillation()):
+        with refuses(ConfigError, "cp=2", "whole rows"):
+            AutoPipeline(ranks=1, loss_fn=loss, axes=Axes(cp=2)).chosen_schedule()
     with pytest.raises(ModelError, match="prediction layers"):
         KTO().total({"logits": torch.zeros(1, 2, 3), "mtp_logits": ()}, {})
