@@ -63,10 +63,9 @@ def test_gathering_comes_first_and_reducing_last() -> None:
 PLAIN, SPLIT, TENSOR = ("1f1b", Axes(), ()), ("zb_h1", Axes(), ()), ("1f1b", Axes(tp=2), ())
 SHARDED = ("1f1b", Axes(dp_shard=2), (("stages_per_rank", 2),))
 RUNS = [
-    (PLAIN, "none"), (PLAIN, "selective"), (PLAIN, "full"), (SPLIT, "selective"), (SHARDED, "full"),
-    (TENSOR, "selective"),
+    (PLAIN, "none"), (SPLIT, "selective"), (SHARDED, "full"), (TENSOR, "selective"),
 ]  # fmt: skip
-REST = [(run, how) for run in (SPLIT, SHARDED, TENSOR) for how in ("none", "selective", "full")]
+REST = [(run, how) for run in (PLAIN, SPLIT, SHARDED, TENSOR) for how in ("none", "selective", "full")]
 
 
 @pytest.mark.parametrize(
