@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from penstock.parallel.axes import Axes
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.planner import workload as measuring
-from penstock.planner.candidate import Candidate, Recomputed
+from penstock.planner.candidate import Candidate
 from penstock.planner.tracing import Measurement, measured_work
 from penstock.planner.weights import PartMemory
 from penstock.planner.workload import Workload
