@@ -264,7 +264,7 @@ def test_a_config_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate(sections)
     assert config.train.chunked_loss == "liger"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.chunked_loss=liger"):
+    with refuses(ConfigError, "train.chunked_loss=liger"):
         check_machine(config)
 
 

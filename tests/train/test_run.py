@@ -132,7 +132,7 @@ def test_a_run_resumes_from_the_newest_checkpoint_that_is_unaltered(
     shutil.move(checkpoint(tmp_path, 4), tmp_path / "before")
     flip(checkpoint(tmp_path, 3) / "optimizer-00001-of-00001.safetensors")
     flip(checkpoint(tmp_path, 2) / "state.json", 5)
-    with pytest.raises(AlteredError, match=r"step-00000003: optimizer.*contents differ"):
+    with refuses(AlteredError, "step-00000003: optimizer", "contents differ"):
         run(preflight(made, str(checkpoint(tmp_path, 3))))
     prepared = preflight(made, NEWEST)
     assert prepared.start.done == 3

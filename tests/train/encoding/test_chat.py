@@ -194,7 +194,7 @@ def test_a_wrong_chat_is_refused_with_its_line(row: dict[str, Any], rule: str) -
 
 def test_a_chat_without_an_answer_may_be_dropped() -> None:
     assert encoder(drop=True).encode("a", {"messages": [ASK]}) is None
-    with pytest.raises(DataError, match="no role"):
+    with refuses(DataError, rule="no role"):
         encoder(drop=True).encode("a", {"messages": [{"content": "x"}]})
 
 
