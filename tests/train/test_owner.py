@@ -69,7 +69,6 @@ def test_a_run_that_ended_leaves_its_name_and_is_followed_without_a_word(tmp_pat
 CHILD = """
 import sys, time
 from pathlib import Path
-from support.refusals import refuses
 from penstock.train.owner import owned
 
 with owned(Path(sys.argv[1]), "first", print):
