@@ -21,7 +21,7 @@ from penstock.schedule.files import write_text
 from penstock.schedule.render.drawing import Drawing, Panel, number, percent
 from penstock.schedule.render.page import parts, read
 from penstock.train.records.metrics import leaves
-from penstock.train.report.charts import Chart, Line, draw
+from penstock.train.report.charts import STYLES, Chart, Line, draw
 from penstock.train.report.recorded import RecordedRun, finite, read_run
 
 _ROWS = 12  # of the table of numbers
@@ -33,6 +33,11 @@ _PARTS = {  # of a run's time, in the order of a step
     "rest": "the rest of the steps",
     "evaluation": "held-out loss",
     "checkpoint": "waiting for checkpoints",
+}
+_MEMORY = {
+    "peak_allocated": "GPU, by tensors",
+    "peak_reserved": "GPU, by torch's allocator",
+    "peak_resident": "host",
 }
 
 
@@ -51,7 +56,8 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 def page(runs: Sequence[RecordedRun]) -> str:
     """The page of these runs."""
-    title = runs[0].name if len(runs) == 1 else " and ".join(run.name for run in runs)
+    *others, last = (run.name for run in runs)
+    title = f"{', '.join(others)} and {last}" if others else last
     return Template(_read("report.html")).substitute(
         head=read("page_head.html"),
         style="\n".join([read("page.css"), _read("report.css")]),
@@ -60,6 +66,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         facts=_facts(runs),
         charts="\n".join(filter(None, map(draw, charts(runs)))) or _note("No step has a row yet."),
         timeline=_timeline(runs),
+        memory=_memory(runs) if len(runs) > 1 else "",
         runs="\n".join(_of_run(run, len(runs) > 1) for run in runs),
         differences=_differences(runs),
         script=_read("report.js"),
@@ -190,9 +197,15 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     rates = [("learning_rates", name, name, False) for name in groups]
     rates = rates or [("learning_rate", None, "learning rate", False)]
     padding = single("padding", "padding")
+    training, held_out = (("loss", None, "training", False), ("held_out_loss", None, "held out", True))
+    losses = [Chart("Loss", "nats a token", lines(training, held_out))]
+    if several:  # two lines a run would hide each other
+        losses = [
+            Chart("Loss", "nats a token", lines(training)),
+            Chart("Held-out loss", "nats a token", lines(held_out)),
+        ]
     return [
-        Chart("Loss", "nats a token", lines(
-            ("loss", None, "training", False), ("held_out_loss", None, "held out", True))),
+        *losses,
         Chart("Gradient norm", "before clipping", single("grad_norm", "norm"), log=True),
         Chart("Learning rate", "", lines(*rates), lambda value: f"{value:.3g}", from_zero=True),
         Chart("Tokens a second", "without padding", single("tokens_per_second", "tokens/s"),
@@ -203,7 +216,34 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
               from_zero=True),
         Chart("Padding", "share of the tokens", [line for line in padding if any(v for _, v in line.points)],
               percent, from_zero=True),
+        Chart("Peak memory", _memory_unit(runs), _memory_lines(runs), from_zero=True),
     ]  # fmt: skip
+
+
+def _memory_unit(runs: Sequence[RecordedRun]) -> str:
+    kinds = dict.fromkeys(
+        "GPUs, by tensors" if run.memory_key == "peak_allocated" else "host" for run in runs
+    )
+    return f"GiB of the {' or '.join(kinds)}" + (", of the process with the most" if len(runs) > 1 else "")
+
+
+def _memory_lines(runs: Sequence[RecordedRun]) -> list[Line]:
+    """Of one run a line for each process, or the most and the least of many; of several runs the most."""
+    lines: list[Line] = []
+    for index, run in enumerate(runs):
+        peaks = run.by_process(run.memory_key)
+        order = sorted(range(len(peaks)), key=peaks.__getitem__, reverse=True)
+        shown = (
+            order[:1] if len(runs) > 1 else sorted(order) if len(order) <= STYLES else [order[0], order[-1]]
+        )
+        for process in shown:
+            points = [(step, None if value is None else value / 2**30)
+                      for step, value in run.points(run.memory_key, process)]  # fmt: skip
+            several = len(runs) > 1
+            lines.append(
+                Line(run.name if several else f"process {process}", points, index if several else len(lines))
+            )
+    return lines
 
 
 # ---- The timeline
@@ -230,7 +270,7 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
 
 
 def _of_run(run: RecordedRun, named: bool) -> str:
-    blocks = (_time(run), _memory(run), _starts(run))
+    blocks = (_time(run), "" if named else _memory([run]), _starts(run))
     details = (_numbers(run), _config(run), _environment(run))
     name = f"<h2>{escape(run.name)}</h2>" if named else ""
     joined = "".join(filter(None, blocks))
@@ -268,25 +308,32 @@ def _time(run: RecordedRun) -> str:
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
 
 
-def _memory(run: RecordedRun) -> str:
-    names = {
-        "peak_allocated": "GPU, by tensors",
-        "peak_reserved": "GPU, by torch's allocator",
-        "peak_resident": "host",
+def _memory(runs: Sequence[RecordedRun]) -> str:
+    """The peaks of each process, of all runs in one table."""
+    columns = {
+        f"{run.name}: {name}" if len(runs) > 1 else name: peaks
+        for run in runs
+        for key, name in _MEMORY.items()
+        if any(peaks := run.by_process(key))
     }
-    columns = {name: run.by_process(key) for key, name in names.items() if any(run.by_process(key))}
     if not columns:
         return ""
-    most = {name: max(values) for name, values in columns.items()}
+    kinds = {name: name.rpartition(": ")[2] for name in columns}
+    most = {
+        kind: max(max(columns[name]) for name in columns if kinds[name] == kind) for kind in kinds.values()
+    }
     rows = []
     for at in range(max(map(len, columns.values()))):
         cells = [f"process {at}"]
         for name, values in columns.items():
-            value = values[at] if at < len(values) else 0.0
-            bar = f'<span class="bar"><i style="width:{100 * value / most[name]:.1f}%"></i></span>'
-            cells.append(f'{bar}<span class="share">{_bytes(value)}</span>')
+            cells.append(_memory_bar(values[at], most[kinds[name]]) if at < len(values) else "-")
         rows.append(cells)
     return _block("Peak memory", _table(["process", *columns], rows, escaped=True))
+
+
+def _memory_bar(value: float, most: float) -> str:
+    bar = f'<span class="bar"><i style="width:{100 * value / most:.1f}%"></i></span>'
+    return f'{bar}<span class="share">{_bytes(value)}</span>'
 
 
 def _starts(run: RecordedRun) -> str:

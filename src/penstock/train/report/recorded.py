@@ -39,12 +39,17 @@ class RecordedRun:
         """The rows of training steps."""
         return tuple(row for row in self.rows if "loss" in row)
 
-    def points(self, key: str, inner: str | None = None) -> Points:
-        """The value at `key` in each row that has it, by step. inner: a key within the row's mapping `key`"""
+    def points(self, key: str, inner: str | int | None = None) -> Points:
+        """The value at `key` in each row that has it, by step.
+
+        inner: a key within the row's mapping `key`, or a process, for an entry of the row's list
+        """
         points = []
         for row in self.rows:
             value = row.get(key)
-            if inner is not None:
+            if isinstance(inner, int):
+                value = value[inner] if isinstance(value, list) and inner < len(value) else None
+            elif inner is not None:
                 value = value.get(inner) if isinstance(value, dict) else None
             if key in row and (inner is None or value is not None):
                 points.append((row["step"], finite(value)))
@@ -61,6 +66,11 @@ class RecordedRun:
         width = max(map(len, lists), default=0)
         return [max((finite(values[at]) or 0.0 for values in lists if at < len(values)), default=0.0)
                 for at in range(width)]  # fmt: skip
+
+    @cached_property
+    def memory_key(self) -> str:
+        """The entry of the rows that says what a process holds: of its GPU, or of the host."""
+        return "peak_allocated" if any("peak_allocated" in row for row in self.rows) else "peak_resident"
 
     @property
     def config(self) -> dict[str, Any]:
