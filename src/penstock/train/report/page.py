@@ -93,31 +93,36 @@ def _named_apart(runs: list[RecordedRun]) -> list[RecordedRun]:
 
 def state(run: RecordedRun) -> tuple[str, str]:
     """The state in one word, and a sentence on it."""
-    done = run.steps[-1]["step"] if run.steps else 0
-    asked = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), dict) else None
-    where = f"step {done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
+    done, asked = run.done, run.asked
+    where = f"step {done:,}" + ("" if asked is None else f" of {asked:,}")
     end = run.starts[-1].get("end") if run.starts else None
     if isinstance(end, dict):
         how = str(end.get("how"))
         return how, f"{where}, ended {_moment(end.get('at'))}" + (f": {end['why']}" if end.get("why") else "")
-    if not run.starts and isinstance(asked, int) and done >= asked:  # of a version that does not record it
+    if not run.starts and asked is not None and done >= asked:  # of a version that does not record it
         return "finished", where
     return "no end recorded", f"{where}; it goes on, or was killed"
+
+
+def notes(run: RecordedRun) -> list[str]:
+    """What else there is to say of how it went."""
+    said = []
+    skipped = [row["step"] for row in run.steps if "skipped" in row]
+    if skipped:
+        first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
+        said.append(f"steps skipped, for their loss or gradients: {len(skipped)} (step {first})")
+    if left_out := [row["rows_left_out"] for row in run.steps if "rows_left_out" in row]:
+        said.append(f"rows left out, as the run went back after spikes of the loss: {left_out[-1]}")
+    if len(run.starts) > 1:
+        said.append(f"started {len(run.starts)} times")
+    return said
 
 
 def _state(run: RecordedRun, named: bool) -> str:
     word, sentence = state(run)
     known = {"finished": "good", "failed": "bad", "interrupted": "bad"}
-    notes = [f"unreadable lines of metrics.jsonl: {run.unreadable}"] if run.unreadable else []
-    skipped = [row["step"] for row in run.steps if "skipped" in row]
-    if skipped:
-        first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
-        notes.append(f"steps skipped, for their loss or gradients: {len(skipped)} (step {first})")
-    if left_out := [row["rows_left_out"] for row in run.steps if "rows_left_out" in row]:
-        notes.append(f"rows left out, as the run went back after spikes of the loss: {left_out[-1]}")
-    if len(run.starts) > 1:
-        notes.append(f"started {len(run.starts)} times")
-    text = "; ".join([sentence, *notes])
+    unreadable = [f"unreadable lines of metrics.jsonl: {run.unreadable}"] if run.unreadable else []
+    text = "; ".join([sentence, *unreadable, *notes(run)])
     pill = f'<span class="pill {known.get(word, "")}">{escape(word)}</span>'
     name = f"<b>{escape(run.name)}</b> " if named else ""
     return f'<p class="state">{name}{pill} {escape(text)}</p>'
@@ -153,9 +158,9 @@ def facts(run: RecordedRun) -> list[Fact]:
     for key, name in (("peak_allocated", "Peak GPU memory"), ("peak_resident", "Peak host memory")):
         peaks = run.by_process(key)
         if any(peaks):
-            stats.append(Fact(name, _bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
+            stats.append(Fact(name, in_bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
     spent = sum(seconds_by_part(run).values())
-    return [*stats, Fact("Time", _duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
+    return [*stats, Fact("Time", duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
 
 
 def _facts(runs: Sequence[RecordedRun]) -> str:
@@ -302,7 +307,7 @@ def _time(run: RecordedRun) -> str:
     rows = []
     for index, name, share in shares:
         swatch, about = f'<i class="p{index}"></i>', f"<small>{escape(_PARTS.get(name, ''))}</small>"
-        rows.append([f"{swatch}{escape(name)} {about}", _duration(spent[name]), percent(share)])
+        rows.append([f"{swatch}{escape(name)} {about}", duration(spent[name]), percent(share)])
     table = _table(["part", "time", "share"], rows, escaped=True)
     note = _note("By the clock of the first process's host: a GPU's work counts where the host waits for it.")
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
@@ -333,7 +338,7 @@ def _memory(runs: Sequence[RecordedRun]) -> str:
 
 def _memory_bar(value: float, most: float) -> str:
     bar = f'<span class="bar"><i style="width:{100 * value / most:.1f}%"></i></span>'
-    return f'{bar}<span class="share">{_bytes(value)}</span>'
+    return f'{bar}<span class="share">{in_bytes(value)}</span>'
 
 
 def _starts(run: RecordedRun) -> str:
@@ -416,7 +421,7 @@ def _plain(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
 
 
-def _bytes(value: float) -> str:
+def in_bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
@@ -425,7 +430,7 @@ def _moment(at: object) -> str:
     return str(at)[:16].replace("T", " ")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)
