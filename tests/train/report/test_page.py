@@ -88,6 +88,13 @@ def test_the_page_needs_nothing_from_outside_and_no_text_of_a_run_is_code(tmp_pa
         assert "default-src 'none'" in (policy["content"] or "")
 
 
+def test_samples_are_shown_and_their_time_counts(tmp_path: Path) -> None:
+    rows = [row(1), {"step": 1, "sample": "def <b>main</b>", "seconds": 0.5}]
+    folder = write(tmp_path, *rows)
+    assert ["1", "def <b>main</b>"] in [[cell.strip() for cell in line] for line in Page(html(folder)).cells]
+    assert seconds_by_part(read_run(folder))["sample"] == 0.5
+
+
 def test_parts_and_events_add_up_to_the_time_of_the_run(tmp_path: Path) -> None:
     found = seconds_by_part(read_run(write(tmp_path, *WHOLE)))
     assert found == {

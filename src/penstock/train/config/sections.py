@@ -607,7 +607,12 @@ class OutputSection(Section):
     # Where else the numbers of metrics.jsonl go; a tracker that fails is dropped with a warning
     trackers: Annotated[tuple[TrackerSection, ...], Field(strict=False)] = ()
     sample_prompt: str | None = None  # the trained model continues it at the end; null: no sample
+    sample_every: Count | None = None  # and after every so many steps; null: only at the end
     sample_tokens: Count = 128  # of the continuation, at most
+
+    def check_keys(self) -> None:
+        if self.sample_every is not None and self.sample_prompt is None:
+            raise ValueError("sample_every is set and sample_prompt is not, which it continues; set both")
 
     @field_validator("trackers")
     @classmethod

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError
 from penstock.schedule.files import write_text
 from penstock.schedule.render.drawing import Drawing, Panel, number, percent
 from penstock.schedule.render.page import parts, read
-from penstock.train.records.metrics import leaves
+from penstock.train.records.metrics import kind_of, leaves
 from penstock.train.report.charts import STYLES, Chart, Line, draw
 from penstock.train.report.recorded import RecordedRun, finite, read_run
 
@@ -33,6 +33,7 @@ _PARTS = {  # of a run's time, in the order of a step
     "rest": "the rest of the steps",
     "evaluation": "held-out loss",
     "checkpoint": "waiting for checkpoints",
+    "sample": "samples",
 }
 _MEMORY = {
     "peak_allocated": "GPU, by tensors",
@@ -276,7 +277,7 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
 
 def _of_run(run: RecordedRun, named: bool) -> str:
     blocks = (_time(run), "" if named else _memory([run]), _starts(run))
-    details = (_numbers(run), _config(run), _environment(run))
+    details = (_numbers(run), _samples(run), _config(run), _environment(run))
     name = f"<h2>{escape(run.name)}</h2>" if named else ""
     joined = "".join(filter(None, blocks))
     return f'{name}<div class="blocks">{joined}</div>' + "".join(filter(None, details))
@@ -287,7 +288,7 @@ def seconds_by_part(run: RecordedRun) -> dict[str, float]:
     totals = dict.fromkeys(_PARTS, 0.0)
     for row in run.rows:
         seconds = finite(row.get("seconds")) or 0.0
-        kind = "evaluation" if "held_out_loss" in row else "checkpoint" if "checkpoint" in row else "rest"
+        kind = "rest" if kind_of(row) == "step" else kind_of(row)
         inner = row.get("seconds_by_part")
         pairs = inner.items() if isinstance(inner, dict) else ()
         known = {name: finite(value) or 0.0 for name, value in pairs}
@@ -362,6 +363,15 @@ def _numbers(run: RecordedRun) -> str:
     rows = [[f"{row['step']:,}", *(_plain(finite(row.get(key))) for key in keys)] for row in chosen]
     heads = ["step", *(key.replace("_", " ") for key in keys)]
     return _details(f"Numbers of {count} of {len(run.steps):,} steps", _table(heads, rows))
+
+
+def _samples(run: RecordedRun) -> str:
+    rows = [
+        [f"{row['step']:,}", f"<pre>{escape(str(row['sample']))}</pre>"]
+        for row in run.rows
+        if "sample" in row
+    ]
+    return _details(f"Samples, {len(rows)}", _table(["step", "text"], rows, escaped=True)) if rows else ""
 
 
 def _config(run: RecordedRun) -> str:
