@@ -165,7 +165,7 @@ def numbers(row: MetricsRow) -> dict[str, float]:
     for name, value in leaves({key: value for key, value in row.items() if key != "step"}, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             name = re.sub(r"[^\w./ -]", "_", name)  # a pattern of the config may be in it
-            metrics[kind + ("loss" if name == "held_out_loss" else name)] = float(value)
+            metrics[kind + name.removeprefix("held_out_")] = float(value)
     return metrics
 
 
