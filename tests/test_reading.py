@@ -41,7 +41,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
     "path", ["/proc/self/pagemap", "/proc/meminfo", "/sys/kernel/mm/transparent_hugepage/enabled"]
 )
 def test_a_file_that_the_kernel_makes_is_not_opened(path: str) -> None:
-    """0.9.0: it was read as data. The first has no end, and others, as /proc/kmsg, wait for a message."""
+    """Unreleased: it was read as data. The first has no end, and /proc/kmsg waits for a message."""
     if not Path(path).exists():
         pytest.skip(f"this system has no {path}")
     with pytest.raises(OSError, match="made by the kernel"):

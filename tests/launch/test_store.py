@@ -52,7 +52,7 @@ def test_ranks_share_keys_over_many_connections(store: GuardedStore) -> None:
 
 
 def test_nothing_listens_to_other_machines(store: GuardedStore) -> None:
-    """0.9.0: it listened at every address of the machine, IPv4 and IPv6."""
+    """Unreleased: it listened at every address of the machine, IPv4 and IPv6."""
     listening = [
         line.split()[1]
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
@@ -73,7 +73,7 @@ def test_torchs_socket_hears_the_door_alone(store: GuardedStore) -> None:
 
 @as_root
 def test_another_user_is_turned_away(store: GuardedStore) -> None:
-    """0.9.0: any user of the machine read the ranks' notes, and deleted keys."""
+    """Unreleased: any user of the machine read the ranks' notes, and deleted keys."""
     address = ("127.0.0.1", store.port)
     assert not by_another_user(lambda: answers(address))
     ours = client(store)

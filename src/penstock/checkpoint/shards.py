@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError, RunError
@@ -86,8 +87,8 @@ class HeldShard:
 
 
 def checksum(data: Tensor) -> int:
-    """The sum of 64-bit words: it detects any change of one word, at the speed of memory."""
-    return int(data.view(torch.int64).sum())
+    """Of the bytes in their order, without a copy, faster than a sum of them. Other threads run on."""
+    return xxhash.xxh3_64(data.numpy().data).intdigest()
 
 
 # ---- a host's memory

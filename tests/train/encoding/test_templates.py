@@ -23,7 +23,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "2 + 3?"},
     {"role": "assistant", "content": "5", "tool_calls": None},
 ]
-# each takes a moment to write down, and would take the machine: on 0.9.0 all of them did
+# each takes a moment to write down, and would take the machine: on Unreleased all of them did
 HOSTILE = {
     "takes more than": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "needs more than 1 GiB": "{{ 'x' * 9999999999 }}",
@@ -48,7 +48,7 @@ def test_a_template_that_takes_too_much_is_ended(process: TemplateProcess, said:
 
 
 def test_an_encoder_blames_the_record_and_the_template() -> None:
-    """0.9.0: out of memory it said "the chat template refuses it ()"."""
+    """Unreleased: out of memory it said "the chat template refuses it ()"."""
     made = encoder(HOSTILE["needs more than 1 GiB"])
     with refuses(DataError, "data file a", "the chat template needs more than 1 GiB", "data.chat_template"):
         made.encode("a", {"messages": CHAT})
