@@ -76,6 +76,13 @@ def test_1f1b_by_hand_has_under_120_lines() -> None:
     assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) < 120
 
 
+def test_fine_tuned_chats_are_answered(run: Run) -> None:
+    code, out, err = run("sft.py")
+    assert code == 0, err
+    assert "What is a stage? A slice of layers.\n" in out
+    assert len((EXAMPLES / "sft.py").read_text().splitlines()) < 60
+
+
 def test_dpo_prefers_what_was_chosen(run: Run) -> None:
     code, out, err = run("dpo.py")
     assert code == 0, err
