@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -96,27 +98,37 @@ def test_stops_early_with_the_best_weights(pool: Pool, tmp_path: Path) -> None:
     assert expected.best != f"checkpoint-{expected.step}"
     ranks = pool.run(2, _stop, tmp_path / "pipeline", more)
     assert_alike(expected, *ranks)
+    states = [_callbacks(tmp_path / name / f"checkpoint-{expected.step}") for name in ("plain", "pipeline")]
+    assert states[0] == states[1]
+    assert states[0]["EarlyStoppingCallback"]["attributes"]["early_stopping_patience_counter"] == 1
+
+
+def _callbacks(checkpoint: Path) -> Any:
+    return json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]
 
 
 def _stop(folder: Path, more: dict[str, Any]) -> Seen:
     return trainers.train(folder, given={"stopping": True}, **more)
 
 
-@pytest.mark.parametrize("checkpoint", ["checkpoint-2", "checkpoint-3"], ids=["mid-epoch", "end of epoch"])
-def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, checkpoint: str) -> None:
-    """With dropout, so that the random state counts."""
-    whole = pool.run(2, _resume, tmp_path / "run", None)
-    resumed = pool.run(2, _resume, tmp_path / "run", checkpoint)
-    for ours, theirs in zip(resumed, whole, strict=True):
+@pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "end of epoch"])
+def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, step: int) -> None:
+    """With dropout and draws of each rank, so that the random states count."""
+    whole = pool.run(2, _resume, tmp_path, None)
+    resumed = pool.run(2, _resume, tmp_path, step)
+    for (ours, our_draws), (theirs, their_draws) in zip(resumed, whole, strict=True):
         assert ours.logs[:-1] == theirs.logs[:-1]  # the last entry has the mean of the steps since the start
         assert ours.step == theirs.step
         assert all(torch.equal(value, theirs.weights[name]) for name, value in ours.weights.items())
+        assert our_draws == {at: drawn for at, drawn in their_draws.items() if at > step}
+    assert whole[0][1] != whole[1][1]
 
 
-def _resume(folder: Path, checkpoint: str | None) -> Seen:
-    save_steps: dict[str, Any] = {"save_steps": int(checkpoint[-1]) if checkpoint else 1}
-    torch.manual_seed(checkpoint is not None)  # of nothing that counts
-    return trainers.train(folder, resume=checkpoint, built={"dropout": 0.1}, **save_steps)
+def _resume(folder: Path, step: int | None) -> tuple[Seen, dict[int, float]]:
+    drawing = trainers.Drawing(dist.get_rank())
+    resume = f"checkpoint-{step}" if step else None
+    built = {"dropout": 0.1}
+    return trainers.train(folder, None, {"more": [drawing]}, built, resume, save_steps=1), drawing.drawn
 
 
 def test_metrics_of_the_logits(pool: Pool, tmp_path: Path) -> None:
@@ -146,7 +158,7 @@ def test_saves_a_folder_of_transformers(pool: Pool, tmp_path: Path) -> None:
 def _save(folder: Path) -> dict[str, Tensor]:
     with trainers.as_launched():
         pipe = trainers.pipeline()
-        args = trainers.arguments(folder, max_steps=1, save_steps=1)
+        args = trainers.arguments(folder, max_steps=1, save_steps=1, warmup_steps=0)
         trainer = PipelineTrainer(pipe, args, **trainers.options())
         trainer.train()
         trainer.save_model()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,19 @@ class Recorded(TrainerCallback):  # type: ignore[misc]  # transformers is not fo
         self.events.append(f"{event} {state.global_step} {state.epoch and round(state.epoch, 4)}")
 
 
+class Drawing(TrainerCallback):  # type: ignore[misc]  # transformers is not followed
+    """Seeds each rank in another way, and records a number that each step draws."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.drawn = rank, dict[int, float]()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        torch.manual_seed(self.rank)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.drawn[state.global_step + 1] = torch.rand(()).item()
+
+
 def rows(count: int, seed: int, length: int = 12) -> Rows:
     """Rows whose labels leave out another number of tokens each."""
     generator = torch.Generator().manual_seed(seed)
@@ -100,13 +113,15 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": right.double().mean().item(), "logits": logits.double().abs().mean().item()}
 
 
-def options(stopping: bool = False, metrics: bool = False) -> dict[str, Any]:
-    """What both trainers take beside their model and arguments."""
-    callbacks: list[TrainerCallback] = [Recorded()]
+def options(
+    stopping: bool = False, metrics: bool = False, more: Sequence[TrainerCallback] = ()
+) -> dict[str, Any]:
+    """What both trainers take beside their model and arguments. more: callbacks"""
+    callbacks: list[TrainerCallback] = [Recorded(), *more]
     if stopping:
         callbacks.append(EarlyStoppingCallback(1))
-    more = {"compute_metrics": accuracy} if metrics else {}
-    return {"train_dataset": rows(11, 1), "eval_dataset": rows(11, 2), "callbacks": callbacks, **more}
+    measured = {"compute_metrics": accuracy} if metrics else {}
+    return {"train_dataset": rows(11, 1), "eval_dataset": rows(11, 2), "callbacks": callbacks, **measured}
 
 
 def seen(trainer: Trainer, weights: dict[str, Tensor]) -> Seen:
