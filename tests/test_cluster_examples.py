@@ -12,6 +12,7 @@ import pytest
 import typer
 import yaml
 from torch.distributed.run import get_args_parser
+from typer.core import TyperGroup
 
 from penstock.cli.main import app
 from penstock.train.config.load import load_config
@@ -32,17 +33,18 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text()))
 
 
-def job() -> dict[str, Any]:
+def job() -> Any:
     return documents("kubernetes")[1]["spec"]
 
 
-def pod() -> dict[str, Any]:
+def pod() -> Any:
     return job()["template"]["spec"]
 
 
 def command(name: str) -> str:
     """The text that a shell runs."""
-    return pod()["containers"][0]["args"][0] if name == "kubernetes" else documents(name)[0]["run"]
+    text = pod()["containers"][0]["args"][0] if name == "kubernetes" else documents(name)[0]["run"]
+    return str(text)
 
 
 def words(name: str) -> list[str]:
@@ -62,8 +64,10 @@ def test_torchrun_and_penstock_accept_the_command(name: str, tmp_path: Path) -> 
     assert (launch.module, launch.training_script) == (True, "penstock")
     assert launch.master_addr == {"kubernetes": "penstock-0.penstock", "skypilot": "10.0.0.1"}[name]
     group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
     context = group.make_context("penstock", ["train"], resilient_parsing=True)
     train = group.get_command(context, "train")
+    assert train is not None
     parsed = train.make_context("train", launch.training_script_args[1:], parent=context).params
     assert launch.training_script_args[0] == "train"
     assert parsed["resume"]
