@@ -127,7 +127,7 @@ def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, step: int) -> None:
 def _resume(folder: Path, step: int | None) -> tuple[Seen, dict[int, float]]:
     drawing = trainers.Drawing(dist.get_rank())
     resume = f"checkpoint-{step}" if step else None
-    built = {"dropout": 0.1}
+    built: dict[str, Any] = {"dropout": 0.1}
     return trainers.train(folder, None, {"more": [drawing]}, built, resume, save_steps=1), drawing.drawn
 
 
