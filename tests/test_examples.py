@@ -106,23 +106,15 @@ def test_a_model_of_ones_own_learns(run: Run) -> None:
     assert int(share[1]) > 90
 
 
-def test_transformers_trainer_learns_under_torchrun_and_goes_on(tmp_path: Path) -> None:
-    example = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        str(EXAMPLES / "trainer.py"),
-    ]
+def test_transformers_trainer_learns_under_torchrun(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [*launch, str(EXAMPLES / "trainer.py"), "--out", str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    for more in ([], ["--resume"]):
-        command = [*example, "--out", str(tmp_path), *more]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr
-        best = re.search(r"best weights of \S+checkpoint-\d+: evaluation loss (\S+)", done.stdout)
-        assert best is not None
-        assert float(best[1]) < 0.7  # of ln 32, 3.5: the first number alone cannot be known
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    best = re.search(r"best weights of \S+checkpoint-\d+: evaluation loss (\S+)", done.stdout)
+    assert best is not None
+    assert float(best[1]) < 0.7  # at random it is ln 32, 3.5
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 32
     assert len((EXAMPLES / "trainer.py").read_text().splitlines()) < 60
 
