@@ -79,13 +79,13 @@ def test_1f1b_by_hand_has_under_120_lines() -> None:
     assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) < 120
 
 
-<<<<<<< HEAD
 def test_fine_tuned_chats_are_answered(run: Run) -> None:
     code, out, err = run("sft.py")
     assert code == 0, err
     assert "What is a stage? A slice of layers.\n" in out
     assert len((EXAMPLES / "sft.py").read_text().splitlines()) < 60
-=======
+
+
 def test_a_classifier_learns_and_opens_in_transformers(run: Run) -> None:
     code, out, err = run("classify.py")
     assert code == 0, err
@@ -94,7 +94,6 @@ def test_a_classifier_learns_and_opens_in_transformers(run: Run) -> None:
     assert float(accuracy[1]) > 0.9
     assert "saved with ['more ones', 'more twos'], same logits: True" in out
     assert len((EXAMPLES / "classify.py").read_text().splitlines()) < 60
->>>>>>> heads-next
 
 
 def test_dpo_prefers_what_was_chosen(run: Run) -> None:
