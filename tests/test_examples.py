@@ -86,6 +86,16 @@ def test_fine_tuned_chats_are_answered(run: Run) -> None:
     assert len((EXAMPLES / "sft.py").read_text().splitlines()) < 60
 
 
+def test_a_classifier_learns_and_opens_in_transformers(run: Run) -> None:
+    code, out, err = run("classify.py")
+    assert code == 0, err
+    accuracy = re.search(r"accuracy ([\d.]+)", out)
+    assert accuracy is not None, out
+    assert float(accuracy[1]) > 0.9
+    assert "saved with ['more ones', 'more twos'], same logits: True" in out
+    assert len((EXAMPLES / "classify.py").read_text().splitlines()) < 60
+
+
 def test_dpo_prefers_what_was_chosen(run: Run) -> None:
     code, out, err = run("dpo.py")
     assert code == 0, err

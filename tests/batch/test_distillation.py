@@ -114,7 +114,7 @@ def test_what_has_no_meaning_is_refused() -> None:
         ({"mix": 2}, "mix=2"),
     ):
         with refuses(ConfigError, said):
-            Distillation(**options)  # type: ignore[arg-type]
+            Distillation(**options)
     with refuses(BatchError, "teacher_tokens with divergence='reverse'"):
         Distillation("reverse").weight(changed(teacher_tokens=torch.zeros(6, 10, 8).long()))
     with refuses(ModelError, "teacher_logits of 8 tokens, and a student of 64"):

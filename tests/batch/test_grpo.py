@@ -178,4 +178,4 @@ def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
         ({"longest": 4}, "longest=4"),
     ):
         with refuses(ConfigError, said):
-            GRPO(**options)  # type: ignore[arg-type]
+            GRPO(**options)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from penstock.launch.start import Launcher, Server
+from penstock.launch.start import Launcher, Server, launch
+from support.pool import start
 
 RANK = """
 import os, sys
@@ -65,3 +67,55 @@ def test_a_server_that_was_killed_is_named_and_the_next_attempt_has_another(
         assert ended.cause == f"process {pid}, which started the ranks, was killed, and they with it"
         assert launcher.attempt(1, command).code == 0
     assert capfd.readouterr().out.endswith("('0', '0', True, ['--word'])\n")
+
+
+STOPS_ITS_SERVER = """
+import os, signal, sys, time
+if os.environ["RANK"] == "0":
+    open("stopped", "w").close()
+    os.kill(os.getppid(), signal.SIGSTOP)
+if sys.argv[1] == "ends":
+    sys.exit(1)
+time.sleep(600)
+"""
+
+
+def launch_in(folder: str) -> None:
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = folder  # the pool's processes have the variables of its start
+    os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), 2)
+    sys.exit(launch(2, [sys.executable, "-P", "-m", "said_by_ranks", "stays"]))
+
+
+def test_a_stopped_server_does_not_hide_that_ranks_end(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Unreleased: the launcher waited for ever, as the server alone told it how ranks end."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "said_by_ranks.py").write_text(STOPS_ITS_SERVER)
+    with Server() as server, Launcher(server) as launcher:
+        ended = launcher.attempt(2, [*command[:-1], "ends"])
+        assert ended.code == 128 + signal.SIGKILL
+        assert "did not say how they ended" in ended.cause
+    assert "did not say how they ended" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.fault("the whole job is ended", "SIGTERM, with a stopped server of ranks")
+def test_a_launcher_with_a_stopped_server_hears_signals(
+    command: list[str], tmp_path: Path, signals: int
+) -> None:
+    """Unreleased: it was deaf to SIGTERM, once and twice."""
+    (tmp_path / "said_by_ranks.py").write_text(STOPS_ITS_SERVER)
+    parent = start(launch_in, str(tmp_path))
+    end = time.monotonic() + 60
+    while not (tmp_path / "stopped").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.5)  # until the launcher has read the pids
+    for _ in range(signals):
+        assert parent.pid is not None
+        os.kill(parent.pid, signal.SIGTERM)
+        time.sleep(0.2)
+    parent.join(120)
+    assert parent.exitcode == 128 + signal.SIGTERM
+    assert "penstock: error: process" in (tmp_path / "stderr").read_text()

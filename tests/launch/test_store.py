@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +17,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.launch import store as module
+from penstock.launch.failures import too_many_files
 from penstock.launch.store import GuardedStore, user_of
+from support.pool import start
 from support.refusals import refuses
 from support.second_user import as_root, by_another_user
 
@@ -127,3 +132,35 @@ def test_a_store_that_is_closed_answers_nobody() -> None:
         pass
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", store.port), timeout=1)
+
+
+def full(folder: str) -> None:
+    """Open a store and use up the descriptors that this process may have; a rank then connects."""
+    os.chdir(folder)
+    with GuardedStore() as store:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        opened = []
+        with contextlib.suppress(OSError):
+            while True:
+                opened.append(os.open("/dev/null", os.O_RDONLY))
+        os.close(opened.pop())
+        with socket.socket() as rank:
+            rank.connect(("127.0.0.1", store.port))
+            end = time.monotonic() + 60
+            while not store.full and time.monotonic() < end:
+                time.sleep(0.05)
+        os._exit(0 if store.full else 1)
+
+
+def test_a_launcher_without_descriptors_knows_it(tmp_path: Path) -> None:
+    """Unreleased: ranks waited for the store, and the log blamed one of them."""
+    process = start(full, str(tmp_path))
+    process.join(120)
+    assert process.exitcode == 0
+
+
+def test_the_limit_of_descriptors_is_named() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    error = too_many_files("the launcher")
+    assert error.value == f"ulimit -n {soft}"
+    assert "the launcher has" in error.rule

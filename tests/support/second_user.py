@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401  sockets import it, which another user may not be able to read
 import os
 from collections.abc import Callable
 

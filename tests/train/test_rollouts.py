@@ -91,7 +91,7 @@ def test_an_engines_rollouts_train_as_in_one_process(tmp_path: Path) -> None:
 def test_the_experts_that_an_engine_chose_are_replayed(tmp_path: Path) -> None:
     """A token has the experts of the file, which its router did not choose; the last one its router's."""
     pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=GRPO(), replay_routing=True).build(
-        tiny_config("qwen3_moe")
+        tiny_config("mixtral")
     )
     pipe.step(read_rollouts(written(tmp_path, LINES), group=2).batch)
     own = pipe.routed_experts()

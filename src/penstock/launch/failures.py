@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, account_of
+from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, RunError, account_of
 
 INTERRUPTED = 130  # the code of shells for a command that Ctrl-C ended
 # EX_TEMPFAIL of sysexits.h, "try again later": a signal stopped the run, its checkpoint is written, and
@@ -66,6 +67,14 @@ class Failure(NamedTuple):
     time: float
     file: Path
     killed: bool = False
+
+
+def too_many_files(who: str) -> RunError:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    rule = f"{who} has {most:,} files open, and may open no more"
+    return RunError(
+        f"ulimit -n {most}", rule, "Raise it (ulimit -n), or end the other processes of this user"
+    )
 
 
 def exit_code(error: BaseException) -> int:

@@ -20,6 +20,7 @@ import gc
 import importlib
 import os
 import runpy
+import select
 import signal
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,20 @@ class RankProcess(NamedTuple):
     @property
     def is_module(self) -> bool:
         return self.command[:3] == [sys.executable, "-P", "-m"]
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, also where its parent has not asked for its exit code yet."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ended = select.poll()
+    ended.register(descriptor, select.POLLIN)
+    try:
+        return bool(ended.poll(0))
+    finally:
+        os.close(descriptor)
 
 
 def serve(connection: Connection) -> RankProcess | None:

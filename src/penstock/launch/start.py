@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from penstock.launch import failures
-from penstock.launch.server import SIGNALS, RankProcess
+from penstock.launch.server import SIGNALS, RankProcess, has_ended
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 from penstock.launch.store import GuardedStore
 
 _LOOKS = 0.1  # seconds between two polls
+_SILENCE = 3.0  # seconds from the end of a rank to the server's word of it
+_DYING = 10.0  # seconds from SIGKILL to the end of a rank: the kernel frees its memory first
 
 
 class Ended(NamedTuple):
@@ -140,16 +142,29 @@ class Server:
         self._process.kill()
         self._process.wait()
 
+    def kill(self) -> None:
+        """End it from a signal's handler: a call that waits for it raises ConnectionError or EOFError."""
+        os.kill(self.pid, signal.SIGKILL)
+
 
 class _Attempt:
-    """The ranks of one attempt. failures: of those that did not end with 0, by rank"""
+    """The ranks of one attempt.
+
+    Attributes:
+        failures: of those that did not end with 0, by rank
+        silent: why the server was ended here, in words; empty if it was not
+    """
 
     def __init__(self, server: Server, folder: Path) -> None:
         self._server, self._folder = server, folder
         self._pids: dict[int, int] = {}
         self._left: set[int] = set()
         self._killed: set[int] = set()
+        self._gone: dict[
+            int, float
+        ] = {}  # when a rank was first seen to have ended, without the server's word
         self.failures: dict[int, failures.Failure] = {}
+        self.silent = ""
 
     def start(self, ranks: int, command: list[str], environment: dict[str, str]) -> None:
         self._left = {*range(ranks)}
@@ -185,6 +200,19 @@ class _Attempt:
             if value:
                 failure = failures.Failure(value, time.time(), self._file(rank), rank in self._killed)
                 self.failures[rank] = failure
+
+    def end_silent_server(self, overdue: bool) -> None:
+        """End a server, as one that was stopped, that has not told the end of a rank for too long.
+
+        overdue: whether all ranks must have ended by now
+        """
+        now = time.monotonic()
+        for rank in self._left & self._pids.keys():
+            if has_ended(self._pids[rank]):
+                self._gone.setdefault(rank, now)
+        if overdue or any(now - self._gone.get(rank, now) > _SILENCE for rank in self._left):
+            self.silent = "did not say how they ended, and was killed"
+            self._server.end()
 
     def send(self, signum: int) -> None:
         """Send a signal to each rank, and not to its children, which it may need to save."""
@@ -222,12 +250,18 @@ class Launcher:
     def __init__(self, server: Server, stop_seconds: float = 0.0) -> None:
         self._server, self._seconds = server, stop_seconds + failures.GRACE_SECONDS
         self._signals: list[int] = []
+        self._starting = False
 
     def __enter__(self) -> Self:
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         handled = [signum for signum in SIGNALS if signum != signal.SIGHUP or not nohup]
-        self._restore = handle(handled, lambda signum, frame: self._signals.append(signum))
+        self._restore = handle(handled, self._take)
         return self
+
+    def _take(self, signum: int, frame: object) -> None:
+        self._signals.append(signum)
+        if self._starting and len(self._signals) > 1:
+            self._server.kill()  # which may be stopped: then the call that starts a rank would wait for it
 
     def __exit__(self, *_: object) -> None:
         self._restore()
@@ -247,37 +281,49 @@ class Launcher:
     def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
         """Run `ranks` copies of `command`. restarts: the number of earlier attempts"""
         # a store for each attempt, as all attempts use the same keys
-        with GuardedStore() as store, tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder, GuardedStore() as store:
             attempt = _Attempt(self._server, Path(folder))
             try:
+                self._starting = True
                 self._server.open()
                 attempt.start(ranks, command, _environment(ranks, store.port, restarts))
-                self._follow(attempt)
+                self._starting = False
+                self._follow(attempt, store)
             except (EOFError, ConnectionError):
-                self._server.end()
-                words = f"process {self._server.pid}, which started the ranks, was killed, and they with it"
-                print(f"penstock: error: {words}", file=sys.stderr)
-                return Ended(128 + signal.SIGKILL, words, bool(self._asked))
+                return self._without_server(attempt)
             code, words = failures.report(attempt.failures, self._asked) if attempt.failures else (0, "")
             return Ended(code, words, bool(self._asked))
 
-    def _follow(self, attempt: _Attempt) -> None:
+    def _without_server(self, attempt: _Attempt) -> Ended:
+        self._server.end()
+        how = attempt.silent or "was killed"
+        words = f"process {self._server.pid}, which started the ranks, {how}, and they with it"
+        print(f"penstock: error: {words}", file=sys.stderr)
+        return Ended(128 + (self._asked or signal.SIGKILL), words, bool(self._asked))
+
+    def _follow(self, attempt: _Attempt, store: GuardedStore) -> None:
         """Wait until all ranks have ended. After a failure or a signal, end those that are too slow."""
         passed_on, ending, end = False, False, float("inf")
         while attempt.running:
             attempt.look(_LOOKS)
+            if store.full:
+                raise failures.too_many_files("the launcher")
             if self._asked and attempt.started and not passed_on:
                 passed_on = True
                 if self._seconds > failures.GRACE_SECONDS:
                     print(said(self._asked), file=sys.stderr, flush=True)
                 attempt.send(signal.SIGTERM if self._asked == signal.SIGHUP else self._asked)
-            if (passed_on or attempt.failures) and end == float("inf"):
+            if (self._asked or attempt.failures) and end == float("inf"):
                 end = time.monotonic() + self._seconds
             if attempt.failed and not ending:
                 ending, end = True, min(end, time.monotonic() + failures.GRACE_SECONDS)
                 attempt.end()
-            if time.monotonic() > end or len(self._signals) > 1:
+            if len(self._signals) > 1:
+                end = min(end, time.monotonic())
+            if time.monotonic() >= end:
                 attempt.kill()
+            patience = _DYING if attempt.started else 0.0
+            attempt.end_silent_server(overdue=time.monotonic() > end + patience)
 
 
 def _environment(ranks: int, port: int, restarts: int) -> dict[str, str]:

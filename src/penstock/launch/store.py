@@ -11,7 +11,9 @@ a filter of that socket drops all packets but those from the one port that the d
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -40,12 +42,15 @@ class GuardedStore:
 
     Attributes:
         port: of 127.0.0.1, for ranks
+        full: whether this process has no file descriptor left, so that ranks wait
     """
 
     def __init__(self) -> None:
         """Raises RunError where this system cannot keep other users out."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+        _raise_limit()
+        self.full = False
         self._closed = False
         self._sockets = ExitStack()
         self._door = self._sockets.enter_context(_listening(_HERE, 0))
@@ -72,7 +77,8 @@ class GuardedStore:
                     self._connect(client)
                 else:
                     client.close()
-            except OSError:  # too many open files, or the door is closed
+            except OSError as error:  # or the door is closed
+                self.full = self.full or error.errno in (errno.EMFILE, errno.ENFILE)
                 time.sleep(_PAUSE)
 
     def _connect(self, client: socket.socket) -> None:
@@ -102,7 +108,7 @@ def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
     """
     ends = tuple(map(_in_table, (client, server)))
     for table in _TABLES:
-        with suppress(OSError):
+        with suppress(FileNotFoundError):  # no other error, as one of too many open files is not an answer
             for line in table.read_text().splitlines()[1:]:
                 _, local, remote, state, _, _, _, user, *_ = line.split()
                 if local.endswith(ends[0]) and remote.endswith(ends[1]) and state == _CONNECTED:
@@ -114,6 +120,12 @@ def _in_table(end: tuple[str, int]) -> str:
     """How /proc/net/tcp writes an address and port. In /proc/net/tcp6 zeros and FFFF stand before it."""
     address, port = end
     return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+
+
+def _raise_limit() -> None:
+    """Let this process open as many files as it may: a connection takes three."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _listening(address: str, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from penstock.pipeline.options import Options
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.evaluate import Evaluation
 from penstock.pipeline.steps.step import StepResult
+from penstock.pipeline.whole_step import WholeStepLoss
 from penstock.schedule.choose import chosen_schedule as make_schedule
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StageFacts",
     "StagePlan",
     "StepResult",
+    "WholeStepLoss",
     "balance",
     "estimated_memory",
     "layers_of",

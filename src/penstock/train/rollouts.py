@@ -84,8 +84,8 @@ def rollouts(
     of_rows = [torch.tensor(prompt) for prompt in prompts for _ in range(group)]
     ids = pad_sequence(of_rows, True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in of_rows], True, padding_side="left")
-    options = {"do_sample": True, "attention_mask": mask} | options
-    written = pipe.generate(ids, max_new_tokens=max_new_tokens, seed=seed, **options)
+    sampling: dict[str, Any] = {"do_sample": True, "attention_mask": mask, **options}
+    written = pipe.generate(ids, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     ends = options.get("eos_token_id", _ends_of(pipe))
     completions = [_until(row, ends) for row in written[:, ids.shape[1] :].tolist()]
     return _made([row.tolist() for row in of_rows], completions, reward, group, scaled)
