@@ -9,7 +9,7 @@ pipe.step               each microbatch's loss is the sum of (vector * its gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +25,8 @@ from penstock.runtime.rng import dropouts
 _GRADIENT = "gradient_of_rows"  # the entry of a microbatch: that of the loss by each row's vector
 
 
-class VectorOf(Protocol):
-    """A function of the last stage's output and its microbatch."""
-
-    def __call__(self, output: Any, microbatch: Microbatch) -> Tensor:
-        """The vector of each row (rows, width)."""
+# Takes the last stage's output and its microbatch. Returns the vector of each row (rows, width).
+VectorOf = Callable[[Any, Microbatch], Tensor]
 
 
 def logits_of(output: Any, microbatch: Microbatch) -> Tensor:
@@ -92,8 +89,7 @@ class WholeStepLoss:
         loss = self._loss(vectors)
         (gradient,) = torch.autograd.grad(loss, vectors)
         rows = [_rows(part) for part in parts]
-        of_parts = torch.split(gradient, rows)
-        given = [{**part, _GRADIENT: of} for part, of in zip(parts, of_parts, strict=True)]
+        given = [{**part, _GRADIENT: of} for part, of in zip(parts, torch.split(gradient, rows), strict=True)]
         result = pipe.step(given, total_tokens=1, optimizer=optimizer, max_norm=max_norm)
         return result._replace(loss=float(loss.detach()))
 
