@@ -11,7 +11,7 @@ import torch
 
 from penstock import AutoPipeline
 from penstock.batch.grpo import GRPO
-from penstock.errors import BatchError, DataError
+from penstock.errors import BatchError, ConfigError, DataError
 from penstock.train.rollouts import read_rollouts, rollouts
 from support.families import tiny_config, tiny_model
 from support.pairs import plain_gradients
@@ -56,11 +56,34 @@ def test_completions_are_those_of_generate_up_to_their_end() -> None:
     padded = torch.tensor([[0, 5, 6]] * 3 + [[7, 8, 9]] * 3)
     with refuses(BatchError, "1 rewards", "6 rows"):
         rollouts(pipe, [[5], [6]], lambda *_: [1.0], group=3, max_new_tokens=1, **options)
-    options |= {"do_sample": True, "attention_mask": (padded > 0).long()}
+    options |= {"do_sample": True, "top_k": 0, "attention_mask": (padded > 0).long()}
     again = pipe.generate(padded, max_new_tokens=6, seed=2, **options)
     assert [of[: len(c)] for of, c in zip(again[:, 3:].tolist(), completions, strict=True)] == completions
     assert made.rewards.tolist() == [len(completion) for completion in completions]
     assert torch.allclose(batch["advantages"].view(2, 3).sum(1), torch.zeros(2), atol=1e-5)
+
+
+def test_samples_are_of_the_policy_and_end_as_the_model_says() -> None:
+    """Many instruction models' generation_config has a top_k or a temperature, and several end tokens."""
+    model, ends = tiny_model("llama"), [*range(0, 64, 4)]
+    assert model.generation_config is not None
+    model.generation_config.update(top_k=1, temperature=0.1, eos_token_id=ends, pad_token_id=1)
+    pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=GRPO()).build(model)
+
+    def sampled(**options: Any) -> list[list[int]]:
+        made = rollouts(
+            pipe, [[5, 6]], lambda _, rows: [*map(len, rows)], group=8, max_new_tokens=6, **options
+        )
+        return [list(row) for row in made.completions]
+
+    own = sampled()
+    assert len({tuple(row) for row in own}) > 2
+    assert any(len(row) < 6 for row in own)
+    assert all(row[-1] in ends for row in own if len(row) < 6)
+    assert sampled(eos_token_id=ends, temperature=1.0, top_k=64) == own
+    assert len({tuple(row) for row in sampled(top_k=1)}) == 1
+    with refuses(ConfigError, "stop_strings", "an end token"):
+        sampled(stop_strings=["a"])
 
 
 def test_an_engines_rollouts_train_as_in_one_process(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from penstock.batch.grpo import ADVANTAGES, OLD, group_advantages
 from penstock.batch.loss import IGNORED
 from penstock.batch.padding import ROUTED
-from penstock.errors import BatchError, DataError
+from penstock.errors import BatchError, ConfigError, DataError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.reading import parse_json, read_text
 
@@ -31,6 +31,8 @@ Tokens = Sequence[Sequence[int]]
 # (prompts, completions), both the token ids of each row -> the reward of each row
 RewardFunction = Callable[[Tokens, Tokens], Sequence[float]]
 _LARGEST = 1 << 30  # bytes of a file
+# samples of the policy itself, as TRL's, whatever the model's generation_config prefers
+_OF_THE_POLICY = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
 class Rollouts(NamedTuple):
@@ -77,14 +79,19 @@ def rollouts(
         reward: called once with all rows, on every rank, where it must give the same
         scaled: whether advantages are divided by the standard deviation of their group
         seed: another one for each step
-        options: as for `Pipeline.generate`, such as temperature, eos_token_id and pad_token_id
+        options: as for `Pipeline.generate`, such as temperature, eos_token_id and pad_token_id; without
+            them, samples are of the whole distribution at temperature 1
 
-    Raises the errors of `Pipeline.generate`, BatchError for rewards that do not fit the rows.
+    Raises the errors of `Pipeline.generate`, ConfigError for stop_strings, BatchError for rewards that do not
+    fit the rows.
     """
+    if options.get("stop_strings"):
+        rule = "a completion ends with an end token, which belongs to it"
+        raise ConfigError("rollouts with stop_strings", rule, "Give eos_token_id, also of several tokens")
     of_rows = [torch.tensor(prompt) for prompt in prompts for _ in range(group)]
     ids = pad_sequence(of_rows, True, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in of_rows], True, padding_side="left")
-    sampling: dict[str, Any] = {"do_sample": True, "attention_mask": mask, **options}
+    sampling: dict[str, Any] = {**_OF_THE_POLICY, "attention_mask": mask, **options}
     written = pipe.generate(ids, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     ends = options.get("eos_token_id", _ends_of(pipe))
     completions = [_until(row, ends) for row in written[:, ids.shape[1] :].tolist()]
