@@ -34,7 +34,10 @@ def logits_of(model: Any) -> Tensor:
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize(("divergence", "beta"), [("forward", 0), ("reverse", 1)])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_every_gradient_is_that_of_trls_divergence(divergence: Any, beta: int, microbatches: int) -> None:
+def test_every_gradient_is_that_of_trls_divergence(
+    divergence: Any, beta: int, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # else the import is a warning, and so an error
     from trl.experimental.gkd import GKDTrainer
 
     model, teacher = tiny_model("llama", torch.float64), teacher_logits()

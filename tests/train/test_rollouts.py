@@ -63,6 +63,20 @@ def test_completions_are_those_of_generate_up_to_their_end() -> None:
     assert torch.allclose(batch["advantages"].view(2, 3).sum(1), torch.zeros(2), atol=1e-5)
 
 
+def test_a_short_prompt_is_continued_as_if_it_were_alone() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() > 1 else 1)  # so that each token matters
+    pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=GRPO()).build(model)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None}
+    prompts = [[5], [7, 8, 9, 10, 11, 12]]
+    made = rollouts(pipe, prompts, lambda *_: [0.0, 1.0], group=1, **options)
+    alone = [pipe.generate(torch.tensor([row]), microbatches=1, **options) for row in prompts]
+    expected = [of[0, len(row) :].tolist() for of, row in zip(alone, prompts, strict=True)]
+    assert made.completions == expected
+
+
 def test_samples_are_of_the_policy_and_end_as_the_model_says() -> None:
     """Many instruction models' generation_config has a top_k or a temperature, and several end tokens."""
     model, ends = tiny_model("llama"), [*range(0, 64, 4)]
