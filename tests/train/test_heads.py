@@ -28,13 +28,14 @@ from support.reference import assert_gradients
 from support.refusals import refuses
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
+PAD = 7  # no text has this byte
 NAMES = {"0": "low", "1": "middle", "2": "high"}
-ROWS = {**QWEN3, "architectures": ["Qwen3ForSequenceClassification"], "pad_token_id": 0, "id2label": NAMES}
-TAGS = {**ROWS, "architectures": ["Qwen3ForTokenClassification"]}
+ROWS = {**QWEN3, "architectures": ["Qwen3ForSequenceClassification"], "pad_token_id": PAD, "id2label": NAMES}
+TAGS = {**ROWS, "architectures": ["Qwen3ForTokenClassification"], "classifier_dropout": 0.0}
 BERT = {
     "model_type": "bert", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32,
     "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0, "id2label": NAMES,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": PAD, "id2label": NAMES,
     "architectures": ["BertForSequenceClassification"],
 }  # fmt: skip
 SEVERAL = "multi_label_classification"
@@ -67,7 +68,7 @@ def with_labels(
 
 def with_tags(folder: Path, keys: dict[str, Any] | None = None, count: int = 40, **train: Any) -> TrainConfig:
     """Words of one to nine letters, whose class is that of their length; some words have none."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for at in range(count):
         words = [chr(97 + (at + place) % 20) * (1 + (at * place) % 9) for place in range(1 + at % 5)]
         rows.append({"words": words, "labels": [-100 if len(word) == 5 else len(word) % 3 for word in words]})
@@ -89,7 +90,7 @@ def of_records(
 def padded(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The microbatches as one batch, each entry padded at its end."""
     longest = max(part["input_ids"].shape[1] for part in parts)
-    ends = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    ends = {"input_ids": PAD, "attention_mask": 0, "labels": -100}
 
     def whole(name: str, value: Tensor) -> Tensor:
         missing = longest - value.shape[1] if value.shape == parts_of[name] else 0
@@ -126,7 +127,7 @@ def test_loss_and_gradients_are_those_of_transformers(case: str, tmp_path: Path)
     parts: Any = prepared.data.batch(1).content
     whole = of_config(AutoModelForSequenceClassification, prepared.plan.source.model.config, pipe)
     batch = padded(parts)
-    texts = [bytes(row[row != 0].tolist()).decode() for row in batch["input_ids"]]
+    texts = [bytes(row[row != PAD].tolist()).decode() for row in batch["input_ids"]]
     known = {text_of(at): label_of(at, model.get("problem_type")) for at in range(40)}
     labels = [known[text] for text in texts]
     ids = {name: int(number) for number, name in NAMES.items()}
@@ -134,7 +135,9 @@ def test_loss_and_gradients_are_those_of_transformers(case: str, tmp_path: Path)
     expected = torch.tensor(labels, dtype=torch.float32 if model.get("problem_type") else torch.int64)
     assert batch["labels"].dtype == expected.dtype
     assert torch.equal(batch["labels"], expected)
-    loss, gradients = heads.own_step(whole, {**batch, "labels": expected})
+    assert torch.equal(batch["attention_mask"], (batch["input_ids"] != PAD).long())
+    labels_of_transformers = expected.double() if expected.is_floating_point() else expected
+    loss, gradients = heads.own_step(whole, {**batch, "labels": labels_of_transformers})
     result = pipe.step(parts)
     assert result.loss == pytest.approx(loss, rel=1e-12)
     assert_gradients(gradients_by_name(pipe), gradients, 1e-10)
@@ -150,7 +153,8 @@ def test_labels_of_words_give_the_gradients_of_transformers(tmp_path: Path) -> N
     parts: Any = prepared.data.batch(1).content
     whole = of_config(AutoModelForTokenClassification, prepared.plan.source.model.config, pipe)
     batch = padded(parts)
-    assert (batch["labels"][:, 0] == 2).all()  # a row's first token counts
+    assert (batch["labels"][:, 0] == 2).all()  # a row's first token counts, also where no other one does
+    assert len(prepared.data.rows) + len(prepared.data.held_out) == 40
     loss, gradients = heads.own_step(whole, batch)
     result = pipe.step(parts)
     assert result.tokens == int((batch["labels"] != -100).sum())
@@ -161,10 +165,8 @@ def test_labels_of_words_give_the_gradients_of_transformers(tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", ["rows", "tokens"])
 def test_a_run_learns_classes_resumes_bit_for_bit_and_loads(kind: str, tmp_path: Path) -> None:
     of_rows = kind == "rows"
-    make = (lambda **train: with_labels(tmp_path, ROWS, **train)) if of_rows else (
-        lambda **train: with_tags(tmp_path, **train)
-    )  # fmt: skip
-    made = make(steps=12, checkpoint_every=6)
+    lasting: dict[str, Any] = {"steps": 12, "checkpoint_every": 6}
+    made = with_labels(tmp_path, ROWS, **lasting) if of_rows else with_tags(tmp_path, **lasting)
     prepared = preflight(made)
     run(prepared)
     rows, name = metrics(tmp_path), "accuracy" if of_rows else "token_accuracy"
@@ -207,6 +209,8 @@ def test_a_run_ends_with_the_weights_of_a_plain_loop(problem: str | None, tmp_pa
     for step in (1, 2, 3):
         batch = padded(prepared.data.batch(step).content)  # type: ignore[arg-type]
         plain.zero_grad()
+        if problem == SEVERAL:
+            batch["labels"] = batch["labels"].double()
         with heads.double():
             whole(**batch, use_cache=False).loss.backward()
         whole.config.problem_type = problem
@@ -241,10 +245,10 @@ def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
     with refuses(ConfigError, "data.kind=classification for Qwen3ForCausalLM", "labels are of rows"):
-        preflight(with_labels(tmp_path, {**QWEN3, "pad_token_id": 0, "num_labels": 3}))
+        preflight(with_labels(tmp_path, {**QWEN3, "pad_token_id": PAD, "num_labels": 3}))
     with refuses(ConfigError, "data.kind=classification for Qwen3ForTokenClassification", "of rows"):
         preflight(with_labels(tmp_path, TAGS))
-    with refuses(ModelError, "Qwen3ForSequenceClassification", "next tokens", "data.kind=classification"):
+    with refuses(ModelError, "with the loss of next tokens", "its head", "data.kind=classification"):
         preflight(config(tmp_path, ROWS))
     with refuses(ConfigError, "BertForMaskedLM", "its head has 256 outputs"):
         masked = {**BERT, "architectures": ["BertForMaskedLM"]}

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.batch.loss import ProblemType
 from penstock.train.data.labelled import LabelledLayout
 from penstock.train.data.rows import FilledRows, HeldRows, Piece
 
-SEVERAL = "multi_label_classification"
+SEVERAL: ProblemType = "multi_label_classification"
 
 
 def held(labels: list[tuple[float, ...] | None]) -> HeldRows:

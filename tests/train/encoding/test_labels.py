@@ -114,7 +114,7 @@ def test_labels_of_words_are_those_of_run_ner(tmp_path: Any) -> None:
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     own = BertTokenizerFast(vocab={word: at for at, word in enumerate(words)})
     own.save_pretrained(tmp_path)
-    record = {"words": ["ada", "sleeps", "unsleeping", "ada"], "labels": [1, 2, 0, 1]}
+    record: dict[str, Any] = {"words": ["ada", "sleeps", "unsleeping", "ada"], "labels": [1, 2, 0, 1]}
     made = tags(HuggingFace(str(tmp_path)), longest=9).encode("a line 1", record)
     cut = own(record["words"], is_split_into_words=True, truncation=True, max_length=9)
     expected, before = [], None

@@ -46,8 +46,9 @@ class LabelSpace:
     @classmethod
     def of(cls, config: PretrainedConfig) -> LabelSpace:
         """Of a model by its config. Without a problem_type: a class, or with num_labels=1 a number."""
-        count = config.num_labels
-        problem = config.problem_type or ("regression" if count == 1 else "single_label_classification")
+        count, problem = config.num_labels, config.problem_type
+        if problem is None:
+            problem = "regression" if count == 1 else "single_label_classification"
         names = tuple(str(config.id2label.get(at, f"LABEL_{at}")) for at in range(count))
         return cls(problem, names, config.get_text_config().pad_token_id)
 
