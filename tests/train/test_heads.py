@@ -18,9 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
+from penstock.cli.dry_run import memory
 from penstock.errors import ConfigError, DataError, ModelError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.preflight import preflight
+from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
 from support import heads, jobs_train
 from support.pool import Pool
@@ -254,6 +255,12 @@ def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
         masked = {**BERT, "architectures": ["BertForMaskedLM"]}
         rows = [{"words": ["a"], "labels": [1]}] * 20
         preflight(of_records(tmp_path, masked, "token_classification", rows, {}))
+
+
+def test_a_run_is_planned_without_its_data(tmp_path: Path) -> None:
+    """The account of memory took every head for one of next tokens."""
+    for made in (with_labels(tmp_path, ROWS), with_tags(tmp_path)):
+        assert all(rank.total > 0 for rank in memory(dry_run(made)))
 
 
 def test_rows_need_the_id_of_padding(tmp_path: Path) -> None:

@@ -826,7 +826,7 @@ class TrainConfig(Section):
             return
         own = f"held_out_{self.data.accuracy}"
         if metric != own if loss is None else "rewards" not in metric:
-            has = f"that of labels of {self.data.labels} has {own}"
+            has = f"the loss of {self.data.labels} has {own}"
             if loss is not None:
                 has = f"train.loss={loss.kind} has held_out_rewards/accuracies and held_out_rewards/margins"
             raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")

@@ -274,7 +274,7 @@ class Data:
         layout, missing = self.layout, self.parts - len(chosen)
         if missing > 0:
             if isinstance(layout, DocumentLayout) and not layout.ignores:
-                raise _too_few(len(chosen), self.parts)
+                raise _too_few(len(chosen), "pairs" if isinstance(layout, PairLayout) else "rows", self.parts)
             rows = FilledRows(self.held_out)
             chosen = [*chosen, *range(len(rows), len(rows) + missing)]
         if isinstance(layout, DocumentLayout):
@@ -646,10 +646,10 @@ def _write_rows(
         array.tofile(folder / name)
 
 
-def _too_few(rows: int, parts: int) -> DataError:
+def _too_few(count: int, of: str, parts: int) -> DataError:
     return DataError(
-        f"{rows} held-out rows on a mesh of {parts} pipelines",
-        "each pipeline evaluates at least one, and all of its label counts",
+        f"{count} held-out {of} on a mesh of {parts} pipelines",
+        "each pipeline evaluates at least one, and none can stand in for a missing one",
         "Give data.validation more, or a larger data.held_out",
     )
 
