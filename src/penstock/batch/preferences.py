@@ -71,6 +71,7 @@ class Preference:
     """
 
     rows_per_group: ClassVar[int] = 2
+    of_rows: ClassVar[tuple[str, ...]] = (REFERENCE,)
     reads_reference: ClassVar[bool] = False
     _sums: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -84,8 +85,7 @@ class Preference:
         labels = self._labels(microbatch)
         pairs = check_groups("a microbatch", len(labels), self.rows_per_group)
         check_labels("labels", labels)
-        counted = labels != IGNORED
-        counted[:, 0] = False  # nothing predicts the first token
+        counted = _counted(labels)
         if not bool(counted.any(1).all()):
             row = int(counted.any(1).logical_not().nonzero()[0])
             rule = f"it is the {_HALVES[row % 2]} row of pair {row // 2}, and has no token to compare"
@@ -94,6 +94,10 @@ class Preference:
         if self.reads_reference:
             _check_reference(type(self).__name__, microbatch, len(labels))
         return pairs
+
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        """Whether each row has a token that counts (rows,)."""
+        return _counted(self._labels(microbatch)).any(1)
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """The loss summed over the pairs.
@@ -256,6 +260,12 @@ class Reward(Preference):
 
     def _logged(self, chosen: Half, rejected: Half) -> tuple[Tensor, ...]:
         return ()
+
+
+def _counted(labels: Tensor) -> Tensor:
+    counted = labels != IGNORED
+    counted[:, 0] = False  # nothing predicts the first token
+    return counted
 
 
 def row_logps(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
