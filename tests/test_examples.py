@@ -143,12 +143,3 @@ def test_a_model_of_ones_own_has_the_gradients_of_one_stage_that_holds_all() -> 
 
 def test_a_model_of_ones_own_has_them_over_gloo_too(pool: Pool) -> None:
     pool.run(3, jobs_edges.own_model, 3, ["interleaved_1f1b", "dualpipe_v"])
-
-
-def test_a_classifier_learns_its_classes(run: Run) -> None:
-    code, out, err = run("classify.py")
-    assert (code, err) == (0, "")
-    share = re.search(r"(\d+)% of the unseen rows are right", out)
-    assert share is not None
-    assert int(share[1]) > 80
-    assert len((EXAMPLES / "classify.py").read_text().splitlines()) < 60
