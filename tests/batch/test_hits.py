@@ -15,7 +15,8 @@ from penstock.batch import head_logits
 from penstock.batch.head_logits import HeadLogits
 from penstock.batch.hits import NoHits, TokenHits
 from penstock.batch.logit_sums import Penalties
-from penstock.batch.loss import IGNORED, NextToken
+from penstock.batch.loss import IGNORED, NextToken, RowLabels, TokenLabels
+from penstock.batch.preferences import DPO
 from penstock.pipeline.steps.step import StepResult, accuracy_of
 from support.families import pipeline, ragged_batch, tiny_model
 
@@ -152,3 +153,29 @@ def test_the_accuracy_of_several_calls_is_over_all_their_tokens() -> None:
     assert accuracy_of([*calls, StepResult(0.0, 0, 0.0)]) == pytest.approx(0.5)  # a call without a label
     assert accuracy_of([*calls, StepResult(0.0, 2, 0.0)]) is None
     assert accuracy_of([StepResult(0.0, 0, 0.0)]) is None
+
+
+def test_labels_of_rows_are_hits_by_class_or_by_sign() -> None:
+    logits = torch.tensor([[0.5, -1.0, 2.0], [-0.5, 3.0, 0.1], [1.0, 0.0, -1.0]])
+    classes = {"input_ids": torch.ones(3, 2), "labels": torch.tensor([2, 0, -100])}
+    one = RowLabels(3, None, ["single_label_classification"]).counting()
+    one.total(logits, classes)
+    assert (one.hits.take(), one.counted_rows(classes).tolist()) == (1, [True, True, False])
+    several = RowLabels(3, "multi_label_classification", ["multi_label_classification"]).counting()
+    several.total(logits, {"labels": torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0], [0.0, 1.0, 1.0]])})
+    assert several.hits.take() == 2 + 3 + 1  # 0.0 is as near to one label as to the other
+    numbers = RowLabels(3, "regression", ["regression"]).counting()
+    numbers.total(logits, {"labels": logits})
+    assert math.isnan(numbers.hits.take())
+
+
+def test_the_rows_in_which_a_label_counts() -> None:
+    labels = torch.tensor([[5, -100, -100], [-100, 5, -100], [-100, -100, -100]])
+    assert NextToken().counted_rows({"labels": labels}).tolist() == [False, True, False]
+    assert NextToken().counted_rows({"labels": labels, "shift_labels": labels}).tolist() == [
+        True,
+        True,
+        False,
+    ]
+    assert TokenLabels(9).counted_rows({"labels": labels}).tolist() == [True, True, False]
+    assert DPO().counted_rows({"labels": labels}).tolist() == [False, True, False]

@@ -58,3 +58,23 @@ def test_a_stream_is_shown_too_and_errors_have_their_line(tmp_path: Path, pensto
     code, out, err = penstock("data", "show", file, "data.unanswered=refuse")
     assert code == 2
     assert "chats.jsonl line 13: it has no token that the loss counts" in err
+
+
+def labelled(folder: Path, kind: str, record: dict[str, Any]) -> Path:
+    (folder / "records.jsonl").write_text((json.dumps(record) + "\n") * 12)
+    head = "Sequence" if kind == "classification" else "Token"
+    model = {**QWEN3, "architectures": [f"Qwen3For{head}Classification"], "pad_token_id": 0}
+    model["id2label"] = {"0": "low", "1": "high"}
+    data = {"path": str(folder / "records.jsonl"), "kind": kind}
+    return config_file(folder, model={"config": model}, data=data)
+
+
+def test_labels_are_shown_by_their_names(tmp_path: Path, penstock: Command) -> None:
+    file = labelled(tmp_path, "classification", {"text": "abc", "label": 1})
+    code, out, err = penstock("data", "show", file, "--rows", "1")
+    assert (code, err) == (0, "")
+    assert "row 0: 3 tokens, label high\nabc\n" in out
+    file = labelled(tmp_path, "token_classification", {"words": ["ab", "c"], "labels": [1, "low"]})
+    code, out, err = penstock("data", "show", file, "--rows", "1")
+    assert (code, err) == (0, "")
+    assert "row 0: 4 tokens, the loss counts 2\n[[a high]]b [[c low]]\n" in out

@@ -159,6 +159,19 @@ def test_a_launcher_without_descriptors_knows_it(tmp_path: Path) -> None:
     assert process.exitcode == 0
 
 
+def too_few(folder: str) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (20, 20))
+    with refuses(RunError, "ulimit -n 20", "to start 2 ranks takes about"):
+        GuardedStore(2)
+
+
+def test_a_store_that_could_open_no_connections_is_refused(tmp_path: Path) -> None:
+    """Unreleased: torch waited for its own connection for ever, and heard no signal."""
+    process = start(too_few, str(tmp_path))
+    process.join(60)
+    assert process.exitcode == 0
+
+
 def test_the_limit_of_descriptors_is_named() -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     error = too_many_files("the launcher")

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
-from penstock.batch.loss import IGNORED
+from penstock.batch.loss import IGNORED, NextToken
 from penstock.errors import ConfigError, DataError
 from penstock.schedule import Timeline
 from penstock.train.between_steps import HeldOutEvaluation
@@ -145,7 +145,7 @@ def test_a_first_call_without_a_token_that_counts_is_neither_checked_nor_measure
             prepared = preflight(made)
             content = prepared.data.batch(1).content
             assert isinstance(content, list)
-            if [has_labels([part]) for part in content] == [False, True]:
+            if [has_labels([part], NextToken()) for part in content] == [False, True]:
                 break
     else:
         pytest.fail("no seed puts such a row first")

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+_EVEN = 0.5  # between the labels 0 and 1
+
 
 class Hits(Protocol):
     """Gets a loss's logits. wanted: whether it reads the greatest ones"""
@@ -22,6 +24,9 @@ class Hits(Protocol):
 
     def add_whole(self, logits: Tensor, labels: Tensor, ignored: int) -> None:
         """The same from logits (tokens, vocabulary), where no loss has reduced them."""
+
+    def add_signs(self, logits: Tensor, labels: Tensor) -> None:
+        """Add labels of which each is 0 or 1 and has a logit of its own, of the same shape."""
 
     def miss(self) -> None:
         """A microbatch's logits were not seen."""
@@ -55,6 +60,10 @@ class TokenHits:
             column = labels.clamp(min=0)[:, None]
             self.add(logits.gather(1, column)[:, 0], logits.amax(-1), labels, ignored)
 
+    def add_signs(self, logits: Tensor, labels: Tensor) -> None:
+        with torch.no_grad():
+            self.add(torch.where(labels > _EVEN, logits, -logits), torch.zeros_like(logits), labels, -1)
+
     def miss(self) -> None:
         self._missed = True
 
@@ -72,6 +81,8 @@ class NoHits:
     def add(self, at_label: Tensor, greatest: Tensor, labels: Tensor, ignored: int) -> None: ...
 
     def add_whole(self, logits: Tensor, labels: Tensor, ignored: int) -> None: ...
+
+    def add_signs(self, logits: Tensor, labels: Tensor) -> None: ...
 
     def miss(self) -> None: ...
 

@@ -53,9 +53,11 @@ class OwnLoss(Loss):
 
     of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
     entries: names of the entries that may hold the labels; the first one in the batch is read
+    of_rows: names of the entries that have a label for each row, and not for each token
     """
 
     of_model = False
+    of_rows: tuple[str, ...] = ()
     entries: tuple[str, ...] = ("labels",)
 
     def as_own(self) -> Self:
@@ -74,6 +76,14 @@ class OwnLoss(Loss):
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
 
+    @abstractmethod
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        """Whether the loss counts some label of each row (rows,)."""
+
+    @abstractmethod
+    def counting(self) -> Self:
+        """A copy that counts hits, if these are defined for its labels."""
+
 
 class TokenLabels(OwnLoss):
     """Cross-entropy of each token's label, -100 ignored: token classification, masked language modelling.
@@ -87,7 +97,7 @@ class TokenLabels(OwnLoss):
     hits: Hits = NoHits()
 
     def __init__(self, classes: int | None = None) -> None:
-        self._classes = classes
+        self.classes = classes
         self._of_whole_logits: Callable[[Tensor, Tensor, Penalties], Tensor] = _of_whole_logits
 
     @property
@@ -101,17 +111,26 @@ class TokenLabels(OwnLoss):
         other._of_whole_logits = torch.compile(_of_whole_logits, **options)
         return other
 
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        name = self._name(microbatch)
+        return (self._counted(microbatch[name], name) != IGNORED).any(1)
+
+    def counting(self) -> Self:
+        other = copy.copy(self)
+        other.hits = TokenHits()
+        return other
+
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of random tokens (rows, sequence); a fifth, and half of the first row's, ignored."""
         ignored = torch.rand(ids.shape, generator=generator) < 0.2
         ignored[0, : ids.shape[1] // 2] = True
         ignored[:, -1] = False  # or a short row might have none
-        labels = ids if self._classes is None else ids % self._classes
+        labels = ids if self.classes is None else ids % self.classes
         return labels.masked_fill(ignored, IGNORED)
 
     def check(self, batch: Microbatch, head: int | None) -> None:
         super().check(batch, head)
-        count = self._classes or head
+        count = self.classes or head
         for name in (name for name in self.entries if name in batch):
             check_labels(name, batch[name])
             if count is not None:
@@ -250,6 +269,9 @@ class RowLabels(OwnLoss):
         one_row: why the model takes no batch of several rows; empty where it does.
     """
 
+    hits: Hits = NoHits()
+    of_rows = ("labels",)
+
     def __init__(
         self, classes: int, problem: ProblemType | None, proven: Collection[ProblemType], one_row: str = ""
     ) -> None:
@@ -289,6 +311,14 @@ class RowLabels(OwnLoss):
                     f"labels with {int(labels.max())}", rule, "Set num_labels in the model's config"
                 )
 
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        return self._counted(microbatch["labels"]).flatten(1).any(1)
+
+    def counting(self) -> Self:
+        other = copy.copy(self)
+        other.hits = TokenHits()
+        return other
+
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of the rows of `ids`."""
         problem, rows = next(iter(self._proven)), len(ids)
@@ -307,9 +337,15 @@ class RowLabels(OwnLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         labels = labels_of(microbatch, "labels", "the label of each row")
-        if self._problem_of(labels) == "single_label_classification":
-            return int((labels != IGNORED).sum())
-        return labels.numel()
+        return int(self._counted(labels).sum())
+
+    def _counted(self, labels: Tensor) -> Tensor:
+        """Whether the loss counts each number of the labels (rows, numbers)."""
+        labels = labels.reshape(len(labels), -1)
+        return labels != IGNORED if self._is_single(labels) else torch.ones_like(labels, dtype=torch.bool)
+
+    def _is_single(self, labels: Tensor) -> bool:
+        return self._problem_of(labels) == "single_label_classification"
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """output: logits (rows, classes), or a mapping with them"""
@@ -320,10 +356,13 @@ class RowLabels(OwnLoss):
         problem = self._problem_of(labels)
         if problem == "single_label_classification":
             labels = labels.reshape(-1).to(torch.int64)
+            self.hits.add_whole(logits, labels, IGNORED)
             return F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
         labels = labels.to(logits.dtype).reshape(logits.shape)
         if problem == "regression":
+            self.hits.miss()  # no number is right or wrong
             return F.mse_loss(logits, labels, reduction="sum")
+        self.hits.add_signs(logits, labels)
         return F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
 
 
@@ -440,6 +479,12 @@ def weight_of(loss: Loss, microbatch: Microbatch) -> int:
     """The loss's weight of a microbatch, without padding."""
     unpad = microbatch.get(UNPAD)
     return loss.weight(microbatch if unpad is None else unpad.entries(microbatch))
+
+
+def counted_rows(loss: Loss, microbatch: Microbatch) -> Tensor:
+    """Whether one of penstock's own losses counts some label of each row (rows,)."""
+    counted: Tensor = loss.counted_rows(microbatch)  # type: ignore[attr-defined]
+    return counted
 
 
 def hits_of(loss: object) -> Hits:

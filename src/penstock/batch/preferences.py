@@ -75,6 +75,7 @@ class Preference(RowLoss):
     """A loss over pairs: rows 0 and 1, 2 and 3, and so on, each first the chosen one."""
 
     rows_per_group: ClassVar[int] = 2
+    of_rows: ClassVar[tuple[str, ...]] = (REFERENCE,)
 
     @property
     def names(self) -> Sequence[str]:
@@ -94,6 +95,10 @@ class Preference(RowLoss):
         if self.reads_reference:
             _check_reference(type(self).__name__, microbatch, len(labels))
         return pairs
+
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        """Whether each row has a token that counts (rows,)."""
+        return counted_tokens(self._labels(microbatch)).any(1)
 
     def of_logits(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         chosen, rejected = self._halves(logits, microbatch)

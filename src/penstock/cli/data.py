@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -15,6 +15,7 @@ from penstock.cli.shared import echo, table
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, SourceRows
+from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import config_in
 
@@ -25,14 +26,23 @@ def show(config: TrainConfig, rows: int) -> None:
     """Print totals of each source, and the first `rows` rows of the run. Raises DataError, ConfigError."""
     model = config_in(config.model)
     tokenizer = tokenizer_of(config)
-    data = load_data(config, tokenizer, int(model.get_text_config().vocab_size))
+    vocabulary, space = int(model.get_text_config().vocab_size), LabelSpace.of(model)
+    data = load_data(config, tokenizer, vocabulary, space=space)
     console = Console(highlight=False)
     echo(totals(config, data))
+    first, names = config.data.first_label, space.names if config.data.labels == "tokens" else ()
     for index, row in enumerate(first_rows(data, rows)):
-        tokens, counted = sum(len(piece.ids) for piece in row), sum(int(in_loss(p).sum()) for p in row)
-        console.print(f"\nrow {index}: {tokens} tokens, the loss counts {counted}", style="bold")
+        console.print(f"\nrow {index}: {summary(row, space, first)}", style="bold")
         for piece in row:
-            console.print(coloured(piece, tokenizer, console.is_terminal), soft_wrap=True)
+            console.print(coloured(piece, tokenizer, console.is_terminal, first, names), soft_wrap=True)
+
+
+def summary(row: Sequence[Piece], space: LabelSpace, first: int) -> str:
+    """The tokens of a row, and its label or how many tokens count. first: see `in_loss`"""
+    tokens = sum(len(piece.ids) for piece in row)
+    if row[0].row_label is not None:
+        return f"{tokens} tokens, label {space.shown(row[0].row_label)}"
+    return f"{tokens} tokens, the loss counts {sum(int(in_loss(piece, first).sum()) for piece in row)}"
 
 
 def totals(config: TrainConfig, data: Data) -> RenderableType:
@@ -63,19 +73,30 @@ def first_rows(data: Data, count: int) -> Iterator[list[Piece]]:
     return (rows.read(row) for row in chosen)
 
 
-def in_loss(piece: Piece) -> npt.NDArray[np.bool_]:
-    """Whether the loss counts each token; nothing predicts the first."""
+def in_loss(piece: Piece, first: int = 1) -> npt.NDArray[np.bool_]:
+    """Whether the loss counts each token, from `first` on: nothing predicts the one at 0."""
     counted: npt.NDArray[np.bool_] = piece.labels != IGNORED
-    counted[:1] = False
+    counted[:first] = False
     return counted
 
 
-def coloured(piece: Piece, tokenizer: Tokenizer, colours: bool) -> Text:
-    """The text of a document; counted tokens are green, or between [[ and ]] without colours."""
+def coloured(
+    piece: Piece, tokenizer: Tokenizer, colours: bool, first: int = 1, names: Sequence[str] = ()
+) -> Text:
+    """The text of a document; counted tokens are green, or between [[ and ]] without colours.
+
+    first: see `in_loss`; names: of the classes of tokens, which then follow their tokens
+    """
+    if piece.row_label is not None:
+        return Text(tokenizer.decode(piece.ids.tolist()))
     text = Text()
-    pairs = zip(piece.ids.tolist(), in_loss(piece).tolist(), strict=True)
+    counts = in_loss(piece, first).tolist()
+    tags = [names[label] if counted and names else counted
+            for label, counted in zip(piece.labels.tolist(), counts, strict=True)]  # fmt: skip
+    pairs = zip(piece.ids.tolist(), tags, strict=True)
     for counted, run in groupby(pairs, key=lambda pair: pair[1]):
         shown = tokenizer.decode([token for token, _ in run])
+        shown += f" {counted}" if isinstance(counted, str) else ""
         marked = f"[[{shown}]]" if counted and not colours else shown
         text.append(marked, style=_COUNTED if counted else _OTHER)
     return text

@@ -281,7 +281,7 @@ class Launcher:
     def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
         """Run `ranks` copies of `command`. restarts: the number of earlier attempts"""
         # a store for each attempt, as all attempts use the same keys
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder, GuardedStore() as store:
+        with tempfile.TemporaryDirectory(prefix="penstock-") as folder, GuardedStore(ranks) as store:
             attempt = _Attempt(self._server, Path(folder))
             try:
                 self._starting = True

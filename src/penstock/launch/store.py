@@ -34,6 +34,7 @@ _ATTACH_FILTER = 26  # SO_ATTACH_FILTER
 _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x28, 0x15, 0x06  # of classic BPF
 _PIECE = 1 << 16  # bytes
 _PAUSE = 0.05  # seconds
+_OF_CONNECTION, _OTHERS = 3, 12  # open files
 _LIMIT = timedelta(seconds=60)
 
 
@@ -45,11 +46,11 @@ class GuardedStore:
         full: whether this process has no file descriptor left, so that ranks wait
     """
 
-    def __init__(self) -> None:
-        """Raises RunError where this system cannot keep other users out."""
+    def __init__(self, ranks: int = 1) -> None:
+        """Raises RunError where this system cannot keep other users out, or allows too few open files."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        _raise_limit()
+        _make_room(1 + ranks)
         self.full = False
         self._closed = False
         self._sockets = ExitStack()
@@ -122,10 +123,14 @@ def _in_table(end: tuple[str, int]) -> str:
     return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
 
 
-def _raise_limit() -> None:
-    """Let this process open as many files as it may: a connection takes three."""
+def _make_room(connections: int) -> None:
+    """Let this process open as many files as it may. Torch waits for ever for one that it cannot open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    needed = len(os.listdir("/proc/self/fd")) + _OF_CONNECTION * connections + _OTHERS
+    if 0 <= most < needed:
+        rule = f"to start {connections - 1} ranks takes about {needed} open files"
+        raise RunError(f"ulimit -n {most}", rule, "Raise it, as by ulimit -n 1024")
 
 
 def _listening(address: str, port: int) -> socket.socket:

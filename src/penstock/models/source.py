@@ -324,7 +324,8 @@ def check_language_model(model: PreTrainedModel) -> None:
         raise ModelError(
             f"{type(model).__name__} with the loss of next tokens",
             "its head is not that of a causal language model",
-            "Take a causal language model, or build it with AutoPipeline, whose loss is then the model's own",
+            "Take a causal language model; or train it on its own labels: penstock train with "
+            "data.kind=classification or token_classification, or AutoPipeline without a loss_fn",
         )
 
 

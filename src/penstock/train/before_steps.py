@@ -126,12 +126,13 @@ def _first_call(prepared: Prepared, part: int) -> Content:
     """A part's content of the first pipeline call of the run in which a token counts. part: of the batch"""
     step, data = prepared.start.done + 1, prepared.data
     calls, microbatches = data.sizes.at(step).calls, prepared.config.pipeline.microbatches
+    loss = prepared.auto.loss_of(prepared.plan.source.model)
 
     @cache
     def calls_of_part(part: int) -> list[Content]:
         return calls_of(data.of(part).batch(step).content, calls, microbatches)
 
     for call in range(len(calls) - 1):  # rows that a ramp cuts may have no token that counts
-        if any(has_labels(calls_of_part(other)[call]) for other in range(data.parts)):
+        if any(has_labels(calls_of_part(other)[call], loss) for other in range(data.parts)):
             return calls_of_part(part)[call]
     return calls_of_part(part)[-1]

@@ -73,7 +73,7 @@ class HeldOutEvaluation(RunPart):
         row: MetricsRow = {"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
                            "seconds": seconds}  # fmt: skip
         if (accuracy := accuracy_of(results)) is not None:
-            row["held_out_token_accuracy"] = accuracy
+            row[f"held_out_{run.config.data.accuracy}"] = accuracy
         for part in run.parts:
             row |= part.evaluated()
         run.log.write(row)
@@ -86,6 +86,7 @@ class HeldOutEvaluation(RunPart):
         more: MetricsRow = {} if epoch is None else {"epoch": epoch}
         if (
             section.loss is None
+            and self.run.config.data.labels == "next tokens"
             and section.label_smoothing == section.z_loss == 0
             and loss < _LARGEST_EXPONENT
         ):
@@ -94,7 +95,9 @@ class HeldOutEvaluation(RunPart):
 
 
 def _unit(run: Run) -> str:
-    loss = run.config.train.loss
+    loss, labels = run.config.train.loss, run.config.data.labels
+    if labels == "rows":
+        return "a label"
     return "nats a token" if loss is None else f"a pair ({loss.kind})"
 
 

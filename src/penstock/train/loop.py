@@ -149,7 +149,7 @@ def _row(run: Run, step: TrainStep, taken: int) -> MetricsRow:
     if result.host_share is not None:
         row["host_share"] = result.host_share
     if result.accuracy is not None:
-        row["token_accuracy"] = result.accuracy
+        row[run.config.data.accuracy] = result.accuracy
     if len(rates := learning_rates(section, steps, taken)) > 1:
         row["learning_rates"] = rates
     return row

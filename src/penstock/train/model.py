@@ -16,8 +16,10 @@ from penstock.models.model_folder import check_numbers, config_of
 from penstock.models.source import ModelLike
 from penstock.train.config.sections import ModelSection, TrainConfig
 
-# keys of older config.json files that transformers still reads, and one that no config.json has
-_MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation")
+# keys of older config.json files that transformers still reads, one that no config.json has, and those of
+# heads for labels
+_MORE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype", "experts_implementation",
+              "num_labels", "classifier_dropout")  # fmt: skip
 
 # keys that a model reads from its config.json, though its config class does not list them
 _READ_ALL_THE_SAME = {"qwen3_moe": ("head_dim",)}

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
+from penstock.batch.loss import RowLabels, TokenLabels
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
@@ -32,6 +33,7 @@ from penstock.train.checkpoints import Start, checkpoint_folder, find_start, rec
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
+from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.epochs import counted
 from penstock.train.model import config_in, has_hub_weights, named_model, positions
@@ -116,6 +118,7 @@ def preflight(config: TrainConfig, resume: str | None = None, cluster: Cluster |
         padding=make_padding(config.pipeline),
         flash="flash" in str(model.config._attn_implementation),  # the test of transformers itself
         parts=axes.batch_parts,
+        space=LabelSpace.of(model.config),
     )
     start = planned.start
     config, line = counted(config, data, start)
@@ -217,6 +220,7 @@ def _planned(
         raise ConfigError(value, "it holds no backward", "Take one that trains: 1f1b")
     model = plan.source.model
     source = plan.source
+    _check_head(config, auto, plan)
     if not source.files and config.adapter is not None and not has_hub_weights(config.model):
         rule = "an adapter needs a model with trained weights, and here they are random"
         raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
@@ -233,6 +237,25 @@ def _planned(
             with adapter_file(trained) as file:
                 check_adapter(file, model, names_in_file(model, source.adapter), tied_names(model))
     return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
+
+
+def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for labels that the model's head has no loss for."""
+    wanted, model = config.data.labels, plan.source.model
+    if wanted == "next tokens":  # a build refuses other heads
+        return
+    loss, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
+    kind, ending = (
+        (RowLabels, "...ForSequenceClassification")
+        if wanted == "rows"
+        else (TokenLabels, "...ForTokenClassification")
+    )
+    remedy = f"Take a model {ending}: its name stands in architectures of its config"
+    if type(loss) is not kind:
+        raise ConfigError(value, f"labels are of {wanted}, and the loss of its head is of others", remedy)
+    if isinstance(loss, TokenLabels) and loss.classes != model.config.num_labels:
+        rule = f"its head has {loss.classes} outputs, and num_labels={model.config.num_labels}"
+        raise ConfigError(value, rule, remedy)
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:

@@ -197,8 +197,11 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
     )
 
 
-def _loss_of(config: TrainConfig) -> Loss:
+def _loss_of(config: TrainConfig) -> Loss | None:
+    """None for labels of the model's own head, whose loss is the model's own."""
     section = config.train
+    if config.data.labels != "next tokens":
+        return None
     return (
         NextToken(section.label_smoothing, section.z_loss, accuracy=True)
         if section.loss is None

@@ -32,6 +32,11 @@ def test_the_drawing() -> None:
     assert drawn(lengths, best_fit(pieces.lengths, CAPACITY)) == ["bbbbbbbb", "aaaaaddd", "eeecc"]
 
 
+def test_a_single_token_is_a_piece_where_it_may_count() -> None:
+    assert cut(np.array([1, 9, 0]), CAPACITY).lengths.tolist() == [8]
+    assert cut(np.array([1, 9, 0]), CAPACITY, "truncate", shortest=1).lengths.tolist() == [1, 8]
+
+
 @given(documents=st.lists(st.integers(0, 40), max_size=30), capacity=st.integers(2, 16))
 def test_pieces_are_the_documents_but_for_single_tokens(documents: list[int], capacity: int) -> None:
     pieces = cut(np.array(documents, dtype=np.int64), capacity)

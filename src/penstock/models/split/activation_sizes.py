@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.batch.liger import Chunked
 from penstock.batch.loss import NextToken
+from penstock.batch.packing import PER_TOKEN
 from penstock.batch.payload import Payload
 from penstock.batch.shapes import Microbatch
 from penstock.models.huggingface.stages import HFCall, HFEdges
@@ -38,6 +40,16 @@ class _Under(NamedTuple):
     def __call__(self, received: tuple[Any, ...], microbatch: Microbatch) -> Any:
         with self.autocast:
             return self.call(received, microbatch)
+
+
+class _OfAnyHead(NextToken):
+    """The next-token loss; of logits (rows, classes) the cross-entropy of a class for each row."""
+
+    def total(self, output: Any, microbatch: Microbatch) -> Tensor:
+        logits = output["logits"] if isinstance(output, Mapping) else output
+        if len(logits.shape) != PER_TOKEN:
+            return super().total(output, microbatch)
+        return F.cross_entropy(logits, microbatch["labels"][:, 0].to(logits.device), reduction="sum")
 
 
 AroundOp = Callable[[Kind], AbstractContextManager[object]]
@@ -74,8 +86,9 @@ def stage_sizes(
 ) -> StageSizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`, and the most while an op of it runs.
 
-    They come from a forward and the first half of a backward without values, with the next-token loss. An
-    autocast region of the caller has no effect. Each row counts as one document.
+    They come from a forward and the first half of a backward without values, with the next-token loss, or
+    with that of classes where a head gives logits of rows. An autocast region of the caller has no effect.
+    Each row counts as one document.
 
     Args:
         shape: rows and sequence of the microbatch.
@@ -105,7 +118,7 @@ def stage_sizes(
             how = Forward(split, offload=offload is not None)
             with without_autocast(), Measured(casts) as measured, watch("F"):
                 if info.is_last:
-                    stage.forward(0, received, microbatch, how=how, loss=NextToken())
+                    stage.forward(0, received, microbatch, how=how, loss=_OfAnyHead())
                     sent: tuple[torch.Tensor, ...] = ()
                 else:
                     sent = stage.forward(0, received, microbatch, edge, how).tensors

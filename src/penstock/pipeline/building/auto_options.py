@@ -69,7 +69,7 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
         if self.loss_fn is not None:
             return loss
         self._check_own(model, model_loss)
-        return compiled_loss(model_loss, as_compile(self.compile))
+        return compiled_loss(model_loss.counting(), as_compile(self.compile))
 
     def _check_own(self, model: PreTrainedModel, loss: OwnLoss) -> None:
         """Raise ConfigError for options that only the next-token loss supports."""

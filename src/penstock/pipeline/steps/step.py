@@ -38,7 +38,8 @@ class StepResult(NamedTuple):
         host_share: share of the ranks' time in which GPUs waited, within ops, for their hosts; None where it
             is not known (`Pipeline.measuring_device`), and on the CPU
         accuracy: share of the tokens whose label no other token's logit exceeds, from 0 to 1; None without
-            such tokens, and for a loss that does not count them, as all but NextToken(accuracy=True)
+            such tokens, and for a loss that does not count them, such as NextToken without accuracy=True; of
+            labels of rows, the share that is right
     """
 
     loss: float

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.batch.loss import IGNORED, Loss, rows_per_group
+from penstock.batch.loss import Loss, counted_rows, rows_per_group
 from penstock.batch.microbatches import PIXELS
 from penstock.batch.packing import boundaries
 from penstock.batch.row_loss import REFERENCE
@@ -143,12 +143,13 @@ def check_split(
     """
     began = time.perf_counter()
     group = rows_per_group(reference.loss)
-    short = shorten(batch, pipe.schedule.microbatches, reference.tokens, group)
+    of_rows = getattr(reference.loss, "of_rows", ())
+    short = shorten(batch, pipe.schedule.microbatches, reference.tokens, group, of_rows)
     microbatches = pipe.microbatches(short)
     device = microbatches[0]["input_ids"].device
     if reason := _from_first(pipe, _out_of_memory(reference, free(device), mode)):
         return skipped(reason, mode)
-    counted = [(part["labels"][:, 1:] != IGNORED).any(1) for part in short]
+    counted = [counted_rows(reference.loss, part) for part in short]
     if not any(bool(rows.any()) for rows in counted) or (group > 1 and not all(map(all, counted))):
         return skipped(
             f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
@@ -204,22 +205,32 @@ def _out_of_memory(reference: Reference, free: int | None, mode: str) -> str:
     return ""
 
 
-def shorten(batch: BatchLike, count: int, length: int = TOKENS, group: int = 1) -> list[dict[str, Any]]:
+def shorten(
+    batch: BatchLike,
+    count: int,
+    length: int = TOKENS,
+    group: int = 1,
+    of_rows: Collection[str] = (REFERENCE,),
+) -> list[dict[str, Any]]:
     """`count` microbatches of one row each: the first rows of `batch`, at most `length` tokens long.
 
     group: rows that stay together, which each has in place of one
+    of_rows: names of entries that have something for each row, and not for each token
 
     Microbatches with images stay whole: some of their entries have images, or patches of them, and no rows.
     """
     if isinstance(batch, Mapping):
         starts = range(0, count * group, group)
         rows = [{name: value[at : at + group] for name, value in batch.items()} for at in starts]
-        return [_cut(row, length) for row in rows]
-    return [dict(one) if _has_images(one) else _cut(_first_rows(one, group), length) for one in batch]
+        return [_cut(row, length, of_rows) for row in rows]
+    return [
+        dict(one) if _has_images(one) else _cut(_first_rows(one, group, of_rows), length, of_rows)
+        for one in batch
+    ]
 
 
-def _first_rows(microbatch: Mapping[str, Any], count: int) -> dict[str, Any]:
-    by_row = {name for name, value in microbatch.items() if _has_rows(value)} | {REFERENCE}
+def _first_rows(microbatch: Mapping[str, Any], count: int, of_rows: Collection[str]) -> dict[str, Any]:
+    by_row = {name for name, value in microbatch.items() if _has_rows(value)} | {*of_rows}
     return {name: value[:count] if name in by_row else value for name, value in microbatch.items()}
 
 
@@ -231,9 +242,9 @@ def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1
 
 
-def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:
+def _cut(row: Mapping[str, Any], length: int, of_rows: Collection[str]) -> dict[str, Any]:
     short = {name: value[:, :length] for name, value in row.items() if _has_rows(value)}
-    short |= {REFERENCE: row[REFERENCE]} if REFERENCE in row else {}
+    short |= {name: row[name] for name in of_rows if name in row}
     if "cu_seq_lens_q" in row:  # the bounds of the documents that remain
         length = short["input_ids"].shape[1]
         ends = row["cu_seq_lens_q"]

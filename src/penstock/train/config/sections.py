@@ -128,12 +128,17 @@ class RecordSection(Section):
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
     # tokens if a record has input_ids. chat: messages, prompts with completions, or instructions, and
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
-    # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. dummy: made up
+    # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. classification:
+    # a text and its label, token_classification: words and their labels, from such files, for a model with
+    # such a head. dummy: made up
     kind: Literal[
-        "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "megatron", "dummy"
-    ] = "auto"
+        "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "classification",
+        "token_classification", "megatron", "dummy",
+    ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
-    text_field: str = "text"  # of a JSONL line or a dataset's row
+    # of a JSONL line or a dataset's row; words with kind: token_classification
+    text_field: str = "text"
+    label_field: str = "label"  # of the label, with kind: classification; labels with token_classification
     # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
     # or messages; instruction: instruction, input and output; auto: by the fields it has
     chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
@@ -245,6 +250,13 @@ class DataSection(RecordSection, NamedSection):
         of_kind: dict[str, dict[str, object]] = {
             "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
             "preference": {"packing": "none", "overlong": "truncate"},
+            "classification": {"packing": "none", "overlong": "truncate"},
+            "token_classification": {
+                "packing": "none",
+                "overlong": "truncate",
+                "text_field": "words",
+                "label_field": "labels",
+            },
             "dummy": {"tokenizer": "bytes", "path": None if keys.get("mixture") else "dummy"},
         }
         for kind, defaults in of_kind.items():
@@ -299,19 +311,53 @@ class DataSection(RecordSection, NamedSection):
             self._check_streaming()
         if self.has_pairs:
             self._check_pairs()
+        if self.labels != "next tokens":
+            self._check_labels()
 
     @property
     def has_pairs(self) -> bool:
         """Whether rows of the data are pairs, of a chosen and a rejected completion."""
         return any(source.kind == "preference" for source in self.sources)
 
-    def _check_pairs(self) -> None:
-        everything = [*self.sources, *([self.validation] if self.validation else [])]
-        if odd := next((source.kind for source in everything if source.kind != "preference"), None):
+    @property
+    def labels(self) -> Literal["next tokens", "tokens", "rows"]:
+        """What labels are of, and so which loss reads them."""
+        kinds = {source.kind for source in self.sources}
+        if "classification" in kinds:
+            return "rows"
+        return "tokens" if "token_classification" in kinds else "next tokens"
+
+    @property
+    def first_label(self) -> int:
+        """The first token of a document whose label may count: nothing predicts the one at 0."""
+        return int(self.labels == "next tokens")
+
+    @property
+    def accuracy(self) -> str:
+        """The name of the accuracy in metrics."""
+        return "accuracy" if self.labels == "rows" else "token_accuracy"
+
+    def _check_labels(self) -> None:
+        kind = "classification" if self.labels == "rows" else "token_classification"
+        self._check_alone(kind, "all rows of a batch have labels of one kind")
+        for name, wanted in (("packing", "none"), ("streaming", None), ("images", None)):
+            if (value := getattr(self, name)) != wanted:
+                rule = f"data.kind={kind} with data.{name}={value}: a row is one text with its labels"
+                raise ValueError(f"{rule}; leave {name} out")
+        if self.overlong == "cut":
             raise ValueError(
-                f"data.kind=preference next to kind={odd}: a loss compares the two rows of each pair; give "
-                "preferences alone"
+                f"data.kind={kind} with data.overlong=cut would part a text from its label; take truncate or "
+                "drop"
             )
+
+    def _check_alone(self, kind: str, reason: str) -> None:
+        """Raise ValueError unless all sources are of this kind."""
+        everything = [*self.sources, *([self.validation] if self.validation else [])]
+        if odd := next((source.kind for source in everything if source.kind != kind), None):
+            raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
+
+    def _check_pairs(self) -> None:
+        self._check_alone("preference", "a loss compares the two rows of each pair")
         for name, wanted in (
             ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
             ("messages_field", None), ("held_out_from", None),
@@ -586,8 +632,9 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
 
 
 KeptMetric = Literal[
-    "held_out_loss", "held_out_token_accuracy", "held_out_rewards/accuracies", "held_out_rewards/margins"
-]
+    "held_out_loss", "held_out_token_accuracy", "held_out_accuracy", "held_out_rewards/accuracies",
+    "held_out_rewards/margins",
+]  # fmt: skip
 
 
 class KeepSection(Section):
@@ -698,6 +745,8 @@ class TrainConfig(Section):
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_loss()
+        if self.data.labels != "next tokens":
+            self._check_own_loss()
         self._check_metric()
         self._check_ramp("train", "batch_size")
         self._check_ramp("data", "sequence_length")
@@ -756,13 +805,28 @@ class TrainConfig(Section):
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
+    def _check_own_loss(self) -> None:
+        """Raise ValueError for settings that the loss of a head for labels does not have."""
+        for value, off in (
+            (f"train.label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
+            (f"train.z_loss={self.train.z_loss}", not self.train.z_loss),
+            ("train.ramp with sequence_length", not any(of.sequence_length for of in self.train.ramp)),
+            ("output.sample_prompt", self.output.sample_prompt is None),
+        ):
+            if not off:
+                raise ValueError(
+                    f"{value} is not for labels of {self.data.labels} (data.kind={self.data.kind}); "
+                    "leave it out"
+                )
+
     def _check_metric(self) -> None:
         """Raise ValueError for a metric of output.keep that no evaluation has, or that nothing reads."""
         metric, loss = self.output.keep.metric, self.train.loss
         if metric == "held_out_loss":
             return
-        if ("rewards" in metric) is (loss is None):
-            has = "the loss of next tokens has held_out_token_accuracy"
+        own = f"held_out_{self.data.accuracy}"
+        if metric != own if loss is None else "rewards" not in metric:
+            has = f"the loss of {self.data.labels} has {own}"
             if loss is not None:
                 has = f"train.loss={loss.kind} has held_out_rewards/accuracies and held_out_rewards/margins"
             raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")

@@ -36,7 +36,8 @@ from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
-from penstock.train.data.packing import PACKINGS, Packing, Pieces, cut, one_each
+from penstock.train.data.labelled import LabelledLayout
+from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
 from penstock.train.data.pairs import PairLayout, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
@@ -64,6 +65,7 @@ from penstock.train.data.store import (
 from penstock.train.data.streaming import Position, RowStream, Streamed, StreamOptions
 from penstock.train.encoding.encode import EncodedRecords, Encoder, check_highest, encoded, make_encoder
 from penstock.train.encoding.images import Processor
+from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer, open_tokenizer, read_template
 from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
@@ -271,8 +273,8 @@ class Data:
         rows: Rows = self.held_out
         layout, missing = self.layout, self.parts - len(chosen)
         if missing > 0:
-            if isinstance(layout, PairLayout):
-                raise _too_few_pairs(len(chosen), self.parts)
+            if isinstance(layout, DocumentLayout) and not layout.ignores:
+                raise _too_few(len(chosen), "pairs" if isinstance(layout, PairLayout) else "rows", self.parts)
             rows = FilledRows(self.held_out)
             chosen = [*chosen, *range(len(rows), len(rows) + missing)]
         if isinstance(layout, DocumentLayout):
@@ -375,6 +377,7 @@ def load_data(
     padding: Padding | None = None,
     flash: bool = False,
     parts: int = 1,
+    space: LabelSpace | None = None,
 ) -> Data:
     """Find, tokenise and pack the data that the config names. At least one row is held out.
 
@@ -385,6 +388,7 @@ def load_data(
         padding: how the pipeline pads a step's microbatches, if it does
         flash: whether the model has a flash attention
         parts: the number of pipelines, each with a part of the batch
+        space: the labels of the model's head, for records with such labels
 
     Raises: DataError, ConfigError.
     """
@@ -398,8 +402,11 @@ def load_data(
     if section.has_pairs:
         refers = config.train.loss is not None and config.train.loss.kind == "dpo"
         layout = PairLayout(calls, False, padding, longest=section.longest_document, refers=refers)
+    if section.labels != "next tokens":
+        assert space is not None
+        layout = _labelled(section, space, calls)
     seed = config.train.seed if section.holds_out_at_random else None
-    load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache), seed)
+    load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache), seed, space)
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
     if section.validation is not None:
         share, least, held_out = 0.0, 0, [load.rows(section.validation, 1.0)[1]]
@@ -430,6 +437,18 @@ def load_data(
     data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
     data.check(data.steps_of(config.train))
     return data
+
+
+def _labelled(section: DataSection, space: LabelSpace, calls: tuple[int, ...]) -> LabelledLayout:
+    """Raises ConfigError for a head over rows that does not know which tokens are padding."""
+    of_rows = section.labels == "rows"
+    if space.pad is None and of_rows:
+        raise ConfigError(
+            "a model without pad_token_id",
+            f"data.kind={section.kind} pads rows, and a head may look for the last token before padding",
+            "Set pad_token_id in the model's config, to an id that no text has",
+        )
+    return LabelledLayout(calls, False, pad=space.pad or 0, problem=space.problem if of_rows else None)
 
 
 def _weights(section: DataSection) -> tuple[float, ...]:
@@ -506,17 +525,18 @@ class _Loader:
     vocabulary: int
     cache: Cache
     seed: int | None  # by which documents are held out; None: those at the end
+    space: LabelSpace | None = None  # the labels of the model's head
 
     def open(self, source: SourceSection) -> Streamed:
         """Raises DataError."""
         opened = open_source(source)
-        return opened, make_encoder(self.section, opened, self.tokenizer)
+        return opened, make_encoder(self.section, opened, self.tokenizer, self.space)
 
     def rows(self, section: SourceSection, share: float, least: int = 0) -> tuple[SourceRows, SourceRows]:
         """The rows to train on, and those held out: a share of them, `least` or more. Raises DataError."""
         store, keys = self.store(section), self.section
         parts = (store.facts.digest, keys.sequence_length, keys.packing, keys.overlong, share, least,
-                 keys.longest_document, self.seed)  # fmt: skip
+                 keys.longest_document, self.seed, keys.first_label)  # fmt: skip
         starts, lengths, *packings = self.cache.entry(
             ("pairs" if keys.has_pairs else "split rows", parts),
             lambda folder: _write_rows(folder, store, keys, share, least, self.seed),
@@ -552,8 +572,8 @@ class _Loader:
         return store
 
     def _tokenise(self, encoder: Encoder, folder: Path, source: DataSource) -> None:
-        whole = encoder.kind == "tokens"
-        dtype = np.dtype(np.uint32) if whole else np.min_scalar_type(self.tokenizer.count - 1)
+        whole = np.dtype(np.uint32)  # of ids that a record may have itself
+        dtype = np.min_scalar_type(self.tokenizer.count - 1) if encoder.writes_ids else whole
         blocks = _shown(source, encoded(encoder, source, self.section.workers))
         write_store(folder, blocks, dtype, encoder.labelled, encoder.separator)
 
@@ -595,8 +615,9 @@ def _write_rows(
     elif section.has_pairs:
         pieces = whole_pairs(store, longest, section.overlong)
     else:
-        pieces = cut(np.asarray(store.lengths), longest, section.overlong)
-    pieces = pieces if section.has_pairs else _that_count(store, pieces)
+        shortest = SHORTEST if section.first_label else 1
+        pieces = cut(np.asarray(store.lengths), longest, section.overlong, shortest)
+    pieces = pieces if section.has_pairs else _that_count(store, pieces, section.first_label)
     count, together = len(pieces.lengths), 2 if section.has_pairs else 1
     pack = pair_each if section.has_pairs else one_each if stream else PACKINGS[section.packing]
 
@@ -625,11 +646,11 @@ def _write_rows(
         array.tofile(folder / name)
 
 
-def _too_few_pairs(pairs: int, parts: int) -> DataError:
+def _too_few(count: int, of: str, parts: int) -> DataError:
     return DataError(
-        f"{pairs} held-out pairs on a mesh of {parts} pipelines",
-        "each pipeline evaluates at least one pair",
-        "Give data.validation more pairs, or a larger data.held_out",
+        f"{count} held-out {of} on a mesh of {parts} pipelines",
+        "each pipeline evaluates at least one, and none can stand in for a missing one",
+        "Give data.validation more, or a larger data.held_out",
     )
 
 
@@ -641,13 +662,13 @@ def _shuffled(store: Store, pieces: Pieces, seed: int) -> npt.NDArray[np.int64]:
     return np.argsort(place[documents], kind="stable")
 
 
-def _that_count(store: Store, pieces: Pieces) -> Pieces:
-    """The pieces that have a token that counts besides the first one, which nothing predicts."""
+def _that_count(store: Store, pieces: Pieces, first: int) -> Pieces:
+    """The pieces that have a label that counts, from their token `first` on."""
     if store.labels is None:
         return pieces
     kept = np.zeros(len(pieces.starts), dtype=np.bool_)
     for piece, (start, length) in enumerate(zip(*pieces, strict=True)):
-        kept[piece] = (store.labels[start + 1 : start + length] != IGNORED).any()
+        kept[piece] = (store.labels[start + first : start + length] != IGNORED).any()
         if piece % _FORGOTTEN == 0:
             forget([store.labels])
     return Pieces(pieces.starts[kept], pieces.lengths[kept])

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-_SHORTEST = 2  # nothing predicts the first token of a document, so the loss of a single token is none
+SHORTEST = 2  # nothing predicts the first token of a document, so the loss of a single token is none
 
 
 class Pieces(NamedTuple):
@@ -49,10 +49,11 @@ class Packing(NamedTuple):
         return self.pieces[self.bounds[index] : self.bounds[index + 1]]
 
 
-def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
-    """The pieces of documents of these lengths, in order: none longer than `capacity`, none of one token.
+def cut(documents: Numbers, capacity: int, overlong: str = "cut", shortest: int = SHORTEST) -> Pieces:
+    """The pieces of documents of these lengths, in order: none longer than `capacity`.
 
     overlong: a longer document is cut into several, truncated (its end is left out), or dropped
+    shortest: tokens of a piece, at least; shorter ones are left out
     """
     counts = -(-documents // capacity)
     if overlong != "cut":
@@ -62,7 +63,7 @@ def cut(documents: Numbers, capacity: int, overlong: str = "cut") -> Pieces:
     offset = nth * capacity
     starts = (np.cumsum(documents) - documents)[document] + offset
     lengths = np.minimum(documents[document] - offset, capacity)
-    kept = lengths >= _SHORTEST
+    kept = lengths >= shortest
     return Pieces(starts[kept], lengths[kept])
 
 

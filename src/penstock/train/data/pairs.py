@@ -30,6 +30,10 @@ class PairLayout(DocumentLayout):
     refers: bool = False
     height: ClassVar[int] = 2
 
+    @property
+    def ignores(self) -> bool:
+        return False  # a pair that replaced a missing one would count in the loss
+
     def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """Microbatches of chosen and rejected rows in turn, as long as the longest of them."""
         return [self._pairs(rows, group) for group in self.groups(rows, chosen, sum(self.calls))]

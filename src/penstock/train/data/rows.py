@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.batch.loss import IGNORED
+from penstock.batch.loss import IGNORED, Loss, counted_rows
 from penstock.batch.packing import boundaries, positions
 from penstock.batch.padding import Padding
 from penstock.train.data.packing import Packing, Pieces
@@ -53,11 +53,13 @@ class Piece(NamedTuple):
     """A document, or a part of one: its ids and labels, int64; -100 where the loss does not count it.
 
     shown: the chat in JSON, from which its images are read; None without images
+    row_label: the label of the whole document, if it has one
     """
 
     ids: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     shown: bytes | None = None
+    row_label: tuple[float, ...] | None = None
 
     def part(self, start: int, count: int) -> Piece:
         """`count` of its tokens, from `start` on, without images."""
@@ -84,7 +86,7 @@ class SourceRows:
         """The documents of a row."""
         starts, lengths = (of[self.packing.row(row)].tolist() for of in self.pieces)
         return [
-            Piece(*self.store.read(at, count), self.store.shown_at(at))
+            Piece(*self.store.read(at, count), self.store.shown_at(at), self.store.row_label_at(at))
             for at, count in zip(starts, lengths, strict=True)
         ]
 
@@ -167,7 +169,13 @@ class FilledRows:
         pieces = self.rows.read(row % len(self))
         if row < len(self):
             return pieces
-        return [piece._replace(labels=np.full_like(piece.labels, IGNORED)) for piece in pieces]
+        return [_ignored(piece) for piece in pieces]
+
+
+def _ignored(piece: Piece) -> Piece:
+    """The piece with no label that counts."""
+    row_label = None if piece.row_label is None else (float(IGNORED),) * len(piece.row_label)
+    return piece._replace(labels=np.full_like(piece.labels, IGNORED), row_label=row_label)
 
 
 Rows = SourceRows | StoredRows | HeldRows | CutRows | FilledRows
@@ -177,10 +185,10 @@ Rows = SourceRows | StoredRows | HeldRows | CutRows | FilledRows
 Content = dict[str, Tensor] | list[dict[str, Any]]  # for Pipeline.step: one batch to split, or microbatches
 
 
-def has_labels(content: Content) -> bool:
-    """Whether there is a token that the loss counts."""
+def has_labels(content: Content, loss: Loss) -> bool:
+    """Whether there is a label that the loss counts."""
     parts = [content] if isinstance(content, dict) else content
-    return any(bool((part["labels"][:, 1:] != IGNORED).any()) for part in parts)
+    return any(bool(counted_rows(loss, part).any()) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,11 @@ class DocumentLayout:
     images: Callable[[Sequence[Piece]], Mapping[str, Tensor]] | None = None
     image_token: int | None = None
     height: ClassVar[int] = 1  # rows of a batch that a row of the data becomes
+
+    @property
+    def ignores(self) -> bool:
+        """Whether a row may stand in a batch with no label that counts."""
+        return True
 
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""

@@ -34,7 +34,9 @@ TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised alr
 _GIVE = "Give a local path; for a data set of the Hub give its split too, such as split: train"
 MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
-_OF_ROWS = ("chat", "tokens", "dataset")  # kinds of records that a row of a dataset may hold
+# kinds of records that a row of a dataset may hold
+_OF_ROWS = ("chat", "tokens", "dataset", "classification", "token_classification")
+_OF_SEVERAL_FIELDS = ("chat", "tokens", "preference", "classification", "token_classification")
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
 _READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
@@ -111,9 +113,7 @@ class DataSource:
     def _columns(self, known: list[str]) -> list[str]:
         """The columns of `known` to read: one for texts; all for chats and tokens, as none may be lost."""
         text = self.section.text_field
-        return (
-            [text] if text in known and self.section.kind not in ("chat", "tokens", "preference") else known
-        )
+        return [text] if text in known and self.section.kind not in _OF_SEVERAL_FIELDS else known
 
     def contents(self) -> Iterator[Path]:
         """Every file that is read."""

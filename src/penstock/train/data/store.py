@@ -5,6 +5,7 @@
                   lengths       of each document, in tokens
                   shown         of chats that show images: the chats once more, end to end, in JSON
                   shown_ends    where each of these ends, in bytes
+                  row_labels    of whole documents: the numbers of each one's label, end to end
                   facts.json    counts and digests
                   checksum      of all of these
     <cache>/<key>.lock          locked by the process that checks, builds or opens
@@ -89,6 +90,7 @@ class Store:
         lengths: the number of tokens of each document
         shown, shown_ends: the chats in JSON, from which images are read, end to end, and where each ends;
             None if no document shows images
+        row_labels: the label of each document (documents, numbers of a label); None if they have none
     """
 
     tokens: Ids
@@ -97,6 +99,7 @@ class Store:
     facts: StoreFacts
     shown: npt.NDArray[np.uint8] | None = None
     shown_ends: Numbers | None = None
+    row_labels: npt.NDArray[np.float64] | None = None
 
     def read(self, start: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """ids and labels of `count` tokens, copied."""
@@ -107,9 +110,17 @@ class Store:
         """The chat in JSON of the document that begins at this token, from which its images are read."""
         if self.shown is None or self.shown_ends is None:
             return None
-        document = int(np.searchsorted(self._ends, start, side="right"))
+        document = self._document(start)
         begin = int(self.shown_ends[document - 1]) if document else 0
         return self.shown[begin : int(self.shown_ends[document])].tobytes()
+
+    def row_label_at(self, start: int) -> tuple[float, ...] | None:
+        """The label of the document that begins at this token; None if documents have none."""
+        return None if self.row_labels is None else tuple(self.row_labels[self._document(start)].tolist())
+
+    def _document(self, start: int) -> int:
+        """The number of the document that has this token."""
+        return int(np.searchsorted(self._ends, start, side="right"))
 
     @cached_property
     def _ends(self) -> Numbers:
@@ -286,6 +297,7 @@ def write_store(
     """
     lengths: list[int] = []
     shown: list[bytes] = []
+    row_labels: list[tuple[float, ...]] = []
     counted = dropped = 0
     highest, at, all_count = -1, "", True
     between = np.array([separator or 0], dtype=dtype)
@@ -301,6 +313,7 @@ def write_store(
             tokens.write(document.ids.astype(dtype).data)
             lengths.append(len(document.ids))
             shown += [] if document.shown is None else [document.shown]
+            row_labels += [] if document.row_label is None else [document.row_label]
             most = document.ids.max(initial=0)
             if labelled:
                 assert document.labels is not None
@@ -319,6 +332,8 @@ def write_store(
     if shown:
         (folder / "shown").write_bytes(b"".join(shown))
         np.cumsum([len(of_document) for of_document in shown], dtype=np.int64).tofile(folder / "shown_ends")
+    if row_labels:
+        np.array(row_labels, dtype=np.float64).tofile(folder / "row_labels")
     whole = _checksum(folder, "")  # of the files written so far
     facts = StoreFacts(len(lengths), total, counted, dropped, max(highest, 0), at, whole)
     _write_facts(folder, facts, dtype, "tokens")
@@ -334,12 +349,16 @@ def open_store(folder: Path) -> Store:
     """Map the files of a folder that `write_store` or `write_megatron` wrote."""
     written = read_json(folder / "facts.json")
     dtype, tokens = written.pop("dtype"), folder / written.pop("file")
-    labels, shown, shown_ends = (
+    labels, shown, shown_ends, row_labels = (
         mapped(folder / name, kind) if (folder / name).exists() else None
-        for name, kind in (("labels", np.int32), ("shown", np.uint8), ("shown_ends", np.int64))
-    )
-    lengths = mapped(folder / "lengths", np.int64)
-    return Store(mapped(tokens, dtype), labels, lengths, StoreFacts(**written), shown, shown_ends)
+        for name, kind in (
+            ("labels", np.int32), ("shown", np.uint8), ("shown_ends", np.int64), ("row_labels", np.float64),
+        )
+    )  # fmt: skip
+    lengths, facts = mapped(folder / "lengths", np.int64), StoreFacts(**written)
+    if row_labels is not None:
+        row_labels = row_labels.reshape(len(lengths), -1)
+    return Store(mapped(tokens, dtype), labels, lengths, facts, shown, shown_ends, row_labels)
 
 
 def mapped(file: Path, dtype: npt.DTypeLike) -> Any:

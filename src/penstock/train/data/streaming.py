@@ -175,7 +175,7 @@ class SourceReader:
         while missing:
             pieces.append(self._take(missing))
             missing -= len(pieces[-1].ids)
-        ids, labels, _ = zip(*pieces, strict=True)
+        ids, labels, *_ = zip(*pieces, strict=True)
         return [Piece(np.concatenate(ids), np.concatenate(labels))]
 
     def _document_row(self) -> list[Piece]:

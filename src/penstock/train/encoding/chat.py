@@ -50,11 +50,13 @@ class Encoded(NamedTuple):
 
     labels: None if all count
     shown: the chat once more, in JSON, if it may show images; see penstock.train.encoding.images
+    row_label: the label of the whole document; see penstock.train.encoding.labels
     """
 
     ids: Ids
     labels: Labels | None = None
     shown: bytes | None = None
+    row_label: tuple[float, ...] | None = None
 
 
 class ChatEncoder:

@@ -25,11 +25,14 @@ from penstock.errors import DataError, RunError
 from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
+from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
 from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
-RecordKind = Literal["text", "chat", "tokens", "preference"]  # the content of records
+RecordKind = Literal[  # the content of records
+    "text", "chat", "tokens", "preference", "classification", "token_classification"
+]
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
@@ -47,7 +50,7 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: for chats and preferences, the keywords of their encoder; for tokens, those of tokens_of
+        options: the keywords of the encoder of chats, preferences or labels; for tokens, of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -65,7 +68,12 @@ class Encoder:
         """Whether some tokens may not count."""
         if self.kind == "chat":
             return bool(dict(self.options)["loss_on"] != "all")
-        return self.kind != "text"
+        return self.kind not in ("text", "classification")
+
+    @property
+    def writes_ids(self) -> bool:
+        """Whether all ids are the tokenizer's."""
+        return self.kind in ("text", "chat", "preference")
 
     @property
     def separator(self) -> int | None:
@@ -88,6 +96,11 @@ class Encoder:
         assert isinstance(self.tokenizer, HuggingFace)
         return PreferenceEncoder(self.tokenizer, **dict(self.options))
 
+    @cached_property
+    def _labels(self) -> LabelEncoder:
+        make = LabelEncoder if self.kind == "classification" else TagEncoder
+        return make(self.tokenizer, **dict(self.options))
+
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
         if self.kind == "text":
@@ -98,6 +111,8 @@ class Encoder:
             return [document for record in records for document in self._pair(record)]
         if self.kind == "chat":
             encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
+        elif self.kind != "tokens":
+            encode = self._labels.encode
         else:
             encode = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
         return [(record.name, encode(record.name, self._row(record))) for record in records]
@@ -124,16 +139,27 @@ class Encoder:
             return text.encode("utf-8")
 
 
-def make_encoder(section: DataSection, source: DataSource, tokenizer: Tokenizer) -> Encoder:
-    """The encoder of one source. Reads its first record if only that shows the kind. Raises DataError."""
+def make_encoder(
+    section: DataSection, source: DataSource, tokenizer: Tokenizer, space: LabelSpace | None = None
+) -> Encoder:
+    """The encoder of one source. Reads its first record if only that shows the kind. Raises DataError.
+
+    space: the labels of the model's head, which only records with such labels need
+    """
     keys = source.section
+    if keys.kind in ("classification", "token_classification"):
+        options: tuple[tuple[str, Any], ...] = (
+            ("space", space), ("text", keys.text_field), ("label", keys.label_field),
+            ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
+        )  # fmt: skip
+        return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
     if keys.kind in ("chat", "tokens", "preference"):
         kind: RecordKind = keys.kind
     else:
         first = next(source.records(), None) if source.format not in ("text", "megatron") else None
         fields = _row(first) if first else {}
         kind = "tokens" if TOKENS[0] in fields and keys.text_field not in fields else "text"
-    options: tuple[tuple[str, Any], ...] = (("ignored", keys.ignored_fields),) if kind != "text" else ()
+    options = (("ignored", keys.ignored_fields),) if kind != "text" else ()
     if kind == "chat":
         options += (
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),

@@ -62,9 +62,19 @@ class ByteTokenizer:
         """The ids of each document."""
         return [np.frombuffer(document, dtype=np.uint8) for document in documents]
 
-    def prompt(self, text: str) -> list[int]:
-        """The ids of a text to continue, with the special tokens that the tokenizer adds."""
-        return list(text.encode())
+    def prompt(self, text: str, longest: int | None = None) -> list[int]:
+        """The ids of a text alone, with the special tokens that the tokenizer adds.
+
+        longest: the most tokens; the text is cut to it, and the special tokens stay
+        """
+        return list(text.encode())[:longest]
+
+    def words(self, words: Sequence[str], longest: int | None = None) -> tuple[list[int], list[int | None]]:
+        """The ids of words as `prompt`, and the index of each token's word; None for a token of none."""
+        owners: list[int | None] = []
+        for index, word in enumerate(words):
+            owners += [*([None] if index else []), *[index] * len(word.encode())]
+        return self.prompt(" ".join(words), longest), owners[:longest]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids."""
@@ -131,8 +141,15 @@ class HuggingFace:
         encoded = self.own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
-    def prompt(self, text: str) -> list[int]:
-        return list(self.own(text, verbose=False)["input_ids"])
+    def prompt(self, text: str, longest: int | None = None) -> list[int]:
+        return list(self._cut(text, longest)["input_ids"])
+
+    def words(self, words: Sequence[str], longest: int | None = None) -> tuple[list[int], list[int | None]]:
+        cut = self._cut(list(words), longest, is_split_into_words=True)
+        return list(cut["input_ids"]), list(cut.word_ids())
+
+    def _cut(self, text: str | list[str], longest: int | None, **options: Any) -> Any:
+        return self.own(text, truncation=longest is not None, max_length=longest, verbose=False, **options)
 
     # ---- Chats
 

@@ -145,8 +145,8 @@ def facts(run: RecordedRun) -> list[Fact]:
         if known:
             least, at = min(known)
             stats.append(Fact(name, number(known[-1][0]), f"least {number(least)}, step {at:,}"))
-    shares = [(value, step) for step, value in run.points("held_out_token_accuracy") if value is not None]
-    if shares:
+    of_evaluations = (*run.points("held_out_token_accuracy"), *run.points("held_out_accuracy"))  # one of them
+    if shares := [(value, step) for step, value in of_evaluations if value is not None]:
         most, at = max(shares)
         stats.append(Fact("Held-out accuracy", percent(shares[-1][0]), f"most {percent(most)}, step {at:,}"))
     rates: list[tuple[str, str, Callable[[float], str]]] = [
@@ -216,9 +216,9 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         ]
     return [
         *losses,
-        Chart("Token accuracy", "share of the labels", lines(
-            ("token_accuracy", None, "training", False),
-            ("held_out_token_accuracy", None, "held out", True)), percent),
+        *(Chart(title, "share of the labels", lines(
+            (key, None, "training", False), (f"held_out_{key}", None, "held out", True)), percent)
+          for title, key in (("Token accuracy", "token_accuracy"), ("Accuracy", "accuracy"))),
         Chart("Gradient norm", "before clipping", single("grad_norm", "norm"), log=True),
         Chart("Learning rate", "", lines(*rates), lambda value: f"{value:.3g}", from_zero=True),
         Chart("Tokens a second", "without padding", single("tokens_per_second", "tokens/s"),
