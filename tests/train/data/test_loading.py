@@ -437,10 +437,13 @@ def test_a_wrong_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_text("x" * 16)
 
-    def refuse(*_: object) -> object:  # root may read any file, so its mode would not do
-        raise PermissionError(13, "Permission denied")
+    def refuse(path: str | Path, *flags: int) -> int:  # root may read any file, so its mode would not do
+        if Path(path) == tmp_path / "a":
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *flags)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    plain = os.open
+    monkeypatch.setattr(os, "open", refuse)
     assert "it cannot be read (Permission denied)" in refused(tmp_path / "a")
 
 
