@@ -6,6 +6,7 @@ For rank r with c seconds of layers a microbatch, S seconds of them on the ranks
               step >= first F + m c + last B to rank 0 (one stage, whole B)       S + m c
     memory    `together` microbatches live at one time, `times` times one after the other, none of them twice:
               each time, what exceeds the limit is recomputed, at the least seconds a byte
+    offload   or it is in host memory: a step of T seconds moves rate x T bytes there
 
 Each line is linear in c and S. T is below the bound if ranks that are filled up to their lines, one after
 another, do not hold all layers. Then no split does: a rank's end, S + c, never falls where S grows. Of layers
@@ -111,9 +112,11 @@ class Loads:
 
     @classmethod
     def of(cls, model: Workload, mesh: Candidate, cluster: Cluster) -> Loads:
-        """With the recomputation of `mesh`."""
-        across = groups(mesh.ranks, mesh.axes, cluster)
-        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
+        """With the recomputation of `mesh`, and the least of its losses, chunked or whole."""
+        across, sent = groups(mesh.ranks, mesh.axes, cluster), model.traffic(mesh)
+        *others, parts = (
+            Parts.of(model.measured(loss), sent, across, cluster) for loss in model.losses(mesh)
+        )
         first, of_kinds, last = part_weights(model, mesh)
 
         def load(work: PartWork, time: PartSeconds, memory: RankMemory) -> Load:
@@ -123,6 +126,7 @@ class Loads:
             return Load(time.total(recomputed=False), time.forward, end, fixed, kept, again)
 
         kinds = list(map(load, parts.work.kinds, parts.kinds, of_kinds))
+        heads = [load(one.work.head, one.head, last) for one in (parts, *others)]
         shares = [Load(*(value / kind.seconds for value in kind)) for kind in kinds]
         freed = [
             time.recomputed / (kind.kept - kind.recomputed)
@@ -131,7 +135,7 @@ class Loads:
         ]
         return cls(
             load(parts.work.embedding, parts.embedding, first),
-            load(parts.work.head, parts.head, last),
+            Load(*map(min, zip(*heads, strict=True))),
             Load(*map(min, zip(*shares, strict=True))),
             tuple(kinds[kind] for kind in parts.work.layers),
             kinds[0].seconds if len(kinds) == 1 else 0.0,
@@ -148,10 +152,18 @@ class Loads:
         """Of all parts."""
         return _sum([self.embedding, *self.inner, self.head])
 
-    def least(self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float) -> float:
-        """Seconds of a step; inf where no split fits into `limit` bytes a rank."""
-        lines = [list(self._lines(kind, rank, ranks, microbatches, limit)) for rank in range(ranks)]
-        most = [self._most(kind, rank, ranks, microbatches, limit) for rank in range(ranks)]
+    def least(
+        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, offload_rate: float = 0.0
+    ) -> float:
+        """Seconds of a step; inf where no split fits into `limit` bytes a rank.
+
+        offload_rate: bytes/s of activations that a rank may move to the host's memory
+        """
+        lines = [
+            list(self._lines(kind, rank, ranks, microbatches, limit, offload_rate)) for rank in range(ranks)
+        ]
+        offloads = offload_rate > 0
+        most = [self._most(kind, rank, ranks, microbatches, limit, offloads) for rank in range(ranks)]
         if not self._holds(lines, most, inf):
             return inf
         low, high = 0.0, microbatches * self.total.seconds / ranks
@@ -184,7 +196,7 @@ class Loads:
         return _sum([self.embedding] * (rank == 0) + [self.head] * (rank == head))
 
     def _lines(
-        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float
+        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float, offload_rate: float
     ) -> Iterator[_Line]:
         """Of a rank."""
         ends, layer, single = self._ends(kind, rank, ranks), self.layer, kind.stages == 1
@@ -198,14 +210,20 @@ class Loads:
             price = self.again * live.times
             above = price * (ends.fixed + live.together * ends.kept - limit)
             more = price * (layer.fixed + live.together * layer.kept)
-            yield from (_Line(line.constant + above, line.before, line.slope + more) for line in times)
+            # step >= line + again (bytes above the limit - rate x step)
+            share = 1 / (1 + self.again * offload_rate)
+            for line in times:
+                values = line.constant + above, line.before, line.slope + more
+                yield _Line(*(share * value for value in values))
 
-    def _most(self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float) -> float:
-        """Seconds of layers that fit into `limit` with all of them recomputed."""
+    def _most(
+        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float, offloads: bool
+    ) -> float:
+        """Seconds of layers that fit into `limit` with all of them recomputed, or in the host's memory."""
         ends, layer = self._ends(kind, rank, ranks), self.layer
+        stays = 0.0 if offloads else layer.recomputed
         return min(
-            (limit - ends.fixed - live.together * ends.recomputed)
-            / (layer.fixed + live.together * layer.recomputed)
+            (limit - ends.fixed - live.together * ends.recomputed) / (layer.fixed + live.together * stays)
             for live in lives(kind, rank, ranks, microbatches)
         )
 

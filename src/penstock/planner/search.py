@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.planner.bound import Loads, part_weights
-from penstock.planner.candidate import Candidate, Recomputed
+from penstock.planner.candidate import Candidate
 from penstock.planner.estimate import Estimate, Trial
+from penstock.planner.forms import AGAIN, Miss, fastest_form, least_recomputed, offload_rate
 from penstock.planner.hardware import Cluster
 from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import ScheduleKind, meshes, runs
@@ -30,14 +31,14 @@ from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
 from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
-from penstock.schedule.simulation.recompute import first_in_flight
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
 _SIMULATED = 100  # runs of a search
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
+_COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far
+_FORMED_AGAIN = 3  # times at most, for the memory of messages
 _FEW = 12  # runs of a search for what would fit
-_AGAIN: tuple[Recomputed, ...] = ("full", "selective")
 
 
 class Promise(NamedTuple):
@@ -46,16 +47,6 @@ class Promise(NamedTuple):
     likely: float
     least: float
     candidate: Candidate
-
-
-class Miss(NamedTuple):
-    """A run that does not fit, and the bytes that its fullest rank needs at least."""
-
-    nbytes: float
-    candidate: Candidate
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.nbytes < other.nbytes)
 
 
 _Form = Draft | Estimate | Miss | None  # None where there is no such schedule
@@ -121,7 +112,9 @@ def plan(
     roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
     if not roomy:
         raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
-    model.measure(roomy, processes)
+    model.measure(
+        (replace(mesh, chunked_loss=chunks) for mesh in roomy for chunks in (True, False)), processes
+    )
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)
@@ -151,13 +144,19 @@ def fixed_bytes(model: Workload, mesh: Candidate) -> float:
 def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
     """A run with the memory of its messages; formed again where that is too much."""
     run = Trial.of(model, candidate, cluster).estimate()
-    if run.nbytes <= limit:
-        return run
-    fresh = replace(candidate, recomputed="none", in_flight=None, split=())
-    again = drafted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
-    if isinstance(again, Miss):
-        return again
-    return _simulated_within(Trial.of(model, again.candidate, cluster), limit)
+    kept = replace(candidate, recomputed="none", in_flight=None)
+    for _ in range(_FORMED_AGAIN):
+        if run.nbytes <= limit:
+            return run
+        alone = Trial.of(model, run.candidate, cluster, buffers=False)
+        messages = run.nbytes - alone.estimate().nbytes
+        again = least_recomputed(
+            model, Trial.of(model, kept, cluster, buffers=False), cluster, limit - messages
+        )
+        if isinstance(again, Miss):
+            return again
+        run = Trial.of(model, again.candidate, cluster).estimate()
+    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
 
 
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
@@ -204,93 +203,45 @@ def promised(
     model: Workload, cluster: Cluster, field: Iterable[Candidate], limit: float
 ) -> Iterator[Promise]:
     """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
+    rate = offload_rate(cluster)
     for mesh in field:
-        loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in _AGAIN]
+        loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in AGAIN]
         for run, kind in runs(mesh, model.layers):
-            likely = _likely(loads[0], kind, run, limit)
-            least = min(one.least(kind, run.ranks, run.microbatches, limit) for one in loads)
+            leaves = 0.0 if kind.splits else rate
+            likely = _likely(loads[0], kind, run, limit, leaves)
+            least = min(one.least(kind, run.ranks, run.microbatches, limit, leaves) for one in loads)
             if max(likely, least) < math.inf:
                 yield Promise(max(likely, least), least, run)
 
 
-def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float) -> float:
-    """About the seconds of a run; inf where it holds about too much. full: with full recomputation"""
+def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float, rate: float) -> float:
+    """About the seconds of a run; inf where it holds about too much.
+
+    full: with full recomputation; rate: bytes/s of offloaded activations
+    """
     whole, rounds = full.total, run.microbatches / run.ranks
     room, live = limit - whole.fixed / run.ranks, min(kind.live, rounds)
-    if _SURELY * live * whole.recomputed > room:
+    at_once = min(live, _COPIED / run.ranks) if rate else live
+    if _SURELY * at_once * whole.recomputed > room:
         return math.inf
     busy = whole.seconds * rounds
-    again = full.again * rounds * max(0.0, whole.kept - room / live)
+    above = rounds * max(0.0, whole.kept - room / live)
+    again = full.again * above
+    if rate:  # copies run beside ops
+        again = min(again, max(0.0, above / rate - busy))
     return busy + whole.end / run.ranks + again + busy * kind.bubble * (run.ranks - 1) / run.microbatches
 
 
 def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Draft | Miss:
-    """A run as `fitted` forms it, from a short one where it is long."""
+    """The fastest form of a run, from a short one where it is long."""
     short = shortened(candidate)
-    run = fitted(model, short or candidate, cluster, limit)
+    run = fastest_form(model, short or candidate, cluster, limit)
     microbatches = candidate.microbatches
     if isinstance(run, Miss):
         return run._replace(candidate=replace(run.candidate, microbatches=microbatches))
     if short is None:
         return Draft(run.candidate, run.seconds, run.nbytes)
     return lengthened(model, run, cluster, microbatches)
-
-
-def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a run that fits into `limit`, without messages.
-
-    Weights are gathered layer by layer where gathered whole they do not fit.
-    """
-    trial = Trial.of(model, candidate, cluster, buffers=False)
-    if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
-        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
-    return fastest_form(model, trial, cluster, limit)
-
-
-def fastest_form(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
-
-    Messages hold memory where those of `trial` do.
-    """
-    if trial.least_bytes > limit:
-        return Miss(trial.least_bytes, trial.candidate)
-    if all(trial.fits(limit)):
-        return _simulated_within(trial, limit)
-    forms = []
-    for what in _AGAIN:
-        form = _recomputed(model, trial, cluster, limit, what)
-        if isinstance(form, Estimate):
-            forms.append(form)
-        elif what == "full":  # nothing holds less
-            return form
-    return min(forms, key=lambda run: run.seconds)
-
-
-def _simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
-    """A run whose activations fit; its messages may be too much."""
-    run = trial.estimate()
-    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
-
-
-def _recomputed(
-    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed
-) -> Estimate | Miss:
-    """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
-
-    Where that split never fits, with all recomputed in layers split for it.
-    """
-    everything = replace(kept.candidate, recomputed=what, in_flight=None)
-    buffers = kept.kept.counts_buffers
-    some = Trial.of(model, everything, cluster, buffers=buffers)
-    whole = first_in_flight(some.proof.schedule, None)
-    if all(some.fits(limit, whole)):
-        fewer = replace(some.candidate, in_flight=some.counts(limit))
-        return _simulated_within(replace(some, candidate=fewer), limit)
-    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
-    if all(again.fits(limit, whole)):
-        return _simulated_within(again, limit)
-    needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
-    return Miss(max(needed), again.candidate)
 
 
 # ---- errors
@@ -336,9 +287,9 @@ def _nothing_fits(
     run = Trial.of(model, whole, cluster).estimate()
     rank = run.memory[run.fullest]
     rule = (
-        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
-        f"recomputation, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more than "
-        f"{gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
+        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch, recomputed "
+        f"{whole.recomputation}, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more "
+        f"than {gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
         f"{gib(rank.activations or 0)} GiB for activations"
     )
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))
