@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import MixtralConfig
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.parallel.axes import Axes
@@ -121,6 +122,21 @@ def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
         list(alone.timeline.peak_memory)
     )
     assert trial.least_bytes <= alone.nbytes
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp_shard=2, ep=2)])
+def test_memory_of_a_mixture_with_offloading_is_that_of_the_account(axes: Axes) -> None:
+    sizes = large_workload().config.to_dict()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    shape = {name: sizes[name] for name in names}
+    model = Workload(MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4))
+    run = replace(LARGE, axes=axes, offload_ahead=1)
+    predicted = estimate(model, run, cluster(2, 4, memory="80 GB"))
+    plan = model.plan(run.built(), predicted.candidate.split)
+    account = Account(plan, axes, run.parallel_options(), offloading=run.offloading())
+    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
+        assert_near(rank, expected, run.rows, LONG * shape["hidden_size"])
+    assert max(predicted.host) > 0
 
 
 def test_a_slow_host_link_is_waited_for() -> None:

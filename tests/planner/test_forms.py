@@ -10,8 +10,8 @@ import pytest
 
 from penstock.parallel.axes import Axes
 from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.estimate import Estimate, Trial
-from penstock.planner.forms import AHEAD, Miss, fastest_form, offload_rate
+from penstock.planner.estimate import Estimate, HostRoom, Trial
+from penstock.planner.forms import AHEAD, Miss, fastest_form, tightened
 from penstock.planner.hardware import Cluster, read_cluster
 from penstock.planner.workload import Workload
 from support.planning import LENGTH, LONG, cluster, large_workload, workload
@@ -20,6 +20,7 @@ ROOMY = cluster(memory="80 GB")
 RUN = Candidate(4, rows=2, length=LONG, microbatches=12)
 LOGITS = Candidate(2, rows=2, length=LENGTH, microbatches=4)
 FAST = 1e12  # bytes/s: copies of a model as small as this one take no longer than its ops
+SLOW = 3e9
 WAYS: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 
@@ -79,9 +80,23 @@ def test_a_process_on_a_cpu_offloads_nothing() -> None:
     link = {"latency": "2 us", "bandwidth": "10 GB/s"}
     sizes = {"device": {"memory": "80 GB"}, "host_memory": "1 TB", "devices": 4, "inside": link}
     host = read_cluster({"host": "CPU host", **sizes})
-    assert offload_rate(host) == 0.0
+    assert HostRoom.of(host) is None
     limit = 0.8 * kept(large_workload(), RUN).nbytes
     assert form(large_workload(), RUN, limit, host).candidate.offload_ahead == 0
+
+
+def test_a_tightened_form_recomputes_more_where_the_form_before_did() -> None:
+    model = large_workload()
+    most = kept(model, RUN).nbytes
+    slow = linked(64e6)  # where nothing is offloaded
+    first = form(model, RUN, 0.9 * most, slow)
+    trial = Trial.of(model, first.candidate, slow, buffers=False)
+    tight = tightened(model, trial, slow, 0.8 * most)
+    assert isinstance(tight, Trial)
+    assert all(tight.fits(0.8 * most, tight.again))
+    assert len(tight.again) > len(trial.again) > 0
+    assert replace(tight.candidate, in_flight=None) == replace(first.candidate, in_flight=None)
+    assert isinstance(tightened(model, trial, slow, 1e6), Miss)
 
 
 def test_backwards_that_are_split_recompute() -> None:
@@ -113,7 +128,7 @@ def brute_force(model: Workload, run: Candidate, hardware: Cluster) -> Iterator[
 BFS = replace(RUN, ranks=2, schedule="looped_bfs", options=(("stages_per_rank", 2),), microbatches=3)
 
 
-@pytest.mark.parametrize("bandwidth", [FAST, 64e9, 3e9])
+@pytest.mark.parametrize("bandwidth", [FAST, 64e9, SLOW])
 @pytest.mark.parametrize(
     ("vocabulary", "run"), [(512, replace(RUN, microbatches=6)), (2**14, BFS)], ids=["1f1b", "looped_bfs"]
 )
@@ -129,5 +144,6 @@ def test_the_form_is_the_fastest_of_all(vocabulary: int, run: Candidate, bandwid
         if isinstance(fastest, Estimate):
             assert fastest.seconds == pytest.approx(min(fits), rel=0.01)
             seen.append(fastest.candidate)
-    assert any(one.offload_ahead for one in seen) == (bandwidth == FAST)
+    if bandwidth in (FAST, SLOW):
+        assert any(one.offload_ahead for one in seen) == (bandwidth == FAST)
     assert {one.chunked_loss for one in seen} == ({True} if vocabulary == 512 else {True, False})

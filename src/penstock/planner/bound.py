@@ -6,7 +6,8 @@ For rank r with c seconds of layers a microbatch, S seconds of them on the ranks
               step >= first F + m c + last B to rank 0 (one stage, whole B)       S + m c
     memory    `together` microbatches live at one time, `times` times one after the other, none of them twice:
               each time, what exceeds the limit is recomputed, at the least seconds a byte
-    offload   or it is in host memory: a step of T seconds moves rate x T bytes there
+    offload   or, what exceeds it and the host's room together, and of the microbatch at work what exceeds it
+              alone; or what exceeds it, but for rate x T bytes that a step of T seconds moves to the host
 
 Each line is linear in c and S. T is below the bound if ranks that are filled up to their lines, one after
 another, do not hold all layers. Then no split does: a rank's end, S + c, never falls where S grows. Of layers
@@ -24,7 +25,7 @@ from typing import NamedTuple
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import groups
-from penstock.planner.estimate import optimizer_seconds, reduction_seconds
+from penstock.planner.estimate import HostRoom, optimizer_seconds, reduction_seconds
 from penstock.planner.hardware import Cluster
 from penstock.planner.space import ScheduleKind
 from penstock.planner.stages import Parts, PartSeconds
@@ -94,6 +95,34 @@ class _Line(NamedTuple):
     slope: float
 
 
+class _Room(NamedTuple):
+    """What is live at one time finds room in so many bytes or runs again, `times` times with other ones.
+
+    layers, ends: microbatches of each of a rank's layers, and of its embedding or head
+    rate: bytes/s that may leave in a step
+    """
+
+    layers: float
+    ends: int
+    times: int
+    nbytes: float
+    rate: float = 0.0
+
+
+def _rooms(
+    kind: ScheduleKind, live: Iterable[LiveTogether], limit: float, host: HostRoom | None
+) -> Iterator[_Room]:
+    """host: where all wait but a microbatch at work, on one of the rank's stages: each on the largest once"""
+    for together, times in live:
+        if host is None:
+            yield _Room(together, together, times, limit)
+            continue
+        yield _Room(together, together, times, limit + host.nbytes)
+        yield _Room(together, together, times, limit, host.rate)
+        if together == 1:
+            yield _Room(1 / kind.stages, int(kind.stages == 1), times, limit)
+
+
 @dataclass(frozen=True)
 class Loads:
     """The loads of a mesh's parts.
@@ -153,17 +182,27 @@ class Loads:
         return _sum([self.embedding, *self.inner, self.head])
 
     def least(
-        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, offload_rate: float = 0.0
+        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, host: HostRoom | None = None
     ) -> float:
         """Seconds of a step; inf where no split fits into `limit` bytes a rank.
 
-        offload_rate: bytes/s of activations that a rank may move to the host's memory
+        host: where activations may wait; None: they stay
         """
-        lines = [
-            list(self._lines(kind, rank, ranks, microbatches, limit, offload_rate)) for rank in range(ranks)
-        ]
-        offloads = offload_rate > 0
-        most = [self._most(kind, rank, ranks, microbatches, limit, offloads) for rank in range(ranks)]
+        least = self._least(kind, ranks, microbatches, limit, None)
+        return least if host is None else min(least, self._least(kind, ranks, microbatches, limit, host))
+
+    def _least(
+        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, host: HostRoom | None
+    ) -> float:
+        """With all activations offloaded that are not at work, or none."""
+        lines, most = list[list[_Line]](), list[float]()
+        for rank in range(ranks):
+            ends = self._ends(kind, rank, ranks)
+            rooms = list(_rooms(kind, lives(kind, rank, ranks, microbatches), limit, host))
+            most.append(min(self._most(ends, room) for room in rooms))
+            times = list(self._times(kind, rank, ends, microbatches))
+            tight = (line for room in rooms if limit < inf for line in self._tight(times, ends, room))
+            lines.append([*times, *tight])
         if not self._holds(lines, most, inf):
             return inf
         low, high = 0.0, microbatches * self.total.seconds / ranks
@@ -195,37 +234,30 @@ class Loads:
         head = 0 if kind.name in _RETURN else ranks - 1
         return _sum([self.embedding] * (rank == 0) + [self.head] * (rank == head))
 
-    def _lines(
-        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float, offload_rate: float
-    ) -> Iterator[_Line]:
-        """Of a rank."""
-        ends, layer, single = self._ends(kind, rank, ranks), self.layer, kind.stages == 1
+    def _times(self, kind: ScheduleKind, rank: int, ends: Load, microbatches: int) -> Iterator[_Line]:
+        """Of a rank that recomputes nothing."""
+        layer, single = self.layer, kind.stages == 1
         first = self.embedding.forward if rank else 0.0
         busy = microbatches * ends.seconds
-        times = [_Line(first + busy + ends.end, layer.forward * single, microbatches + layer.end)]
+        yield _Line(first + busy + ends.end, layer.forward * single, microbatches + layer.end)
         if single and kind.name in _WHOLE_BACKWARD and rank:
-            times.append(_Line(self.embedding.seconds + busy, 1.0, microbatches))
-        yield from times
-        for live in lives(kind, rank, ranks, microbatches) if limit < inf else ():
-            price = self.again * live.times
-            above = price * (ends.fixed + live.together * ends.kept - limit)
-            more = price * (layer.fixed + live.together * layer.kept)
-            # step >= line + again (bytes above the limit - rate x step)
-            share = 1 / (1 + self.again * offload_rate)
-            for line in times:
-                values = line.constant + above, line.before, line.slope + more
-                yield _Line(*(share * value for value in values))
+            yield _Line(self.embedding.seconds + busy, 1.0, microbatches)
 
-    def _most(
-        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float, offloads: bool
-    ) -> float:
-        """Seconds of layers that fit into `limit` with all of them recomputed, or in the host's memory."""
-        ends, layer = self._ends(kind, rank, ranks), self.layer
-        stays = 0.0 if offloads else layer.recomputed
-        return min(
-            (limit - ends.fixed - live.together * ends.recomputed) / (layer.fixed + live.together * stays)
-            for live in lives(kind, rank, ranks, microbatches)
-        )
+    def _tight(self, times: Iterable[_Line], ends: Load, room: _Room) -> Iterator[_Line]:
+        """`times` and what a room has run again: step >= line + again x (bytes above it - rate x step)"""
+        price = self.again * room.times
+        above = price * (ends.fixed + room.ends * ends.kept - room.nbytes)
+        more = price * (self.layer.fixed + room.layers * self.layer.kept)
+        rest = 1 / (1 + self.again * room.rate)
+        for line in times:
+            yield _Line(rest * (line.constant + above), rest * line.before, rest * (line.slope + more))
+
+    def _most(self, ends: Load, room: _Room) -> float:
+        """Seconds of layers that fit with all of them recomputed."""
+        if room.rate:  # all of them may leave
+            return inf
+        rest = room.nbytes - ends.fixed - room.ends * ends.recomputed
+        return rest / (self.layer.fixed + room.layers * self.layer.recomputed)
 
 
 def _sum(loads: Iterable[Load]) -> Load:

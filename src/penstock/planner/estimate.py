@@ -12,18 +12,19 @@ of the host, and waiting for slow ranks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import ConfigError
 from penstock.models.activation_offloading import check_schedule
 from penstock.models.split.balanced_split import LayerCosts, balanced_split, ranges
 from penstock.models.split.partition import check_enough
 from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.at_hand import is_cpu
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import (
     Group,
@@ -38,12 +39,27 @@ from penstock.planner.stages import Parts, StageParts
 from penstock.planner.weights import rank_memory
 from penstock.planner.workload import Workload
 from penstock.schedule import Costs, Placement, Proof, Schedule, Timeline, simulate, verify
-from penstock.schedule.offload import STEPS, OffloadStep, host_copies
+from penstock.schedule.offload import STEPS, OffloadStep
 from penstock.schedule.ops import KINDS
+from penstock.schedule.simulation.host_link import in_front_of
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
+from penstock.schedule.simulation.simulate import durations_of
 
 _OFFLOADED = 0.5  # of a host's memory for activations: the rest is for checkpoints, data and the system
 _PARTS, _PARTS_OF_ENDS = 100, 20  # to which costs are rounded for a split: of layers, of embedding and head
+
+
+class HostRoom(NamedTuple):
+    """A device's room in its host's memory for activations. rate: bytes/s that it moves there, or back"""
+
+    nbytes: float
+    rate: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> HostRoom | None:
+        """None for a CPU, whose memory that is."""
+        nbytes = _OFFLOADED * cluster.host_memory / cluster.devices
+        return None if is_cpu(cluster.device) else cls(nbytes, cluster.host_link.rate)
 
 
 @dataclass(frozen=True)
@@ -204,7 +220,18 @@ class Trial:
         """With the microbatches recomputed that the candidate says."""
         if self.candidate.recomputed == "none":
             return self.kept
-        return mixed(self.proof.schedule, self.kept, self.recomputed, self._again)
+        return mixed(self.proof.schedule, self.kept, self.recomputed, self.again)
+
+    def busy(self) -> list[float]:
+        """By rank, the seconds of its ops."""
+        import numpy as np
+
+        times, placement = durations_of(self.proof.arrays, self.kept), self.proof.schedule.placement
+        busy = [float(np.sum(times[first:last])) for first, last in pairwise(self.proof.arrays.bounds)]
+        recomputed = self.kept.of_stages("recomputed", placement)
+        for stage, count in Counter(stage for stage, _ in self.again).items():
+            busy[placement.rank_of[stage]] += count * recomputed[stage]
+        return busy
 
     def estimate(self) -> Estimate:
         """Simulate it."""
@@ -219,7 +246,7 @@ class Trial:
             timeline,
             self.after(),
             memory,
-            tuple(self.away(self._again)),
+            tuple(self.away(self.again)),
             partial(self.waits, timeline),
             self.flops * self.candidate.batch,
             peak,
@@ -258,10 +285,10 @@ class Trial:
         """The order of a rank's ops decides, not their times."""
         import numpy as np
 
-        arrays = self.proof.arrays
+        arrays, again = self.proof.arrays, self._is_again(places)
 
         def size(name: str) -> Any:
-            return self._sizes(name, places)[arrays.stage, arrays.microbatch]
+            return self._sizes(name, again)[arrays.stage, arrays.microbatch]
 
         kept, forward, backward, for_weight = map(
             size, ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
@@ -270,32 +297,37 @@ class Trial:
         start = np.select([is_f, is_b | is_i], [forward, backward - kept], 0.0)
         ends = [kept - forward, -backward, for_weight - backward, -for_weight]
         end = np.select([is_f, is_b, is_i, is_w], ends, 0.0)
-        return self._highest([self._copied("reload", "release", places), start, end])
+        return self._highest([self._copied("reload", "release", again), start, end])
 
     def away(self, places: StageMicrobatches) -> list[float]:
         """By rank, the most bytes of activations in host memory. places: as for `peaks`"""
         if not self.candidate.offload_ahead:
             return [0.0] * self.proof.schedule.ranks
-        return self._highest([self._copied("offload", "restore", places)])
+        return self._highest([self._copied("offload", "restore", self._is_again(places))])
 
-    def _sizes(self, name: str, places: StageMicrobatches) -> Any:
-        """An array of the sizes called `name`, by stage and microbatch."""
+    def _is_again(self, places: StageMicrobatches) -> Any:
+        """An array of booleans by stage and microbatch."""
         import numpy as np
 
-        schedule = self.proof.schedule
-        again = np.zeros((schedule.stages, schedule.microbatches), bool)
-        for stage, microbatch in places:
-            again[stage, microbatch] = True
-        both = (costs.rows(name, schedule.placement, 1) for costs in (self.recomputed, self.kept))
+        again = np.zeros((self.proof.schedule.stages, self.proof.schedule.microbatches), bool)
+        if places:
+            again[tuple(np.array([*chain.from_iterable(places)]).reshape(-1, 2).T)] = True
+        return again
+
+    def _sizes(self, name: str, again: Any) -> Any:
+        """An array of the sizes called `name`, by stage and microbatch. again: which of them run again"""
+        import numpy as np
+
+        both = (costs.rows(name, self.proof.schedule.placement, 1) for costs in (self.recomputed, self.kept))
         return np.where(again, *map(np.array, both))
 
-    def _copied(self, more: OffloadStep, less: OffloadStep, places: StageMicrobatches) -> Any:
+    def _copied(self, more: OffloadStep, less: OffloadStep, again: Any) -> Any:
         """By op, what the copies in front of it change: bytes at `more`, less those at `less`."""
         import numpy as np
 
         changes = np.zeros(len(self.proof.arrays.ops))
         if self.candidate.offload_ahead:
-            sizes = self._sizes("offloaded", places)
+            sizes = self._sizes("offloaded", again)
             for step, sign in ((more, 1.0), (less, -1.0)):
                 at, stage, microbatch = _host_steps(_of_schedule(self.candidate))[step]
                 np.add.at(changes, at, sign * sizes[stage, microbatch])
@@ -309,7 +341,7 @@ class Trial:
         return [float(np.cumsum(by_op[first:last]).max(initial=0.0)) for first, last in bounds]
 
     @property
-    def _again(self) -> StageMicrobatches:
+    def again(self) -> StageMicrobatches:
         """The (stage, microbatch) whose layers run again."""
         if self.candidate.recomputed == "none":
             return frozenset()
@@ -317,9 +349,9 @@ class Trial:
 
     def fits(self, limit: float, places: StageMicrobatches = frozenset()) -> list[bool]:
         """By rank, whether its memory is within `limit`, and its share of the host's memory is enough."""
-        host = self.cluster.host_memory * _OFFLOADED / self.cluster.devices
+        host = HostRoom.of(self.cluster) or HostRoom(0.0, 0.0)
         figures = zip(self.fixed, self.peaks(places), self.away(places), strict=True)
-        return [rank.fixed + peak <= limit and away <= host for rank, peak, away in figures]
+        return [rank.fixed + peak <= limit and away <= host.nbytes for rank, peak, away in figures]
 
     def counts(self, limit: float) -> tuple[int, ...]:
         """The least microbatches in flight that each rank recomputes to fit into `limit`; all of them fit."""
@@ -349,7 +381,7 @@ class Trial:
 
     def waits(self, timeline: Timeline) -> list[Mapping[str, float]]:
         """By rank, the seconds of communication that it waits for, by axis."""
-        schedule, again = self.proof.schedule, self._again
+        schedule, again = self.proof.schedule, self.again
         placement, by_rank = schedule.placement, list[Mapping[str, float]]()
         gathers = self.kept.of_stages("gather", placement)
         for rank, idle in enumerate(timeline.idle):
@@ -513,8 +545,7 @@ def _host_steps(candidate: Candidate) -> Mapping[OffloadStep, Any]:
     import numpy as np
 
     steps: dict[OffloadStep, list[tuple[int, int, int]]] = {step: [] for step in STEPS}
-    in_front = chain.from_iterable(host_copies(proven(candidate).schedule, candidate.offload_ahead))
-    for at, copies in enumerate(in_front):
+    for at, copies in enumerate(in_front_of(proven(candidate).arrays, candidate.offload_ahead)):
         for step, stage, microbatch in copies:
             steps[step].append((at, stage, microbatch))
     return {step: np.array(rows, int).reshape(-1, 3).T for step, rows in steps.items()}

@@ -6,25 +6,25 @@
     recomputation   layers run again, in as few microbatches in flight as the memory asks for
     both            activations wait in host memory, and some layers run again
 
-A form is tried where those that save less do not fit. None is faster than the run that saves nothing.
+A form is tried where those that save less do not fit. It is not simulated where another one is as good: each
+of that one's ranks is busy, or waits for its link to the host, no longer than this one's is busy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import add, le
 from typing import Any, NamedTuple
 
-from penstock.planner.at_hand import is_cpu
 from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.estimate import Estimate, Trial, offloads
+from penstock.planner.estimate import Estimate, HostRoom, Trial, offloads
 from penstock.planner.hardware import Cluster
 from penstock.planner.workload import Workload
 from penstock.schedule.simulation.recompute import first_in_flight
 
 AGAIN: tuple[Recomputed, ...] = ("full", "selective")
 AHEAD = (2, 1)  # ops beside a copy: F and B, or one of them
-_AS_FAST = 1.001  # as the run that saves nothing: no other form is tried
 
 
 class Miss(NamedTuple):
@@ -37,42 +37,85 @@ class Miss(NamedTuple):
         return bool(self.nbytes < other.nbytes)
 
 
-def offload_rate(cluster: Cluster) -> float:
-    """Bytes/s that a device moves to the host's memory. 0 for a CPU, whose memory that is."""
-    return 0.0 if is_cpu(cluster.device) else cluster.host_link.rate
-
-
 def fastest_form(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
     """The fastest form of a run that fits into `limit`, without messages.
 
     Weights are gathered layer by layer where gathered whole they do not fit.
     """
-    trials = [_trial(model, loss, cluster, limit) for loss in model.losses(candidate)]
-    if all(trials[0].fits(limit)):
-        return simulated_within(trials[0], limit)
-    fastest, fitting, missed = trials[0].estimate().seconds, list[Estimate](), list[Miss]()
-    for form in _forms(model, trials, cluster, limit):
+    return _fastest(_forms(model, candidate, cluster, limit), limit)
+
+
+def least_recomputed(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Estimate | Miss:
+    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
+
+    Messages hold memory where those of `trial` do.
+    """
+    return _fastest(_recomputing(model, trial, cluster, limit), limit)
+
+
+def tightened(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Trial | Miss:
+    """A form of `trial` that recomputes as few microbatches as `limit` asks for, without a simulation.
+
+    Layers run again as they do in `trial`, if any do there.
+    """
+    kept = replace(trial.candidate, recomputed="none", in_flight=None)
+    fresh = Trial.of(model, kept, cluster, buffers=trial.kept.counts_buffers)
+    only_full = trial.candidate.offload_ahead or trial.candidate.recomputed == "full"
+    forms = list(_recomputing(model, fresh, cluster, limit, ("full",) if only_full else AGAIN))
+    trials = [form for form in forms if isinstance(form, Trial)]
+    if trials:
+        return min(trials, key=lambda form: max(form.busy()))
+    return min(form for form in forms if isinstance(form, Miss))
+
+
+def _fastest(forms: Iterable[Trial | Miss], limit: float) -> Estimate | Miss:
+    missed, fitting, occupied = list[Miss](), list[Estimate](), list[Sequence[float]]()
+    trials = list[tuple[Sequence[float], Trial]]()
+    for form in forms:
         if isinstance(form, Miss):
             missed.append(form)
+        else:
+            trials.append((form.busy(), form))
+    for busy, trial in sorted(trials, key=lambda pair: max(pair[0])):
+        if any(all(map(le, times, busy)) for times in occupied):
             continue
-        if form.seconds <= fastest * _AS_FAST:
-            return form
-        fitting.append(form)
-    return min(fitting, key=lambda form: form.seconds) if fitting else min(missed)
+        run = simulated_within(trial, limit)
+        if isinstance(run, Miss):
+            missed.append(run)
+            continue
+        fitting.append(run)
+        occupied.append(list(map(add, busy, run.timeline.stalled)))
+    return min(fitting, key=lambda run: run.seconds) if fitting else min(missed)
 
 
-def _forms(model: Workload, trials: list[Trial], cluster: Cluster, limit: float) -> Iterator[Estimate | Miss]:
-    """trials: with whole logits, which do not fit, and in chunks; all else kept"""
-    offloading = [form for trial in trials for form in _offloading(model, trial, cluster)]
-    for trial in (*trials[1:], *offloading):
-        if all(trial.fits(limit)):
-            yield simulated_within(trial, limit)
-    for trial in trials:
-        if not all(trial.fits(limit)):
-            yield least_recomputed(model, trial, cluster, limit)
-    for trial in offloading:
-        if not all(trial.fits(limit)):
-            yield least_recomputed(model, trial, cluster, limit, ("full",))  # its other results never leave
+def _forms(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Iterator[Trial | Miss]:
+    whole, *in_chunks = (_trial(model, loss, cluster, limit) for loss in model.losses(candidate))
+    if all(fits := whole.fits(limit)):
+        yield whole
+        return
+    forms = list(_saving(model, whole, cluster, limit))
+    yield from forms
+    placement = whole.proof.schedule.placement
+    last = placement.rank_of[placement.depth - 1]
+    for trial in in_chunks:
+        if not fits[last] and _may_help(trial, forms, last):
+            yield from _saving(model, trial, cluster, limit)
+
+
+def _may_help(chunks: Trial, forms: Sequence[Trial | Miss], last: int) -> bool:
+    """Whether the last rank has any of these run again for longer than chunks of logits take."""
+    busy = chunks.busy()[last]
+    return any(isinstance(form, Miss) or form.busy()[last] > busy for form in forms)
+
+
+def _saving(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Iterator[Trial | Miss]:
+    """What offloads, recomputes, or both."""
+    for one in _offloading(model, trial, cluster):
+        forms = list(_recomputing(model, one, cluster, limit, ("full",)))  # its other results never leave
+        yield from forms
+        if any(isinstance(form, Trial) and form.candidate.recomputed == "none" for form in forms):
+            break  # an earlier copy saves nothing
+    yield from _recomputing(model, trial, cluster, limit)
 
 
 def _trial(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Trial:
@@ -84,7 +127,7 @@ def _trial(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
 
 def _offloading(model: Workload, trial: Trial, cluster: Cluster) -> Iterator[Trial]:
     """The trial with its activations in host memory, where the schedule has some leave and returns them."""
-    if not offload_rate(cluster) or trial.splits:
+    if HostRoom.of(cluster) is None or trial.splits:
         return
     for ahead in AHEAD:
         form = replace(trial.candidate, offload_ahead=ahead)
@@ -92,25 +135,21 @@ def _offloading(model: Workload, trial: Trial, cluster: Cluster) -> Iterator[Tri
             yield Trial.of(model, form, cluster, buffers=trial.kept.counts_buffers)
 
 
-def least_recomputed(
+def _recomputing(
     model: Workload, trial: Trial, cluster: Cluster, limit: float, ways: Sequence[Recomputed] = AGAIN
-) -> Estimate | Miss:
-    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
-
-    Messages hold memory where those of `trial` do. ways: to recompute, "full" first
-    """
+) -> Iterator[Trial | Miss]:
+    """A trial with the fewest microbatches recomputed that fit. ways: to recompute, "full" first"""
     if trial.least_bytes > limit:
-        return Miss(trial.least_bytes, trial.candidate)
+        yield Miss(trial.least_bytes, trial.candidate)
+        return
     if all(trial.fits(limit)):
-        return simulated_within(trial, limit)
-    forms = []
+        yield trial
+        return
     for what in ways:
         form = _recomputed(model, trial, cluster, limit, what)
-        if isinstance(form, Estimate):
-            forms.append(form)
-        elif what == "full":  # nothing holds less
-            return form
-    return min(forms, key=lambda run: run.seconds)
+        yield form
+        if isinstance(form, Miss):  # nothing holds less
+            return
 
 
 def simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
@@ -121,8 +160,8 @@ def simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
 
 def _recomputed(
     model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed
-) -> Estimate | Miss:
-    """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
+) -> Trial | Miss:
+    """In the split of a run that recomputes nothing.
 
     Where that split never fits, with all recomputed in layers split for it.
     """
@@ -131,10 +170,9 @@ def _recomputed(
     some = Trial.of(model, everything, cluster, buffers=buffers)
     whole = first_in_flight(some.proof.schedule, None)
     if all(some.fits(limit, whole)):
-        fewer = replace(some.candidate, in_flight=some.counts(limit))
-        return simulated_within(replace(some, candidate=fewer), limit)
+        return replace(some, candidate=replace(some.candidate, in_flight=some.counts(limit)))
     again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
     if all(again.fits(limit, whole)):
-        return simulated_within(again, limit)
+        return again
     needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
     return Miss(max(needed), again.candidate)

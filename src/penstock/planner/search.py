@@ -1,8 +1,9 @@
 """Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
 
 1. Each schedule of a mesh gets a lower bound, for any split and anything recomputed (bound.py).
-2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation. A
-   draft simulates a few microbatches a rank, and lengthens the step evenly.
+2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation; when
+   half of them fit, in that of their bounds. A draft simulates a few microbatches a rank, and lengthens the
+   step evenly.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
@@ -22,8 +23,8 @@ from typing import NamedTuple
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.planner.bound import Loads, part_weights
 from penstock.planner.candidate import Candidate
-from penstock.planner.estimate import Estimate, Trial
-from penstock.planner.forms import AGAIN, Miss, fastest_form, least_recomputed, offload_rate
+from penstock.planner.estimate import Estimate, HostRoom, Trial
+from penstock.planner.forms import AGAIN, Miss, fastest_form, tightened
 from penstock.planner.hardware import Cluster
 from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import ScheduleKind, meshes, runs
@@ -33,7 +34,7 @@ from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
-_SIMULATED = 100  # runs of a search
+_SIMULATED = 75  # runs of a search that fit
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
 _COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far
@@ -142,21 +143,27 @@ def fixed_bytes(model: Workload, mesh: Candidate) -> float:
 
 
 def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """A run with the memory of its messages; formed again where that is too much."""
-    run = Trial.of(model, candidate, cluster).estimate()
-    kept = replace(candidate, recomputed="none", in_flight=None)
+    """A run with the memory of its messages; more is recomputed where that is too much."""
+    some = Trial.of(model, candidate, cluster, buffers=False)
+    messages = _messages(model, candidate, cluster)
     for _ in range(_FORMED_AGAIN):
+        if not all(some.fits(limit - messages, some.again)):
+            form = tightened(model, some, cluster, limit - messages)
+            if isinstance(form, Miss):
+                return form
+            some = form
+        run = Trial.of(model, some.candidate, cluster).estimate()
         if run.nbytes <= limit:
             return run
-        alone = Trial.of(model, run.candidate, cluster, buffers=False)
-        messages = run.nbytes - alone.estimate().nbytes
-        again = least_recomputed(
-            model, Trial.of(model, kept, cluster, buffers=False), cluster, limit - messages
-        )
-        if isinstance(again, Miss):
-            return again
-        run = Trial.of(model, again.candidate, cluster).estimate()
-    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
+        messages += run.nbytes - limit
+    return Miss(run.nbytes, run.candidate)
+
+
+def _messages(model: Workload, candidate: Candidate, cluster: Cluster) -> float:
+    """About the bytes of messages on the fullest rank, from a short run."""
+    short = shortened(candidate) or candidate
+    alone, run = (Trial.of(model, short, cluster, buffers=buffers).estimate() for buffers in (False, True))
+    return run.nbytes - alone.nbytes
 
 
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
@@ -183,12 +190,15 @@ def _simulated(
     """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
     fitting: list[Draft] = []
     missed: Miss | None = None
-    left = math.inf
-    for first in range(0, len(promises), _AT_ONCE):
+    left, waiting, by_bound = math.inf, list(promises), False
+    while waiting:
         times = nsmallest(keep, (run.seconds for run in fitting))
         enough = len(fitting) >= most
         slowest = times[-1] if len(times) == keep else math.inf
-        some = promises[first : first + _AT_ONCE]
+        if not by_bound and 2 * len(fitting) >= most:
+            waiting.sort(key=lambda promise: promise.least)
+            by_bound = True
+        some, waiting = waiting[:_AT_ONCE], waiting[_AT_ONCE:]
         chosen = [promise for promise in some if promise.least < slowest and not enough]
         left = min([left, *(promise.least for promise in some if promise not in chosen)])
         for run in forms([(drafted, promise.candidate) for promise in chosen]):
@@ -203,32 +213,33 @@ def promised(
     model: Workload, cluster: Cluster, field: Iterable[Candidate], limit: float
 ) -> Iterator[Promise]:
     """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
-    rate = offload_rate(cluster)
+    room = HostRoom.of(cluster)
     for mesh in field:
         loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in AGAIN]
         for run, kind in runs(mesh, model.layers):
-            leaves = 0.0 if kind.splits else rate
-            likely = _likely(loads[0], kind, run, limit, leaves)
-            least = min(one.least(kind, run.ranks, run.microbatches, limit, leaves) for one in loads)
+            host = None if kind.splits else room
+            likely = _likely(loads[0], kind, run, limit, host)
+            least = min(one.least(kind, run.ranks, run.microbatches, limit, host) for one in loads)
             if max(likely, least) < math.inf:
                 yield Promise(max(likely, least), least, run)
 
 
-def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float, rate: float) -> float:
+def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float, host: HostRoom | None) -> float:
     """About the seconds of a run; inf where it holds about too much.
 
-    full: with full recomputation; rate: bytes/s of offloaded activations
+    full: with full recomputation; host: where activations may wait
     """
     whole, rounds = full.total, run.microbatches / run.ranks
     room, live = limit - whole.fixed / run.ranks, min(kind.live, rounds)
-    at_once = min(live, _COPIED / run.ranks) if rate else live
+    at_once = live if host is None else min(live, _COPIED / run.ranks)
     if _SURELY * at_once * whole.recomputed > room:
         return math.inf
     busy = whole.seconds * rounds
-    above = rounds * max(0.0, whole.kept - room / live)
-    again = full.again * above
-    if rate:  # copies run beside ops
-        again = min(again, max(0.0, above / rate - busy))
+    again = full.again * rounds * max(0.0, whole.kept - room / live)
+    if host is not None:  # copies run beside ops
+        copies = rounds * max(0.0, whole.kept - room / live) / host.rate
+        kept = full.again * rounds * max(0.0, whole.kept - (room + host.nbytes) / live)
+        again = min(again, max(kept, copies - busy))
     return busy + whole.end / run.ranks + again + busy * kind.bubble * (run.ranks - 1) / run.microbatches
 
 
