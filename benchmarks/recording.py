@@ -72,7 +72,7 @@ def _only_loss(executor: Executor, *_: object) -> Tensor:
 
 
 def _only_losses(_: Schedule, vectors: Sequence[Tensor]) -> report.Reports:
-    none = 0, 0, Held(), False, PeakMemory(), 0, report.OpSeconds(), math.nan, (), (), ()
+    none = math.nan, 0, 0, Held(), False, PeakMemory(), 0, report.OpSeconds(), math.nan, (), (), ()
     return [report.StepReport(float(vector), *none) for vector in vectors]
 
 

@@ -101,15 +101,26 @@ def _with_conduct(check: Callable[[Opened], Iterator[str]], opened: Opened) -> I
 
 
 def report_failures(browser: Browser, path: Path) -> list[str]:
-    """All that is wrong with the report at `path`: wide and on a phone, light and dark."""
-    found = []
+    """All that is wrong with the report of runs at `path`."""
+    return _in_each_window(browser, path, reads_well, charts_answer)
+
+
+def still_failures(browser: Browser, path: Path) -> list[str]:
+    """All that is wrong with a page at `path` that nothing can be done with but read, as that of a plan."""
+    return _in_each_window(browser, path, reads_well)
+
+
+def _in_each_window(browser: Browser, path: Path, *checks: Callable[[Opened], Iterator[str]]) -> list[str]:
+    """What the checks find: wide and on a phone, light and dark."""
+    wrong = []
     for width, dark in ((WIDTH, False), (WIDTH, True), (PHONE, False), (PHONE, True)):
-        browser.complaints.clear()
-        browser.requests.clear()
-        browser.show(path, width, HEIGHT, dark)
-        opened = Opened(browser, path, ())
-        found += [f"{path.name}, {width} wide: {wrong}" for wrong in _with_conduct(reads_well, opened)]
-    return found
+        for check in checks:
+            browser.complaints.clear()
+            browser.requests.clear()
+            browser.show(path, width, HEIGHT, dark)
+            opened = Opened(browser, path, ())
+            wrong += [f"{path.name}, {width} wide: {fault}" for fault in _with_conduct(check, opened)]
+    return wrong
 
 
 def reads_well(page: Opened) -> Iterator[str]:
@@ -118,14 +129,22 @@ def reads_well(page: Opened) -> Iterator[str]:
     yield from (
         f"{text!r} has a contrast of {ratio:.1f} only" for text, ratio in page.browser.evaluate(_FAINT)
     )
-    page.browser.evaluate("document.querySelector('.frame').scrollIntoView()")
-    x, y = page.browser.evaluate(
-        "(({left, top, width, height}) => [left + width / 2, top + height / 2])"
-        "(document.querySelector('.frame').getBoundingClientRect())"
-    )
-    page.browser.mouse("mouseMoved", x, y)
-    if not "".join(page.text("#value")).startswith("step "):
-        yield "a chart does not show the values under the pointer"
+
+
+def charts_answer(page: Opened) -> Iterator[str]:
+    count = page.browser.evaluate("document.querySelectorAll('.frame').length")
+    if not count:
+        yield "it has no chart"
+    for at in range(count):
+        x, y = page.browser.evaluate(
+            "(frame => { frame.scrollIntoView({block: 'center'}); const box = frame.getBoundingClientRect();"
+            " return [box.left + box.width / 2, box.top + box.height / 2]; })"
+            f"(document.querySelectorAll('.frame')[{at}])"
+        )
+        page.browser.mouse("mouseMoved", x, y)
+        if not "".join(page.text("#value")).startswith("step "):
+            yield f"chart {at} does not show the values under the pointer"
+        page.browser.mouse("mouseMoved", 0, 0)
 
 
 def shows_the_whole_step(page: Opened) -> Iterator[str]:

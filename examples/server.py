@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import random
 import secrets
 import signal
 from collections.abc import Sequence
@@ -49,6 +48,9 @@ SMALL = {
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
+
+
+COLD = 1e-4  # logits over a lower temperature overflow
 
 
 class Calls:
@@ -106,25 +108,16 @@ class Calls:
     def sample(
         self, prompts: list[list[int]], max_tokens: int, temperature: float, seed: int, stop: list[int]
     ) -> dict[str, Any]:
-        """Continue the prompts, one token a pass. Each is a microbatch, so that they fill the pipeline."""
-        rows, ends = [list(prompt) for prompt in prompts], set(stop)
-        for position in range(max_tokens):
-            growing = [at for at, row in enumerate(rows) if position == 0 or row[-1] not in ends]
-            if not growing:
-                break
-
-            def choose(
-                output: Any, number: int, growing: list[int] = growing, position: int = position
-            ) -> int:
-                draw = random.Random(f"{seed} {growing[number]} {position}").random()
-                logits = output["logits"] if isinstance(output, dict) else output
-                return choose_token(logits[0, -1], temperature, draw)
-
-            batch = [{"input_ids": torch.tensor([rows[at]])} for at in growing]
-            chosen = self.pipe.evaluate(batch, outputs=choose, everywhere=True).outputs
-            for at, token in zip(growing, chosen, strict=True):
-                rows[at].append(token)
-        return {"tokens": [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]}
+        """Continue the prompts, padded on the left."""
+        longest = max(map(len, prompts))
+        rows = [[0] * (longest - len(prompt)) + prompt for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        no_token = self.pipe.config.get_text_config().vocab_size  # else the model's own end token ended a row
+        made = self.pipe.generate(
+            torch.tensor(rows), attention_mask=torch.tensor(mask), max_new_tokens=max_tokens, seed=seed,
+            eos_token_id=stop or [no_token], pad_token_id=0, **drawing(temperature),
+        )  # fmt: skip
+        return {"tokens": [up_to_end(row, stop) for row in made[:, longest:].tolist()]}
 
     def save(self, name: str) -> dict[str, Any]:
         """Weights and optimizer state, without the gradients that wait for a step."""
@@ -170,13 +163,18 @@ def as_batch(microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
     return [{"labels": one["input_ids"], **one} for one in tensors]
 
 
-def choose_token(logits: Tensor, temperature: float, draw: float) -> int:
-    """The likeliest token, or one by its probability. draw: a random number from 0 to 1"""
-    logits = logits.double()
-    if temperature == 0:
-        return int(logits.argmax())
-    shares = (logits / temperature).softmax(-1).cumsum(-1)
-    return min(int((shares <= draw * shares[-1]).sum()), len(logits) - 1)
+def drawing(temperature: float) -> dict[str, Any]:
+    """How `Pipeline.generate` chooses: from the whole vocabulary, or below COLD the likeliest token."""
+    if temperature < COLD:
+        return {"do_sample": False}
+    whole = {"do_sample": True, "top_k": 0, "top_p": 1.0}
+    return {**whole, "temperature": temperature, "remove_invalid_values": True}  # else a NaN ended the server
+
+
+def up_to_end(tokens: list[int], stop: Sequence[int]) -> list[int]:
+    """The tokens up to the first one of `stop`; padding follows it."""
+    ends = (at for at, token in enumerate(tokens, 1) if token in stop)
+    return tokens[: next(ends, len(tokens))]
 
 
 def check_finite(**values: float) -> None:

@@ -100,8 +100,8 @@ class Sample(Request):
             check_tokens("stop", [self.stop], limits)
         if self.max_tokens > limits.new_tokens:
             raise BatchError(f"max_tokens={self.max_tokens}", f"{limits.new_tokens} at most", "Call it again")
-        whole = [range(len(row) + self.max_tokens) for row in self.prompts]
-        check_size(whole, len(whole), limits)
+        longest = max(map(len, self.prompts))  # to which all are padded
+        check_size([range(longest + self.max_tokens)] * len(self.prompts), len(self.prompts), limits)
 
 
 class Named(Request):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from support import jobs_edges
 from support.pool import Pool
@@ -76,6 +79,13 @@ def test_1f1b_by_hand_has_under_120_lines() -> None:
     assert len((EXAMPLES / "from_scratch.py").read_text().splitlines()) < 120
 
 
+def test_fine_tuned_chats_are_answered(run: Run) -> None:
+    code, out, err = run("sft.py")
+    assert code == 0, err
+    assert "What is a stage? A slice of layers.\n" in out
+    assert len((EXAMPLES / "sft.py").read_text().splitlines()) < 60
+
+
 def test_dpo_prefers_what_was_chosen(run: Run) -> None:
     code, out, err = run("dpo.py")
     assert code == 0, err
@@ -94,6 +104,27 @@ def test_a_model_of_ones_own_learns(run: Run) -> None:
     share = re.search(r"(\d+)% of the unseen numbers are right", out)
     assert share is not None
     assert int(share[1]) > 90
+
+
+def test_transformers_trainer_learns_under_torchrun_and_goes_on(tmp_path: Path) -> None:
+    example = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLES / "trainer.py"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    for more in ([], ["--resume"]):
+        command = [*example, "--out", str(tmp_path), *more]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        best = re.search(r"best weights of \S+checkpoint-\d+: evaluation loss (\S+)", done.stdout)
+        assert best is not None
+        assert float(best[1]) < 0.7  # of ln 32, 3.5: the first number alone cannot be known
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 32
+    assert len((EXAMPLES / "trainer.py").read_text().splitlines()) < 60
 
 
 def test_a_model_generates_what_it_has_learned(run: Run) -> None:

@@ -19,8 +19,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
     monkeypatch.setattr(growth, "BATCH", 8)
     monkeypatch.setattr(growth, "LENGTH", 64)
     return LlamaConfig(
-        num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=8,
-        num_key_value_heads=8, vocab_size=256, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+        num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=2,
+        num_key_value_heads=2, vocab_size=256, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ pytestmark = IN_ONE_WORKER
 LAYERS = (
     "cli",
     "train",
+    "integrations",
     "launch",
     "checkpoint",
     "planner",
@@ -34,6 +35,7 @@ LAYERS = (
     "errors",
 )
 UNRELATED = {("parallel", "models")}  # though one stands higher
+UNRELATED |= {("cli", "integrations"), ("train", "integrations")}
 UNRELATED |= {("launch", layer) for layer in LAYERS if layer not in ("launch", "errors")}
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 

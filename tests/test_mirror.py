@@ -27,8 +27,8 @@ OF_SEVERAL = {
     "launch": "torchrun",
     "models": "every_model zoo",
     "models/weights": "fuzz_folders load_memory",
-    "parallel": "adapters checkpoints dropout equivalence failures memory outputs precision sharded_build "
-    "trained",
+    "parallel": "accuracy adapters checkpoints dropout equivalence failures memory outputs precision "
+    "sharded_build trained",
     "pipeline": "autocast collective edges equivalence from_provider layouts mtp padded_losses ragged",
     "runtime": "profiled verdicts",
     "runtime/device": "host_bound",

@@ -232,6 +232,10 @@ ATTRIBUTES: dict[str, dict[str, str]] = {
         "_update_model_kwargs_for_generation": "mask and positions of the next token",
     },
     "transformers:GenerationConfig": {"_pad_token_tensor": "what ended rows go on with"},
+    "transformers:Trainer": {  # the methods that PipelineTrainer replaces are in its test
+        "_push_from_checkpoint": "to the Hub, as after its own checkpoints",
+        "_save_rng_state": "of Python and numpy",
+    },
     "transformers.initialization": {"_is_hf_initialized": "values that are there stay"},
     "transformers.utils.generic:GeneralInterface": {"_global_mapping": "to take a name out of a registry"},
     "transformers.models.auto.auto_factory:_BaseAutoModelClass": {

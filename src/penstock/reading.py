@@ -3,17 +3,21 @@
 A path may name anything: a pipe that nobody writes to, a device without end, a text whose brackets take
 gigabytes once parsed. The readers here refuse that at once, by the OSError and ValueError that every reader
 of a file raises, with a sentence in place of the system's.
+
+    open_regular    what the user names: links lead on, as in the cache of the Hugging Face Hub
+    open_private    this user's own file in a folder where others may write, such as /dev/shm: no links
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -59,18 +63,70 @@ def path_fault(text: str) -> str:
 
 def check_regular(path: str | Path) -> int:
     """Bytes of a regular file, or of one that a link leads to. Raises OSError for anything else."""
-    status = os.stat(path)
-    kind = stat.S_IFMT(status.st_mode)
-    if kind != stat.S_IFREG:
-        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
-        raise OSError(number, f"it is {_KINDS.get(kind, 'something else')}, and no regular file", str(path))
-    return status.st_size
+    return _regular(os.stat(path), path)
 
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file to read its bytes. Raises OSError, also for what is no regular file."""
-    check_regular(path)  # before it is opened: that waits until a pipe has a writer
-    return Path(path).open("rb")
+    check_regular(path)  # before it is opened: to open a device may already act on it
+    return _open(path, 0)
+
+
+def open_private(path: str | Path) -> BufferedReader:
+    """Open a file of this user, in a folder that passes `check_private`. Raises OSError, also for links."""
+    file = _open(path, os.O_NOFOLLOW)
+    try:
+        _check_owner(os.fstat(file.fileno()), path)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def check_private(folder: str | Path) -> None:
+    """Raise OSError where this is no folder that this user alone may change. A link is none."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        raise OSError(errno.ENOTDIR, "it is no folder", str(folder))
+    _check_owner(status, folder)
+    if status.st_mode & 0o022:
+        raise OSError(errno.EPERM, "other users may write there", str(folder))
+
+
+def _open(path: str | Path, flags: int) -> BufferedReader:
+    """Open a regular file, whatever the path has come to name since it was checked."""
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)  # a pipe would block
+    try:
+        _regular(os.fstat(file), path)
+    except OSError:
+        os.close(file)
+        raise
+    return os.fdopen(file, "rb")
+
+
+def _regular(status: os.stat_result, path: str | Path) -> int:
+    kind = stat.S_IFMT(status.st_mode)
+    if kind != stat.S_IFREG:
+        number = errno.EISDIR if kind == stat.S_IFDIR else errno.EINVAL
+        raise OSError(number, f"it is {_KINDS.get(kind, 'something else')}, and no regular file", str(path))
+    if status.st_dev in _of_kernel():  # may block or have no end, and says that it has 0 bytes
+        raise OSError(errno.EINVAL, "it is made by the kernel as it is read, and no regular file", str(path))
+    return status.st_size
+
+
+@functools.cache
+def _of_kernel() -> set[int]:
+    """The file systems whose files the kernel makes as they are read."""
+    devices = set[int]()
+    for mounted in ("/proc", "/sys"):
+        with suppress(OSError):
+            devices.add(os.stat(mounted).st_dev)
+    return devices - {os.stat("/").st_dev}  # where a folder of that name is no mount
+
+
+def _check_owner(status: os.stat_result, path: str | Path) -> None:
+    if status.st_uid != os.geteuid():
+        raise OSError(errno.EPERM, f"it belongs to another user, number {status.st_uid}", str(path))
 
 
 def read_bytes(path: str | Path, most: int = LARGEST_JSON) -> bytes:

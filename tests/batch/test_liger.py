@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from penstock import AutoPipeline, Axes, Pipeline
 from penstock.batch import liger
 from penstock.batch.head_logits import HeadLogits
+from penstock.batch.hits import NoHits
 from penstock.batch.logit_sums import Penalties
 from penstock.batch.loss import NextToken
 from penstock.errors import ConfigError, ModelError
@@ -75,7 +76,7 @@ def _terms(changed: bool) -> tuple[Tensor, ...]:
     weight, bias = torch.randn(24, 8, requires_grad=True), torch.randn(24, requires_grad=True)
     labels[2] = -100
     logits = HeadLogits(hidden, weight, bias, by_liger=changed)
-    total = logits.cross_entropy(labels, -100, Penalties(0.1, 1e-2))
+    total = logits.cross_entropy(labels, -100, Penalties(0.1, 1e-2), NoHits())
     (total / 7).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert bias.grad is not None
@@ -264,7 +265,7 @@ def test_a_config_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainConfig.model_validate(sections)
     assert config.train.chunked_loss == "liger"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train\.chunked_loss=liger"):
+    with refuses(ConfigError, "train.chunked_loss=liger"):
         check_machine(config)
 
 

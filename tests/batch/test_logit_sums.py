@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.logit_sums import LogitSums, Penalties, part_sums
+from penstock.batch.logit_sums import LogitSums, Penalties, Wanted, part_sums
 
 IGNORED, TOKENS, VOCABULARY = -100, 6, 9
 LABELS = torch.tensor([0, 8, IGNORED, 3, 4, 8])
@@ -21,9 +21,11 @@ def logits(dtype: torch.dtype = torch.float64) -> Tensor:
 def of_parts(values: Tensor, cuts: tuple[int, ...], penalties: Penalties, labels: Tensor = LABELS) -> Tensor:
     """The loss by parts of the vocabulary that end at `cuts`."""
     starts = (0, *cuts[:-1])
-    parts = [part_sums(values[:, a:b], labels, a, True) for a, b in zip(starts, cuts, strict=True)]
-    log_sum, at_label, total = (torch.stack(sums) for sums in zip(*parts, strict=True))
-    sums = LogitSums(log_sum.logsumexp(0), at_label.sum(0), total.sum(0))
+    parts = [
+        part_sums(values[:, a:b], labels, a, Wanted(total=True)) for a, b in zip(starts, cuts, strict=True)
+    ]
+    log_sum, at_label, total, greatest = (torch.stack(sums) for sums in zip(*parts, strict=True))
+    sums = LogitSums(log_sum.logsumexp(0), at_label.sum(0), total.sum(0), greatest.amax(0))
     return sums.cross_entropy(labels, IGNORED, penalties, VOCABULARY)
 
 

@@ -157,5 +157,5 @@ def test_tensors_of_each_row_are_laid_end_to_end() -> None:
 
 
 def test_rows_that_list_no_tensors_are_refused() -> None:
-    with pytest.raises(BatchError, match="seen with a list: PerRow lists a tensor or None for each row"):
+    with refuses(BatchError, "seen with a list", "PerRow lists a tensor or None for each row"):
         split_batch({"x": torch.arange(2), "seen": PerRow([[1.0, 2.0], None])}, 1)  # type: ignore[list-item]

@@ -105,7 +105,7 @@ def test_what_may_or_may_not_be_a_sequence_has_to_be_named() -> None:
     before = microbatch(2, 5, speaker=torch.ones(2, 5), table=torch.zeros(5, 7))
     with refuses(BatchError, "speaker of shape [2, 5]", remedy="PadEntry(dim=1, value=0) for 'speaker'"):
         padded(before, 8)
-    with pytest.raises(BatchError, match="speaker"):
+    with refuses(BatchError, "speaker"):
         padded(before, 5)  # at the first step, and not at the first that happens to be padded
     as_sequence = padded(before, 8, Padding(entries={"speaker": PadEntry(1, -1)}))
     assert as_sequence["speaker"].tolist() == [[1, 1, 1, 1, 1, -1, -1, -1]] * 2

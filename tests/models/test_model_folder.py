@@ -61,7 +61,7 @@ def test_code_of_a_model_runs_only_where_it_is_trusted(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = with_code(tmp_path / "model", "own_model")
     for refused in (lambda: config_of(folder), lambda: open_source(folder, None, None)):
-        with pytest.raises(ModelError, match=r"auto_map.*model\.trust_remote_code=true"):
+        with refuses(ModelError, rule="auto_map", remedy="model.trust_remote_code=true"):
             refused()
     assert not (tmp_path / "ran").exists()
     assert "[y/N]" not in capsys.readouterr().out
@@ -80,7 +80,7 @@ def test_a_model_that_transformers_knows_needs_no_code_of_its_folder(tmp_path: P
 def test_code_of_a_model_class_is_refused_where_the_config_needs_none(tmp_path: Path) -> None:
     """0.5.0: it ran, as its folder's config is one that transformers knows, and the model is not."""
     folder = with_code(tmp_path / "model", "own_model", model_type="clip")
-    with pytest.raises(ModelError, match=r"'clip'.*model\.trust_remote_code=true"):
+    with refuses(ModelError, "'clip'", remedy="model.trust_remote_code=true"):
         open_source(folder, None, None)
     assert not (tmp_path / "ran").exists()
 
@@ -90,7 +90,7 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(tmp_path: Path) -> No
     folder = with_code(tmp_path / "model", "own_model", model_type="qwen3")
     keys = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Tokens"]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(keys))
-    with pytest.raises(DataError, match=r"data\.tokenizer=.*model\.trust_remote_code=true"):
+    with refuses(DataError, "data.tokenizer=", remedy="model.trust_remote_code=true"):
         open_tokenizer(str(folder))
     assert not (tmp_path / "ran").exists()
 
@@ -181,7 +181,7 @@ def test_a_file_of_a_tokenizer_that_is_too_large_is_refused_unread(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(1 << 40)
-    with pytest.raises(DataError, match=r"1,099,511,627,776 bytes, and 64 MiB are read at most"):
+    with refuses(DataError, rule="1,099,511,627,776 bytes, and 64 MiB are read at most"):
         open_tokenizer(str(tmp_path))
 
 

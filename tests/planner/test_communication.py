@@ -156,7 +156,7 @@ def test_groups_are_those_of_the_mesh_rank_by_rank(sizes: dict[str, int], device
 
 
 def test_a_mesh_larger_than_the_cluster_is_refused() -> None:
-    with pytest.raises(ConfigError, match="its mesh has 16 ranks, and 1 x host have 8 devices"):
+    with refuses(ConfigError, rule="its mesh has 16 ranks, and 1 x host have 8 devices"):
         groups(2, Axes(tp=8), ALONE)
 
 

@@ -126,9 +126,7 @@ def test_where_nothing_fits_the_error_says_what_would() -> None:
 
 
 def test_a_batch_that_no_mesh_divides_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="batch=3: no mesh of 7 devices that divides it takes the model: tp=7"
-    ):
+    with refuses(ConfigError, "batch=3", "no mesh of 7 devices that divides it takes the model: tp=7"):
         plan(workload(), cluster(1, 7), 3, LENGTH)
 
 

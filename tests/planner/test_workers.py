@@ -49,7 +49,7 @@ def test_an_error_is_raised_here_and_others_may_follow(processes: int) -> None:
         return number // 2
 
     with forked(half, processes) as halves:
-        with pytest.raises(ConfigError, match="it is odd"):
+        with refuses(ConfigError, rule="it is odd"):
             halves([2, 4, 5])
         assert halves([2, 4]) == [1, 2]
 

@@ -38,11 +38,11 @@ def test_what_one_rank_packs_all_unpack() -> None:
         schedule, 0, host_bound=0.5, device_times={(0, "F"): 0.25}, reductions=lambda: {0: (8.0, 9.0)}
     )
     vectors = [
-        pack(first, MEMORY, loss=1.25, changed=True, asks=7),
+        pack(first, MEMORY, loss=1.25, hits=5.0, changed=True, asks=7),
         pack(executor(schedule, 1), PeakMemory()),
     ]
     report, other = unpack(schedule, vectors)
-    assert report[:7] == (1.25, 3, 40, PEAK, True, MEMORY, 7)
+    assert report[:8] == (1.25, 5.0, 3, 40, PEAK, True, MEMORY, 7)
     assert report.seconds == OpSeconds(3.0, 6.0)
     assert (report.host_bound, [*report.reductions], [*report.device]) == (0.5, [8, 9], [0.25, 0, 0, 0])
     assert [*report.times] == [*first.recorder.times()]

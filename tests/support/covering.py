@@ -61,6 +61,11 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+def some(cases: Iterable[Any], *default: Any) -> list[Any]:
+    """`cases` for a parametrization: those of `default` are in the default run, the others in the sweep."""
+    return [pytest.param(case, marks=[] if case in default else [pytest.mark.sweep]) for case in cases]
+
+
 def _filled(
     chosen: dict[str, int],
     factors: Mapping[str, Sequence[Any]],

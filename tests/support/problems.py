@@ -8,10 +8,11 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from penstock.schedule import Costs, loop, wave
+from penstock.schedule.dispatch import Programs
 
 # one policy as the search draws it
 from penstock.schedule.search.listing import _drawn, follow, reserves
-from penstock.schedule.search.problem import Problem, Programs, problem
+from penstock.schedule.search.problem import Problem, problem
 
 number = st.sampled_from([0.0, 0.1, 0.5, 1.0, 1.7])
 

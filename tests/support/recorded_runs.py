@@ -1,10 +1,13 @@
-"""Folders of runs, written by hand, and their pages."""
+"""Folders of runs, written by hand, their pages, and what a terminal shows."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console, RenderableType
 
 from penstock.schedule import Costs, build, simulate
 from penstock.train.records.metrics import MetricsRow
@@ -40,6 +43,14 @@ def write(folder: Path, *rows: MetricsRow | str, timeline: bool = True, **about:
         data = {name: each.to_data() for name, each in both.items()}
         (folder / "timeline.json").write_text(json.dumps({"step": 4, **data}))
     return folder
+
+
+def on_terminal(shown: RenderableType, width: int = 100) -> str:
+    """What a terminal of `width` letters shows."""
+    with open(os.devnull, "w") as nowhere:
+        console = Console(width=width, record=True, file=nowhere)
+        console.print(shown)
+        return console.export_text()
 
 
 def html(*folders: Path) -> str:

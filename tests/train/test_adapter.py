@@ -204,11 +204,11 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None
     weights = tmp_path / "tuned" / "adapter_model.safetensors"
     tensors = load_file(weights)
     save_file({name: value[:1] for name, value in tensors.items()}, weights)
-    with pytest.raises(UnfitError, match="not"):
+    with refuses(UnfitError, "not"):
         preflight(config(tmp_path, path))
     run(preflight(config(tmp_path / "other")))
     tiny.save_model(tmp_path / "other" / "base", seed=9)
-    with pytest.raises(UnfitError, match="it was trained on another base model"):
+    with refuses(UnfitError, rule="it was trained on another base model"):
         preflight(config(tmp_path / "other", {"path": str(newest(tmp_path / "other"))}))
 
 

@@ -89,7 +89,7 @@ def test_the_rules_of_keep(tmp_path: Path, last: int | None, every: int | None, 
     ],
 )
 def test_the_best_checkpoints_stay_too(
-    tmp_path: Path, keys: dict[str, int], best: tuple[int, ...], saved_every: int | None, kept: list[int]
+    tmp_path: Path, keys: dict[str, Any], best: tuple[int, ...], saved_every: int | None, kept: list[int]
 ) -> None:
     written = write(tmp_path, 1, 2, 3, 4, 5, 6)
     prune(written, UNNAMED, KeepSection(**keys), best, saved_every)
@@ -497,7 +497,7 @@ def test_a_checkpoint_with_values_that_are_not_finite_is_marked_and_passed_over(
         return saved(part, step)
 
     monkeypatch.setattr(Checkpoints, "save", spoiled)
-    monkeypatch.setattr(HeldOutEvaluation, "loss", lambda *_: 1.0)
+    monkeypatch.setattr(HeldOutEvaluation, "evaluation", lambda *_: {"held_out_loss": 1.0})
     run(preflight(config(tmp_path, steps=2, checkpoint_every=1)))
     resumed = preflight(config(tmp_path, steps=3), NEWEST)
     assert resumed.start.checkpoint == checkpoint(tmp_path, 1)

@@ -98,7 +98,7 @@ def test_wrong_epochs_are_refused(tmp_path: Path, train: dict[str, Any], message
 
 def test_a_stream_has_no_epochs(tmp_path: Path) -> None:
     stream = {"streaming": {}, "validation": {"path": str(tmp_path / "text")}}
-    with pytest.raises(ConfigError, match=r"a stream does not know how many rows it has\. Give train.steps"):
+    with refuses(ConfigError, rule="a stream does not know how many rows it has", remedy="Give train.steps"):
         load_config(config_file(tmp_path, data=stream, train={"steps": None, "epochs": 1}))
 
 

@@ -63,7 +63,7 @@ STRIKES = {
     "optimizer": Strike(AdamW, "step", after=True),
     "row": Strike(Metrics, "write"),
     "after row": Strike(Metrics, "write", after=True),
-    "evaluation": Strike(HeldOutEvaluation, "loss"),
+    "evaluation": Strike(HeldOutEvaluation, "evaluation"),
     "checkpoint": Strike(Checkpoints, "save"),
     "file": Strike(weights_folder, "_flush"),
     "publish": Strike(weights_folder, "_publish"),

@@ -60,7 +60,8 @@ def test_two_ranks_run_and_are_measured(
         model, run, CLUSTER, {"path": str(folder)}, on_cpu=True, steps=4, transport="gloo"
     )
     assert measured.error == ""
-    assert len(measured.steps) == 2  # of 4, without the first two
+    # of 4, without the first two; or of 8 or more, as the run goes on until its timeline is seen
+    assert (len(measured.steps) + 2) % 4 == 0
     assert 0 < measured.computing < 1
     assert measured.slowdown > 0
     assert measured.predicted_kept == pytest.approx(measured.kept, rel=0.05)

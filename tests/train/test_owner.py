@@ -23,6 +23,7 @@ from penstock.train.owner import OWNER, Owner, check_shared, last_run, owned
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.ranks import on_threads
+from support.refusals import refuses
 from support.tiny import config, metrics
 
 
@@ -160,7 +161,7 @@ def test_a_run_that_stood_still_ends_where_another_has_taken_over(tmp_path: Path
         write(tmp_path, run="second", pid=7, host="elsewhere")
         while mine._thread.is_alive():
             mine._thread.join(0.01)
-        with pytest.raises(RunError, match="run second, process 7 on elsewhere, has taken it over"):
+        with refuses(RunError, rule="run second, process 7 on elsewhere, has taken it over"):
             mine.check()
     assert facts(tmp_path)["run"] == "second"
     assert not facts(tmp_path)["ended"]
@@ -178,14 +179,14 @@ def test_a_file_that_somebody_removed_is_made_again(tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_file_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / OWNER).mkdir()
     assert last_run(tmp_path) is None
-    with pytest.raises(ConfigError, match=r"owner\.json cannot be written there \(it is a folder"):
+    with refuses(ConfigError, rule="owner.json cannot be written there (it is a folder"):
         taken(tmp_path)
 
 
 def test_a_second_run_is_refused_before_it_writes_anything(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     with owned(tmp_path / "out", "first", print):
-        with pytest.raises(FolderInUseError, match="run first, process"):
+        with refuses(FolderInUseError, rule="run first, process"):
             run(preflight(config(tmp_path)))
         assert [entry.name for entry in (tmp_path / "out").iterdir()] == [OWNER]
 

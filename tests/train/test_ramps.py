@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from penstock.batch.loss import IGNORED
@@ -229,7 +230,7 @@ def test_the_best_evaluation_and_how_long_ago_it_was() -> None:
 def with_losses(patch: pytest.MonkeyPatch, *losses: float) -> None:
     """Let the run's evaluations find these in turn."""
     left = list(losses)
-    patch.setattr(HeldOutEvaluation, "loss", lambda evaluation, step: left.pop(0))
+    patch.setattr(HeldOutEvaluation, "evaluation", lambda *_: {"held_out_loss": left.pop(0)})
 
 
 def test_a_run_ends_early_says_so_and_does_not_go_on(
@@ -318,3 +319,47 @@ def ended_early(made: dict[str, Any]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         with_losses(patch, 3.0, 2.0, 1.9 + worse, 1.0, 1.0, 1.0, 1.0)
         return jobs_train.trained(made)
+
+
+def with_accuracies(patch: pytest.MonkeyPatch, *accuracies: float) -> None:
+    """Let the run's evaluations find these in turn, while the loss falls each time."""
+    left = [(float(10 - at), accuracy) for at, accuracy in enumerate(accuracies)]
+    names = "held_out_loss", "held_out_token_accuracy"
+    patch.setattr(HeldOutEvaluation, "evaluation", lambda *_: dict(zip(names, left.pop(0), strict=True)))
+
+
+def test_the_best_may_be_those_of_another_metric(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(steps: int, metric: str) -> TrainConfig:
+        keep = {"best": 1, "last": 1, "metric": metric}
+        return config(tmp_path, keys={"output.keep": keep}, steps=steps, evaluate_every=1)
+
+    link = tmp_path / "out" / "checkpoints" / "best"
+    with_accuracies(monkeypatch, 0.9, 0.2, 0.4, 0.3, 0.4)
+    trained(made(4, "held_out_token_accuracy"))
+    assert link.resolve().name == checkpoint(tmp_path, 2).name
+    assert f"best        {link}: {link.resolve().name}, token accuracy 0.4000\n" in capsys.readouterr().out
+    assert read_state(checkpoint(tmp_path, 4)).ranking == ((-0.4, 2),)
+    with_accuracies(monkeypatch, 0.35)
+    trained(made(5, "held_out_token_accuracy"), NEWEST)
+    assert link.resolve().name == checkpoint(tmp_path, 2).name
+    with_accuracies(monkeypatch, 0.1)  # scores of another metric are not compared
+    trained(made(6, "held_out_loss"), NEWEST)
+    assert link.resolve().name == checkpoint(tmp_path, 6).name
+    assert read_state(checkpoint(tmp_path, 6)).ranking == ((10.0, 6),)
+
+
+@pytest.mark.parametrize(
+    ("metric", "best", "rule"),
+    [
+        ("held_out_rewards/margins", 1, "is of another loss: the loss of next tokens has held_out_token_acc"),
+        ("held_out_token_accuracy", 0, "without output.keep.best; set best to 1 or more"),
+        ("bleu", 1, "Input should be 'held_out_loss', 'held_out_token_accuracy'"),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_refused(
+    tmp_path: Path, metric: str, best: int, rule: str
+) -> None:
+    with pytest.raises(ValidationError, match=rule):
+        config(tmp_path, keys={"output.keep": {"best": best, "metric": metric}})

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from penstock.batch.hits import Hits
 from penstock.batch.logit_sums import Penalties
 from penstock.errors import ModelError
 from penstock.private import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map_only
@@ -45,11 +46,12 @@ class DeferredLogits(Tensor):
         return made
 
     @abstractmethod
-    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties) -> Tensor:
+    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties, hits: Hits) -> Tensor:
         """The cross-entropy summed over the tokens, those with the label `ignored` left out.
 
         Args:
             labels: of the shape of the logits without the vocabulary.
+            hits: gets the logits of the labels, and the greatest ones.
 
         Half precision is summed in float32. Backward of the backward is refused.
         """

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.deferred_logits import DeferredLogits, LogitsStep
+from penstock.batch.hits import Hits
 from penstock.batch.liger import liger_cross_entropy
-from penstock.batch.logit_sums import LogitSums, Penalties, gradient_of, sums_of, wide
+from penstock.batch.logit_sums import LogitSums, Penalties, Wanted, gradient_of, sums_of, wide
 
 HELD_BYTES = 1 << 28  # logits of a microbatch in float32; those with more are never whole
 
@@ -73,20 +74,22 @@ class HeadLogits(DeferredLogits):
     def _computed(self) -> Tensor:
         return _stepped(self.steps, F.linear(self.hidden, self.weight, self.bias))
 
-    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties) -> Tensor:
+    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties, hits: Hits) -> Tensor:
         labels, hidden = labels.reshape(-1), self.hidden.reshape(-1, self.hidden.shape[-1])
-        if self.by_liger and not self.steps and len(hidden):
+        if self.by_liger and self.requires_grad and not self.steps and len(hidden):
+            hits.miss()  # the kernel shows no logits
             return liger_cross_entropy(hidden, self.weight, self.bias, labels, ignored, *penalties)
-        sums = self.sums(labels, 0, bool(penalties.smoothing))
+        sums = self.sums(labels, 0, Wanted(bool(penalties.smoothing), hits.wanted))
+        hits.add(sums.at_label, sums.greatest, labels, ignored)
         return sums.cross_entropy(labels, ignored, penalties, len(self.weight))
 
-    def sums(self, labels: Tensor, start: int, smooths: bool) -> LogitSums:
+    def sums(self, labels: Tensor, start: int, wanted: Wanted) -> LogitSums:
         """The sums over this head's tokens, which are all or a part of the vocabulary, block by block.
 
         Arguments as for `sums_of` (logit_sums.py).
         """
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        inputs = hidden, self.weight, self.bias, labels, self.steps, start, smooths
+        inputs = hidden, self.weight, self.bias, labels, self.steps, start, wanted
         return LogitSums(*_HeadSums.apply(*inputs))  # type: ignore[no-untyped-call]
 
 
@@ -111,19 +114,22 @@ class _HeadSums(torch.autograd.Function):
         labels: Tensor,
         steps: tuple[LogitsStep, ...],
         start: int,
-        smooths: bool,
+        wanted: Wanted,
     ) -> tuple[Tensor, ...]:
         log_sum = hidden.new_full((len(hidden),), -torch.inf, dtype=wide(hidden.dtype))
+        greatest = log_sum
         at_label, total = torch.zeros_like(log_sum), torch.zeros_like(log_sum)
         for block in _blocks(len(hidden), len(weight)):
             logits = _stepped(steps, _linear(hidden, weight, bias, block))
-            sums = sums_of(logits, labels, start + block.start, smooths)
+            sums = sums_of(logits, labels, start + block.start, wanted)
             log_sum = torch.logaddexp(log_sum, sums.log_sum)
             at_label += sums.at_label
             total += sums.total
+            greatest = torch.maximum(greatest, sums.greatest)
         ctx.save_for_backward(hidden, weight, bias, labels, log_sum)
-        ctx.steps, ctx.start, ctx.smooths = steps, start, smooths
-        return log_sum, at_label, total
+        ctx.mark_non_differentiable(greatest)
+        ctx.steps, ctx.start, ctx.wanted = steps, start, wanted
+        return log_sum, at_label, total, greatest
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -151,7 +157,7 @@ def _gradient(
     with torch.enable_grad():
         logits = _stepped(ctx.steps, raw)
     start = ctx.start + block.start
-    gradient = gradient_of(logits.detach(), labels, start, log_sum, gradients, ctx.smooths)
+    gradient = gradient_of(logits.detach(), labels, start, log_sum, gradients, ctx.wanted)
     if not ctx.steps:
         return gradient
     (raw_gradient,) = torch.autograd.grad(logits, raw, gradient)

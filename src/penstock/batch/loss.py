@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.deferred_logits import DeferredLogits
+from penstock.batch.hits import Hits, NoHits, TokenHits
 from penstock.batch.logit_sums import Penalties
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
@@ -83,6 +84,7 @@ class TokenLabels(OwnLoss):
 
     reads = "the label of each token"
     penalties = Penalties(0.0, 0.0)
+    hits: Hits = NoHits()
 
     def __init__(self, classes: int | None = None) -> None:
         self._classes = classes
@@ -91,7 +93,7 @@ class TokenLabels(OwnLoss):
     @property
     def facts(self) -> str:
         """Its options, which all ranks have alike."""
-        return str(self.penalties)
+        return f"{self.penalties}, accuracy={self.hits.wanted}"
 
     def compiled(self, **options: Any) -> Self:
         """The same loss, with that of whole logits compiled. options: of torch.compile"""
@@ -170,14 +172,15 @@ class TokenLabels(OwnLoss):
     def _compared(
         self, logits: Tensor, labels: Tensor, outputs: Mapping[str, Any], microbatch: Microbatch
     ) -> Tensor:
-        return self._summed(logits, labels)
+        return self._summed(logits, labels, self.hits)
 
-    def _summed(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """labels: of the same rows and sequence"""
+    def _summed(self, logits: Tensor, labels: Tensor, hits: Hits) -> Tensor:
+        """labels: of the same rows and sequence; hits: shown the logits"""
         if isinstance(logits, DeferredLogits):
             if not logits.is_whole:
-                return logits.cross_entropy(labels, IGNORED, self.penalties)
+                return logits.cross_entropy(labels, IGNORED, self.penalties, hits)
             logits = logits.whole()  # which a forward may have changed in place
+        hits.add_whole(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), IGNORED)
         return self._of_whole_logits(logits, labels, self.penalties)
 
 
@@ -193,6 +196,7 @@ class NextToken(TokenLabels):
             as in torch.nn.functional.cross_entropy.
         z_loss: factor of the squared log-sum-exp of the logits, added for each token (PaLM, arXiv
             2204.02311).
+        accuracy: whether steps and evaluations have `accuracy` in their result.
 
     Raises ConfigError.
     """
@@ -200,13 +204,14 @@ class NextToken(TokenLabels):
     reads = "the next token"
     entries = ("shift_labels", "labels")
 
-    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> None:
+    def __init__(self, label_smoothing: float = 0.0, z_loss: float = 0.0, accuracy: bool = False) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
             raise ConfigError(f"label_smoothing={label_smoothing}", "it is from 0 to 1", "Give 0.1, say")
         if not z_loss >= 0:
             raise ConfigError(f"z_loss={z_loss}", "it is 0 or more", "Give 1e-4, say")
         self.penalties = Penalties(label_smoothing, z_loss)
+        self.hits = TokenHits() if accuracy else NoHits()
 
     def _counted(self, labels: Tensor, name: str) -> Tensor:
         return labels if name == "shift_labels" else labels[:, 1:]
@@ -218,11 +223,13 @@ class NextToken(TokenLabels):
         following = labels if shifted else ahead(labels, 1, IGNORED)
         if not shifted:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        total = self._summed(logits, labels)
+        total = self._summed(logits, labels, self.hits)
         predicted = outputs.get("mtp_logits", ())
         for depth, more in enumerate(predicted, 1):
             labels = prediction_labels(following, depth, microbatch.get("position_ids"))
-            total = total + outputs["mtp_loss_scaling_factor"] / len(predicted) * self._summed(more, labels)
+            total = total + outputs["mtp_loss_scaling_factor"] / len(predicted) * self._summed(
+                more, labels, NoHits()
+            )
         return total
 
 
@@ -433,6 +440,12 @@ def weight_of(loss: Loss, microbatch: Microbatch) -> int:
     """The loss's weight of a microbatch, without padding."""
     unpad = microbatch.get(UNPAD)
     return loss.weight(microbatch if unpad is None else unpad.entries(microbatch))
+
+
+def hits_of(loss: object) -> Hits:
+    """What counts the loss's hits."""
+    hits: Hits = getattr(loss, "hits", NoHits())
+    return hits
 
 
 def rows_per_group(loss: object) -> int:

@@ -66,7 +66,7 @@ class BackgroundWrite:
         raise RunError(
             f"checkpoint {self.path}",
             f"it could not be written in the background: {type(self._error).__name__}: {self._error}",
-            "Fix that; the checkpoint before it is still complete",
+            "Fix that; the checkpoint before it, if there is one, is still complete",
         ) from self._error
 
     @property

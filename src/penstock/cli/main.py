@@ -355,6 +355,24 @@ def report(
 
 
 @app.command()
+@taking()
+def watch(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", callback=usable, help="The output folder of a run.")
+    ],
+) -> None:
+    """Look on while a run goes on: its numbers, curves, and memory and bubble of each rank.
+
+    It reads what the run writes, and ends with the run. In a pipe it prints the last view alone.
+
+    Example: penstock watch runs/stdlib
+    """
+    from penstock.train.report.live import watch as look_on
+
+    look_on(folder)
+
+
+@app.command()
 def merge(
     folder: Annotated[Path, typer.Argument(metavar="RUN_OR_ADAPTER", callback=usable, help=
         "The output folder of a run, for its newest checkpoint, or a folder with adapter_config.json.")],

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -26,6 +25,7 @@ from typing import NamedTuple, Self
 from penstock.launch import failures
 from penstock.launch.server import SIGNALS, RankProcess
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
+from penstock.launch.store import GuardedStore
 
 _LOOKS = 0.1  # seconds between two polls
 
@@ -246,13 +246,8 @@ class Launcher:
 
     def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
         """Run `ranks` copies of `command`. restarts: the number of earlier attempts"""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        # one for each attempt, as all attempts use the same keys
-        store = TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-        )
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder:
+        # a store for each attempt, as all attempts use the same keys
+        with GuardedStore() as store, tempfile.TemporaryDirectory(prefix="penstock-") as folder:
             attempt = _Attempt(self._server, Path(folder))
             try:
                 self._server.open()

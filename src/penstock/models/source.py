@@ -281,6 +281,8 @@ def _built_from_config(
         if attention is not None and "attention" in said.lower().replace("attn", "attention"):
             rule = f"transformers has no such attention for {config.model_type}: {said}"
             raise ModelError(f"attention={attention!r}", rule, "Take 'sdpa' or 'eager'") from cause
+        if type(config) not in auto_class(config)._model_mapping:
+            said = "none of its models for texts (causal, masked, of tokens, of rows) has this type"
         raise ModelError(
             f"model_type={config.model_type!r}",
             f"transformers builds no causal LM from it: {said}",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -379,6 +380,11 @@ class Pipeline(SplitModel):
         They do if some rank has dropout (penstock.runtime.rng.dropouts).
         """
         return self._seeds.draws
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of torch.autocast in every forward; None without it."""
+        return self._built.autocast
 
     @property
     def timeline(self) -> Timeline:

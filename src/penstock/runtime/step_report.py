@@ -1,7 +1,8 @@
 """The step report: what every rank sends to all others at the end of a step, as one vector, in one exchange.
 
-    loss share | peak live activations | peak bytes held for W | bytes at the peak of all: activations,
-    buffers, held for W | whether copies changed | squared norm of the gradients, where an optimizer steps
+    loss share | hits, or NaN | peak live activations | peak bytes held for W | bytes at the peak of all:
+    activations, buffers, held for W | whether copies changed
+    | squared norm of the gradients, where an optimizer steps
     | peak memory of the process: allocated, reserved, resident | a request to all ranks
     | seconds of the ops by kind: F, B, I, W | how long of it a GPU waited for its host, or NaN
     | for each stage of the rank: start and end of its gradient reduction, or zeros
@@ -53,6 +54,7 @@ class StepReport(NamedTuple):
     """One rank's report.
 
     loss: its share of the step's loss, 0 without a last stage
+    hits: of the loss's tokens (penstock.batch.hits); NaN where they are not counted, 0 without a last stage
     peak_deferred: the most bytes that it kept between I and W; held: its bytes when their sum was highest
     changed: whether copies of the model differ on this rank: some weights frozen, or buffers written
     memory: of its process; asks: a number for all ranks, such as that of a signal
@@ -62,6 +64,7 @@ class StepReport(NamedTuple):
     """
 
     loss: float
+    hits: float
     peak_live: int
     peak_deferred: int
     held: Held
@@ -77,7 +80,7 @@ class StepReport(NamedTuple):
 
 Reports = Sequence[StepReport]  # by rank
 # the fields in front of the lists
-_HEAD: Sequence[type[Any]] = (float, int, int, Held, bool, PeakMemory, int, OpSeconds, float)
+_HEAD: Sequence[type[Any]] = (float, float, int, int, Held, bool, PeakMemory, int, OpSeconds, float)
 
 
 def losses(executors: Sequence[Executor]) -> list[float]:
@@ -92,10 +95,14 @@ def pack(
     executor: Executor,
     memory: PeakMemory,
     loss: float = 0.0,
+    hits: float = 0.0,
     changed: bool = False,
     asks: int = 0,
 ) -> Tensor:
-    """One rank's report as a float64 vector, of the same length on all ranks. loss: from `losses`"""
+    """One rank's report as a float64 vector, of the same length on all ranks. loss: from `losses`
+
+    hits: of its process, in the report of one rank
+    """
     schedule, recorder, ledger = executor.plan.schedule, executor.recorder, executor.memory.ledger
     times, spans = recorder.times(), recorder.reductions()
     stages, known = schedule.placement.stages_of(executor.plan.rank), recorder.device_times
@@ -103,7 +110,7 @@ def pack(
     device = [known.get((stage, kind), 0.0) for stage in stages for kind in _KINDS]
     peaks = executor.memory.peak_live, ledger.peak_deferred, *ledger.peak
     seconds = OpSeconds.of(schedule.programs[executor.plan.rank], times)
-    head = [loss, *peaks, float(changed), *memory, float(asks), *seconds, recorder.host_bound]
+    head = [loss, hits, *peaks, float(changed), *memory, float(asks), *seconds, recorder.host_bound]
     body = [*reductions, *device, *times]
     longest = max(sum(_lengths(schedule, rank)) for rank in range(schedule.ranks))
     padding = [0.0] * (longest - len(body))

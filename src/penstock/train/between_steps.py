@@ -15,6 +15,7 @@ from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
+from penstock.pipeline.steps.step import accuracy_of
 from penstock.train.checkpoints import best_link, checkpoint_folder, link_best, prune
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.part import Run, RunPart, TrainStep
@@ -49,13 +50,15 @@ class HeldOutEvaluation(RunPart):
 
     def _evaluate(self, step: int) -> None:
         run = self.run
-        state, loss = run.state, self.loss(step)
-        best = state.best.after(step, loss, run.config.train.early_stop)
-        ranking = ranked(state.ranking, step, loss, run.config.kept_best) if step else state.ranking
-        run.state = state._replace(best=best, ranking=ranking)
+        state, row, keep = run.state, self.evaluation(step), run.config.output.keep
+        best = state.best.after(step, row["held_out_loss"], run.config.train.early_stop)
+        run.state = state._replace(best=best)
+        if step:  # before the first one there is nothing to save
+            ranking = ranked(state.ranking, step, keep.score(row), run.config.kept_best)
+            run.state = run.state._replace(ranking=ranking)
 
-    def loss(self, step: int) -> float:
-        """Write, show and return the mean loss a token over the held-out batches, in nats.
+    def evaluation(self, step: int) -> MetricsRow:
+        """Write, show and return the mean loss a token over the held-out batches, in nats, and more.
 
         Raises RunError if it is not finite.
         """
@@ -69,11 +72,13 @@ class HeldOutEvaluation(RunPart):
         seconds = time.perf_counter() - started
         row: MetricsRow = {"step": step, "held_out_loss": loss, **self._more(step, loss), "tokens": tokens,
                            "seconds": seconds}  # fmt: skip
+        if (accuracy := accuracy_of(results)) is not None:
+            row["held_out_token_accuracy"] = accuracy
         for part in run.parts:
             row |= part.evaluated()
         run.log.write(row)
         run.display.say(f"step {step}/{run.config.train.last}  held-out loss {loss:.4f} {_unit(run)}")
-        return loss
+        return row
 
     def _more(self, step: int, loss: float) -> MetricsRow:
         """The perplexity, where the loss is the cross-entropy alone and the number has a float; the epoch."""
@@ -207,10 +212,18 @@ class Checkpoints(RunPart):
     def summary(self) -> Iterator[str]:
         """The best checkpoint, if the run keeps it."""
         output = self.run.config.output.path
-        for loss, step in self.run.state.ranking[:1]:
+        for score, step in self.run.state.ranking[:1]:
             link, path = best_link(output), checkpoint_folder(output, step)
             if link.resolve() == path.resolve():
-                yield f"best        {link}: {path.name}, held-out loss {loss:.4f} nats a token"
+                yield f"best        {link}: {path.name}, {_scored(self.run, score)}"
+
+
+def _scored(run: Run, score: float) -> str:
+    """The metric of the ranking, with its value."""
+    metric = run.config.output.keep.metric
+    if metric == "held_out_loss":
+        return f"held-out loss {score:.4f} {_unit(run)}"
+    return f"{metric.removeprefix('held_out_').replace('_', ' ')} {-score:.4f}"
 
 
 def _steps(ranking: Ranking) -> tuple[int, ...]:

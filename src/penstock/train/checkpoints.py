@@ -2,7 +2,7 @@
 
 <output>/checkpoints/step-00000100/     written by penstock.checkpoint.save_load, with the tokenizer next to
                                         the weights, and a RunState (state.py)
-<output>/checkpoints/best               a link to the one with the lowest held-out loss, with output.keep.best
+<output>/checkpoints/best               a link to the best one by output.keep.metric, with output.keep.best
 
 A run resumes from its own checkpoints and removes only those. It ignores folders of other names.
 """
@@ -199,7 +199,10 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
             f"the run of {name} ended early, after step {state.step}: {early}",
             f"Set it above {state.best.since}, or leave early_stop out, to go on",
         )
-    changed = changes(_with_defaults(state.config), config.model_dump(mode="json"))
+    before, now = _with_defaults(state.config), config.model_dump(mode="json")
+    changed = changes(before, now)
+    if before.get("output", {}).get("keep", {}).get("metric") != now["output"]["keep"]["metric"]:
+        state = state._replace(ranking=())  # scores of another metric
     notes = [f"changed since then: {change}" for change in changed]
     if mesh_change := _mesh_change(state.mesh, mesh_of(config)):
         notes.append(mesh_change)

@@ -19,7 +19,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from penstock.pipeline.pipeline import Pipeline
-from penstock.pipeline.steps.step import StepResult
+from penstock.pipeline.steps.step import StepResult, accuracy_of
 from penstock.runtime.rng import generator_of
 from penstock.train.optimizers.optimizer import learning_rates, set_learning_rates
 from penstock.train.optimizers.rates import learning_rate
@@ -106,6 +106,7 @@ def _sum(results: list[StepResult]) -> StepResult:
         sum(result.tokens for result in results),
         sum(result.bubble for result in results) / len(results),
         host_share=results[-1].host_share,
+        accuracy=accuracy_of(results),
     )
 
 
@@ -147,6 +148,8 @@ def _row(run: Run, step: TrainStep, taken: int) -> MetricsRow:
     }
     if result.host_share is not None:
         row["host_share"] = result.host_share
+    if result.accuracy is not None:
+        row["token_accuracy"] = result.accuracy
     if len(rates := learning_rates(section, steps, taken)) > 1:
         row["learning_rates"] = rates
     return row

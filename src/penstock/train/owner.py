@@ -189,11 +189,9 @@ def _here() -> OwnerFacts:
 
 def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
     """The evidence that the owner lives, in words; empty if it does not."""
-    pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
-    if type(machine) is str and type(pid) is int and type(began) is int:
-        alive = lives(ProcessId(machine, pid, began))
-        if alive is not None:
-            return "that process lives" if alive else ""
+    alive = _process_lives(facts)
+    if alive is not None:
+        return "that process lives" if alive else ""
     seen, end = _seen(file), time.monotonic() + patience
     while time.monotonic() < end:
         time.sleep(beat / 2)
@@ -203,6 +201,36 @@ def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
         ):  # a removed file is no heartbeat: an owner that lives makes it anew
             return "its heartbeat moves"
     return ""
+
+
+def _process_lives(facts: OwnerFacts) -> bool | None:
+    """Whether the owner's process is alive; None where this process cannot see that."""
+    pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
+    if type(machine) is str and type(pid) is int and type(began) is int:
+        return lives(ProcessId(machine, pid, began))
+    return None
+
+
+class OwnerWatch:
+    """Whether the run that owns `output` goes on, for a process that only looks on.
+
+    patience: seconds without a heartbeat after which an owner whose process is not visible counts as dead
+    """
+
+    def __init__(self, output: Path, patience: float = PATIENCE) -> None:
+        self._file, self._patience = output / OWNER, patience
+        self._seen, self._changed = _ABSENT, time.monotonic()
+
+    def goes_on(self) -> bool:
+        """Whether it does, by now: ask again and again. Does not wait."""
+        seen, now = _seen(self._file), time.monotonic()
+        if seen != self._seen:
+            self._seen, self._changed = seen, now
+        facts = _facts(seen[0])
+        if facts.get("ended"):
+            return False
+        alive = _process_lives(facts)
+        return now - self._changed < self._patience if alive is None else alive
 
 
 def _seen(file: Path) -> tuple[bytes | None, int]:

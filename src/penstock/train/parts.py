@@ -33,7 +33,7 @@ def parts_of(
     """The parts of a run, in the order in which they are called (part.py). Collective."""
     usage = Usage(run, prepared.plan)
     measured = auto.balance if isinstance(auto.balance, LayerCosts) else None
-    profile = run.config.train.profile
+    profile, prompt = run.config.train.profile, run.config.output.sample_prompt
 
     def schedule_of(microbatches: int) -> Schedule:
         schedule = run.pipe.schedule
@@ -56,6 +56,6 @@ def parts_of(
         SignalsWait(run, stop),
         HeldOutEvaluation(run),
         Signals(run),  # after the evaluation, during which a signal may come
-        Sample(run),
+        None if prompt is None else Sample(run, prepared.tokenizer, prompt),
     )
     return [part for part in parts if part is not None]

@@ -200,7 +200,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
 def _loss_of(config: TrainConfig) -> Loss:
     section = config.train
     return (
-        NextToken(section.label_smoothing, section.z_loss)
+        NextToken(section.label_smoothing, section.z_loss, accuracy=True)
         if section.loss is None
         else make_loss(section.loss)
     )

@@ -84,12 +84,12 @@ class Seen(NamedTuple):
         return sum(end - first for first, end in self.left_out)
 
 
-Ranking = tuple[tuple[float, int], ...]  # held-out losses and their steps, the lowest first
+Ranking = tuple[tuple[float, int], ...]  # scores by KeepSection.score and their steps, the lowest first
 
 
-def ranked(ranking: Ranking, step: int, loss: float, count: int) -> Ranking:
+def ranked(ranking: Ranking, step: int, score: float, count: int) -> Ranking:
     """The best `count` evaluations after that of `step`; of two equal ones the earlier is better."""
-    return tuple(sorted((*ranking, (loss, step)))[:count])
+    return tuple(sorted((*ranking, (score, step)))[:count])
 
 
 class RunState(NamedTuple):

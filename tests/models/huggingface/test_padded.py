@@ -126,7 +126,7 @@ def test_attention_both_ways_needs_a_mask() -> None:
     assert effect_of_padding(model, Padding()).needs_mask
     assert_exact(model, rows(False), 1e-10, shapes="padded")
     pipe = AutoPipeline(ranks=2, microbatches=2, shapes="padded").build(model)
-    with pytest.raises(BatchError, match="without attention_mask"):
+    with refuses(BatchError, "without attention_mask"):
         pipe.step([{name: part[name] for name in ("input_ids", "labels")} for part in rows(False)])
 
 

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, T5Config
+from transformers import (
+    ASTConfig,
+    ASTForAudioClassification,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from penstock import AutoPipeline
 from penstock.errors import ModelError, PartitionError
 from penstock.models.tracing.chain import find_chain
 from penstock.models.tracing.probe import register_chain
+from support import heads
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.refusals import refuses
 from support.rewired import rewired, through
@@ -100,3 +110,29 @@ def test_torch_logs_nothing_for_ops_that_fail_without_values() -> None:
     finally:
         log.removeHandler(handler)
     assert not records
+
+
+def test_a_model_of_images_or_sound_is_refused_in_words() -> None:
+    """Unreleased: "its forward could not be followed: 'NoneType' object has no attribute 'dtype'"."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    cases: list[tuple[PreTrainedModel, str]] = [
+        (ViTForImageClassification(ViTConfig(image_size=16, patch_size=8, **small)), "pixel_values"),
+        (ASTForAudioClassification(ASTConfig(**small)), "input_values"),
+    ]
+    for model, entry in cases:
+        with refuses(ModelError, type(model).__name__, f"it reads {entry}, and a pipeline cuts"):
+            AutoPipeline(ranks=2, microbatches=2).build_plan(model)
+        with refuses(ModelError, f"model_type={model.config.model_type!r}", "none of its models for texts"):
+            AutoPipeline(ranks=2, microbatches=2).build_plan(model.config)
+
+
+def test_two_layers_that_return_tuples() -> None:
+    """Unreleased: with two layers or fewer, [0] of a tensor passed for the first entry of a tuple, and the
+    model's own loss was then not recognised.
+    """
+    for name, model_type in (("MPNetForMaskedLM", "mpnet"), ("RoFormerForTokenClassification", "roformer")):
+        model = heads.tiny(name, model_type, layers=2)
+        assert find_chain(model).output_form != "tensor"
+        classes = model.config.vocab_size if "Masked" in name else heads.CLASSES
+        pipe = AutoPipeline(ranks=2, microbatches=2).build(model)
+        assert pipe.verify_against(model, heads.token_batch(classes)).note == ""

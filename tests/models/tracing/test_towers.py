@@ -136,7 +136,7 @@ def test_a_batch_that_lists_the_images_of_each_row() -> None:
     assert_gradients(gradients_of(pipe), expected, 1e-10)
     pipe.verify_against(model, batch)
     assert pipe.step([batch]).loss == pytest.approx(loss, rel=1e-10)  # as one microbatch
-    with pytest.raises(BatchError, match="pixel_values: 3"):
+    with refuses(BatchError, "pixel_values: 3"):
         pipe.step({**batch, "pixel_values": PerRow(batch["pixel_values"][:3])})
     wide = PerRow([pixels[0][:, :5], pixels[2]] * 2)
     with refuses(

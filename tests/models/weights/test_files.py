@@ -137,7 +137,7 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"it is no complete safetensors file .*not fully covered"):
         auto.build_plan(tmp_path)
     shard.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="header too small"):
+    with refuses(CheckpointError, rule="header too small"):
         auto.build_plan(tmp_path)
     shard.unlink()
     with refuses(CheckpointError, rule="index names"):
@@ -156,12 +156,12 @@ def test_weights_in_other_formats_are_refused(tmp_path: Path) -> None:
     model = tiny_model("llama")
     model.save_pretrained(tmp_path, max_shard_size="40KB")
     (tmp_path / weights.INDEX).unlink()
-    with pytest.raises(CheckpointError, match="neither is here"):
+    with refuses(CheckpointError, rule="neither is here"):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
     for shard in tmp_path.glob("model-*"):
         shard.unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin"):
+    with refuses(CheckpointError, "pytorch_model.bin"):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     tiny_model("llama", layers=3).save_pretrained(tmp_path / "short")
     (tmp_path / "short" / "config.json").write_text(tiny_config("llama", layers=4).to_json_string())
-    with pytest.raises(CheckpointError, match=r"it lacks 9 of the model's weights: model.layers.3"):
+    with refuses(CheckpointError, rule="it lacks 9 of the model's weights: model.layers.3"):
         AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "short")
     tiny_model("llama").save_pretrained(tmp_path / "thin")
     (tmp_path / "thin" / "config.json").write_text(
@@ -372,9 +372,9 @@ def test_a_pattern_that_is_not_needed_is_refused(
     folder = changed(tmp_path / "model", without("lm_head.weight"))
     with pytest.raises(ConfigError, match=message):
         AutoPipeline(ranks=2, microbatches=2, new_weights=patterns).build_plan(folder)
-    with pytest.raises(CheckpointError, match="it lacks 1"):
+    with refuses(CheckpointError, rule="it lacks 1"):
         AutoPipeline(ranks=2, microbatches=2, new_weights=("model.norm.*",)).build_plan(folder)
-    with pytest.raises(ConfigError, match="under an adapter"):
+    with refuses(ConfigError, "under an adapter"):
         AutoPipeline(
             ranks=2, microbatches=2, new_weights=("lm_head.*",), adapter=LoraConfig(target_modules=["q_proj"])
         ).build_plan(folder)
@@ -393,7 +393,7 @@ def test_weights_that_are_read_back_have_a_place(tmp_path: Path) -> None:
     pipe = AutoPipeline(ranks=2, microbatches=2).build(tiny_model("llama"))
     folder = changed(tmp_path / "model", lambda tensors: {**tensors, "model.gate.weight": torch.ones(2)})
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
-    with pytest.raises(CheckpointError, match=r"1 that the model has no place for: model\.gate\.weight"):
+    with refuses(CheckpointError, rule="1 that the model has no place for: model.gate.weight"):
         pipe.load_weights(folder)
     assert all(torch.equal(was, now) for was, now in zip(before, pipe.parameters(), strict=True))
 
@@ -426,5 +426,5 @@ def test_a_config_without_a_dtype_has_that_of_the_files(tmp_path: Path, first: t
 def test_weights_in_a_file_that_the_config_names_are_refused(tmp_path: Path) -> None:
     """0.5.0: transformers_weights was passed over, and other weights than transformers' were read."""
     folder = changed(tmp_path, same, transformers_weights="other.safetensors")
-    with pytest.raises(ModelError, match="transformers_weights='other"):
+    with refuses(ModelError, "transformers_weights='other"):
         values(2, folder)

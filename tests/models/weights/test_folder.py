@@ -59,10 +59,10 @@ def test_an_older_checkpoint_is_replaced_whole(tmp_path: Path) -> None:
 def test_other_people_s_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+    with refuses(CheckpointError, rule="thesis.tex"):
         write_folder(tmp_path / "home", write_two, Ranks())
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(CheckpointError, match="has file,"):
+    with refuses(CheckpointError, rule="has file,"):
         write_folder(tmp_path / "file", write_two, Ranks())
     assert (tmp_path / "home" / "thesis.tex").read_text() == "years of work"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "home"]
@@ -70,7 +70,7 @@ def test_other_people_s_files_are_never_replaced(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
+    with refuses(CheckpointError, rule="cannot be written"):
         write_folder(tmp_path / "file" / "checkpoint", write_two, Ranks())
 
 
@@ -123,7 +123,7 @@ def test_a_process_that_loses_another_leaves_the_folder_to_the_first_one(tmp_pat
                 raise RunError("process 2", "it is gone", "See why")
             return [value, value]
 
-    with pytest.raises(RunError, match="it is gone"):
+    with refuses(RunError, rule="it is gone"):
         write_folder(tmp_path / "checkpoint", write_two, Second())
     (hidden,) = unfinished(tmp_path, "checkpoint")
     assert len(list(hidden.iterdir())) == 2
@@ -312,7 +312,7 @@ def test_a_file_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> No
 def test_only_a_checkpoint_is_removed(tmp_path: Path) -> None:
     write_folder(tmp_path / "checkpoint", write_two, Ranks())
     (tmp_path / "checkpoint" / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointError, match=r"thesis\.tex"):
+    with refuses(CheckpointError, rule="thesis.tex"):
         remove_folder(tmp_path / "checkpoint")
     (tmp_path / "checkpoint" / "thesis.tex").unlink()
     remove_folder(tmp_path / "checkpoint")

@@ -206,7 +206,7 @@ def test_another_loss_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     check_load_balancing(modeling_mixtral.load_balancing_loss_func, 4, 2)
     with pytest.raises(ModelError, match=r"halved, which gives .* and not "):
         check_load_balancing(halved, 4, 2)
-    with pytest.raises(ModelError, match=r"which takes \(logits\)"):
+    with refuses(ModelError, "which takes (logits)"):
         check_load_balancing(lambda logits: logits, 4, 2)
     model = tiny_model("mixtral", output_router_logits=True)
     check(model, 2, "ring")

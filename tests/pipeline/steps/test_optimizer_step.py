@@ -130,14 +130,14 @@ def test_in_one_process(ranks: int) -> None:
     compare(ranks, "1f1b")
 
 
-def over_processes() -> None:
-    compare(2, "zb_v")
-    compare(2, "zb_v", tied=True)
+def over_processes(tied: bool) -> None:
+    compare(2, "zb_v", tied=tied)
 
 
-def test_over_processes(pool: Pool) -> None:
+@pytest.mark.parametrize("tied", every(2, [True, False]))
+def test_over_processes(pool: Pool, tied: bool) -> None:
     """One weight of both stages, whose gradients are summed at the end, among them."""
-    pool.run(2, over_processes)
+    pool.run(2, over_processes, tied)
 
 
 def sharded() -> None:

@@ -201,11 +201,11 @@ def test_more_microbatches_than_a_channel_has_entries(ends: Ends, monkeypatch: p
 def test_a_message_that_does_not_come_is_an_error(ends: Ends) -> None:
     ends.second._limit = timedelta(seconds=0.01)
     ends.second.post(forth(0), payload(torch.ones(1)).specs)
-    with pytest.raises(PeerLostError, match="timed out"):
+    with refuses(PeerLostError, rule="timed out"):
         ends.second.receive(forth(0))
     ends.second.close()
     ends.first.post(BACK, payload(torch.ones(1)).specs)
-    with pytest.raises(PeerLostError, match="connection closed"):
+    with refuses(PeerLostError, rule="connection closed"):
         ends.first.receive(BACK)
 
 

@@ -23,6 +23,7 @@ from penstock.schedule.order import Channel, Message
 from runtime.transport.test_staging import Stream
 from support import jobs_channels as jobs
 from support.pool import Pool
+from support.refusals import refuses
 
 FORTH, BACK = Message(Op(0, "F", 0), 1), Message(Op(1, "B", 0), 0)
 
@@ -182,7 +183,7 @@ def test_a_copy_made_to_be_sent_is_counted_whatever_its_original(ends: Ends) -> 
 def test_a_send_that_does_not_end_is_an_error_of_the_free(ends: Ends) -> None:
     ends.first._limit = timedelta(seconds=0.05)
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
-    with pytest.raises(PeerLostError, match="timed out"):
+    with refuses(PeerLostError, rule="timed out"):
         ends.first.free(FORTH)
 
 
@@ -211,7 +212,7 @@ def test_a_staged_send_that_cannot_begin_is_an_error_of_its_free(ends: Ends) -> 
     p2p = ends.first._p2p_groups[FORTH.channel]
     ends.first._p2p_groups[FORTH.channel] = p2p._replace(group=Broken())  # type: ignore[arg-type]
     ends.first.send(FORTH, payload(torch.ones(4)), with_specs=False)
-    with pytest.raises(PeerLostError, match="Connection reset"):
+    with refuses(PeerLostError, rule="Connection reset"):
         ends.first.free(FORTH)
     ends.first._p2p_groups[FORTH.channel] = p2p
     ends.mail.gate.set()

@@ -61,5 +61,5 @@ def test_a_schedule_is_simulated_with_the_costs_given() -> None:
 
 def test_costs_for_a_timeline_are_refused() -> None:
     timeline = simulate(build("gpipe", ranks=1, microbatches=1))
-    with pytest.raises(ConfigError, match="a timeline knows"):
+    with refuses(ConfigError, rule="a timeline knows"):
         render(timeline, costs=Costs())

@@ -21,6 +21,6 @@ def test_replaced_weights_leave_a_right_schedule(drawn: tuple[Problem, Costs], s
     if found is None:
         return
     assert fits(given, found)
-    simulate(given.schedule(found), costs)
+    simulate(given.schedule("searched", found), costs)
     for new, old in zip(found, programs, strict=True):
         assert [n for n in new if n % 3 < 2] == [n for n in old if n % 3 < 2]

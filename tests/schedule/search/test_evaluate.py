@@ -22,7 +22,7 @@ def test_times_and_memory_are_those_of_simulate_and_tails_reach_the_end(
 ) -> None:
     given, costs = drawn
     programs = some(given, seed)
-    timeline = simulate(given.schedule(programs), costs)
+    timeline = simulate(given.schedule("searched", programs), costs)
     ends = times(given, programs)
     assert ends is not None
     for span in timeline.spans:
@@ -62,5 +62,5 @@ def test_a_move_is_timed_from_where_it_begins(
         if anew is None:
             programs[rank] = program
         else:
-            simulate(given.schedule(programs))  # and so it is a right schedule
+            simulate(given.schedule("searched", programs))  # and so it is a right schedule
             assert fits(given, programs)

@@ -9,11 +9,12 @@ from random import Random
 import pytest
 
 from penstock.schedule import Costs, Placement, loop, wave
+from penstock.schedule.dispatch import Programs
 from penstock.schedule.search import search
 from penstock.schedule.search.bound import lower_bound
 from penstock.schedule.search.evaluate import Best, fits, key, times
 from penstock.schedule.search.exact import Part, solve
-from penstock.schedule.search.problem import Budget, Problem, Programs, problem
+from penstock.schedule.search.problem import Budget, Problem, problem
 from support.covering import Row, every, pairs
 
 COSTS = [

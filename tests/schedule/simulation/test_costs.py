@@ -83,7 +83,7 @@ def test_where_no_op_ran_alone_all_count() -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_cost_is_refused_at_once(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="Costs"):
+    with refuses(ConfigError, "Costs"):
         Costs(**wrong)
 
 

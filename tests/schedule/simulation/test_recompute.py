@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.schedule import Costs, Schedule, build, simulate
 from penstock.schedule.simulation.recompute import counts_within, first_in_flight, mixed
 from support.programs import valid
+from support.refusals import refuses
 
 KEPT, INPUTS = Costs(activation=4), Costs(activation=0.5)
 
@@ -45,7 +46,7 @@ def test_nothing_is_run_again_where_there_is_no_backward() -> None:
 
 @pytest.mark.parametrize("counts", [-1, (1, 2, 3), (1, -1), (1, 0.5), True])
 def test_what_is_no_count_is_refused(counts: Any) -> None:
-    with pytest.raises(ConfigError, match="count"):
+    with refuses(ConfigError, "count"):
         first_in_flight(build("1f1b", ranks=2, microbatches=3), counts)
 
 
@@ -100,7 +101,7 @@ def test_too_small_a_limit_names_the_ranks_and_what_they_would_hold() -> None:
 
 @pytest.mark.parametrize("limit", [-1.0, nan, (1.0,), (1.0, 2.0, 3.0)])
 def test_what_is_no_limit_is_refused(limit: Any) -> None:
-    with pytest.raises(ConfigError, match="limit"):
+    with refuses(ConfigError, "limit"):
         counts_within(build("1f1b", ranks=2, microbatches=3), KEPT, INPUTS, limit)
 
 

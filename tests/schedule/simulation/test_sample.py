@@ -246,5 +246,5 @@ def test_refusals(options: dict[str, object], message: str) -> None:
 def test_a_schedule_that_would_hang_is_refused() -> None:
     broken = written(loop(1), 1, "0B0 0F0")
     for refused in (sample, slow_rank_costs):
-        with pytest.raises(ScheduleError, match="it needs 0F0"):
+        with refuses(ScheduleError, rule="it needs 0F0"):
             refused(broken)

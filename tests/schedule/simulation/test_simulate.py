@@ -25,6 +25,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.order import posts
 from support.programs import received, valid, written
+from support.refusals import refuses
 
 
 def starts_and_ends(timeline: Timeline) -> dict[str, tuple[float, float]]:
@@ -89,7 +90,7 @@ def test_spans_are_in_order_of_rank_then_start_even_where_ops_take_no_time() -> 
 
 
 def test_a_schedule_that_would_hang_is_refused() -> None:
-    with pytest.raises(ScheduleError, match="it needs 0F0"):
+    with refuses(ScheduleError, rule="it needs 0F0"):
         simulate(written(loop(1), 1, "0B0 0F0"))
 
 
@@ -134,7 +135,7 @@ def test_a_pair_waits_for_both_its_inputs() -> None:
 
 
 def test_an_exchange_longer_than_its_op_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the exchange of 0F1, 2, is a part of its duration, 1"):
+    with refuses(ConfigError, rule="the exchange of 0F1, 2, is a part of its duration, 1"):
         pair_of(Costs(forward=1, exchange=2))
 
 

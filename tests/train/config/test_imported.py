@@ -189,7 +189,7 @@ def test_a_config_of_no_known_trainer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("readers", ["_AXOLOTL", "_LLAMA_FACTORY", "_TRL"])
-@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
 def test_no_value_of_theirs_ends_in_a_traceback(readers: str, data: st.DataObject) -> None:
     value = st.one_of(

@@ -506,14 +506,14 @@ def test_a_corrupt_index_is_refused(tmp_path: Path) -> None:
     assert "in order" in corrupt_index(tmp_path, lambda old: old[:-8] + b"\x09" + old[-7:])
     prefix = write(tmp_path, DOCUMENTS)
     Path(f"{prefix}.bin").write_bytes(b"\x01\x00")
-    with pytest.raises(DataError, match=r"it counts 20 bytes, and data_text_document.bin has 2"):
+    with refuses(DataError, rule="it counts 20 bytes, and data_text_document.bin has 2"):
         read_index(Path(f"{prefix}.idx"), Path(f"{prefix}.bin"))
     Path(f"{prefix}.bin").unlink()
-    with pytest.raises(DataError, match="cannot be read"):
+    with refuses(DataError, rule="cannot be read"):
         read_index(Path(f"{prefix}.idx"), Path(f"{prefix}.bin"))
 
 
 def test_negative_tokens_are_refused(tmp_path: Path) -> None:
     source = open_source(SourceSection(path=f"{write(tmp_path, [[[1, -2]]], np.int32, 4)}.bin"))
-    with pytest.raises(DataError, match="token ids are 0 or more, and it holds -2"):
+    with refuses(DataError, rule="token ids are 0 or more, and it holds -2"):
         write_megatron(tmp_path, source)

@@ -194,7 +194,7 @@ def test_a_wrong_chat_is_refused_with_its_line(row: dict[str, Any], rule: str) -
 
 def test_a_chat_without_an_answer_may_be_dropped() -> None:
     assert encoder(drop=True).encode("a", {"messages": [ASK]}) is None
-    with pytest.raises(DataError, match="no role"):
+    with refuses(DataError, rule="no role"):
         encoder(drop=True).encode("a", {"messages": [{"content": "x"}]})
 
 
@@ -235,3 +235,17 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
     assert bytes(labels(ChatEncoder(given), CHATS[0])[0]) == b"2 + 3?It is 5."
     with refuses(DataError, "data.chat_template=nowhere", "the file cannot be read"):
         open_tokenizer(str(tmp_path), chat=True, template="nowhere")
+
+
+def test_where_code_of_the_folder_may_run_its_tokenizer_writes_chats_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have an `apply_chat_template` of its own. The ids and marks are the same where it has none."""
+    own = template("qwen3_training")
+    plain, trusted = HuggingFace("bytes", own), HuggingFace("bytes", own, trusted=True)
+    messages = CHATS[0]["messages"]
+    assert trusted.chat_text(messages, {}) == plain.chat_text(messages, {})
+    assert trusted.chat_ids(messages, {}) == plain.chat_ids(messages, {})
+    assert trusted.chat_marked(messages, {}) == plain.chat_marked(messages, {})
+    monkeypatch.setattr(trusted.own, "apply_chat_template", lambda *_, **__: "written by its code")
+    assert trusted.chat_text(messages, {}) == "written by its code"

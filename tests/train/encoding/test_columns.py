@@ -74,9 +74,7 @@ def test_wrong_records_are_named(change: dict[str, Any], message: str) -> None:
 
 
 def test_missing_fields_are_named() -> None:
-    with pytest.raises(
-        DataError, match=r"no field 'context', only 'ctx', 'endings', 'label'\. Name its fields"
-    ):
+    with refuses(DataError, "", "no field 'context', only 'ctx', 'endings', 'label'", "Name its fields"):
         encoded(ROW, ColumnsSection(prompt="context", completion="endings", choice="label"))
     with refuses(DataError, "data file a.jsonl line 1", "a list", "texts name data.columns.choice"):
         encoded(ROW, ColumnsSection(prompt="ctx", completion="endings"))

@@ -13,7 +13,7 @@ from penstock.schedule import Costs, DeviceTime, build, simulate
 from penstock.schedule.simulation.timeline import Timeline
 from penstock.train.preflight import preflight
 from penstock.train.records.metrics import MetricsRow
-from penstock.train.report.page import charts, report, seconds_by_part, state
+from penstock.train.report.page import charts, page, report, seconds_by_part, state
 from penstock.train.report.recorded import read_run
 from penstock.train.run import run
 from schedule.render.test_page import Page
@@ -54,7 +54,9 @@ def test_the_page_has_curves_timeline_memory_time_config_and_how_it_ended(tmp_pa
     labels = [each["aria-label"] or "" for each in parsed.every("div") if each.get("class") == "frame"]
     assert [label.partition(",")[0].partition(".")[0] for label in labels] == [
         "Loss", "Gradient norm", "Learning rate", "Tokens a second", "Model TFLOP/s", "Bubble",
+        "Peak memory",
     ]  # fmt: skip
+    assert "process 1: from 3 at step 1" in labels[-1]
     assert "training: from 4 at step 1, to 1 at step 4, least 1 at step 4, most 4 at step 1" in labels[0]
     assert "held out: from 5.5 at step 0, to 1.25 at step 4" in labels[0]
     assert [panel["label"] for panel in json.loads(parsed.texts["drawing"])["panels"]] == [
@@ -84,6 +86,13 @@ def test_the_page_needs_nothing_from_outside_and_no_text_of_a_run_is_code(tmp_pa
         assert not re.search(r"https?://|@import|url\(|\bfetch\(|XMLHttpRequest|import\(", text)
         policy = next(meta for meta in parsed.every("meta") if meta.get("http-equiv"))
         assert "default-src 'none'" in (policy["content"] or "")
+
+
+def test_samples_are_shown_and_their_time_counts(tmp_path: Path) -> None:
+    rows = [row(1), {"step": 1, "sample": "def <b>main</b>", "seconds": 0.5}]
+    folder = write(tmp_path, *rows)
+    assert ["1", "def <b>main</b>"] in [[cell.strip() for cell in line] for line in Page(html(folder)).cells]
+    assert seconds_by_part(read_run(folder))["sample"] == 0.5
 
 
 def test_parts_and_events_add_up_to_the_time_of_the_run(tmp_path: Path) -> None:
@@ -120,11 +129,32 @@ def test_several_runs_share_the_charts_and_what_differs_is_shown(tmp_path: Path)
     folders = [write(tmp_path / "a", *WHOLE), write(tmp_path / "b", *WHOLE, config=other)]
     text = html(*folders)
     drawn = {chart.title: [line.label for line in chart.lines] for chart in charts([*map(read_run, folders)])}
-    assert drawn["Loss"] == ["a: training", "a: held out", "b: training", "b: held out"]
-    assert drawn["Bubble"] == ["a", "b"]
+    for title in ("Loss", "Held-out loss", "Tokens a second", "Bubble", "Peak memory"):
+        assert drawn[title] == ["a", "b"]
     assert ["train.steps", "4", "9"] in Page(text).cells
     assert [panel["label"] for panel in json.loads(Page(text).texts["drawing"])["panels"]] == ["a", "b"]
     assert "times the predicted step" not in text
+    assert "<h1>a and b</h1>" in text
+
+
+def test_the_memory_of_all_runs_is_in_one_table_and_one_chart(tmp_path: Path) -> None:
+    gpus = [row(step, peak_allocated=[step * 2**30, 2**29, 2**30]) for step in (1, 2)]
+    runs = [read_run(write(tmp_path / "a", *WHOLE)), read_run(write(tmp_path / "b", *gpus))]
+    cells = [[cell.strip() for cell in line] for line in Page(page(runs)).cells]
+    assert ["process", "a: host", "b: GPU, by tensors", "b: host"] in cells
+    assert ["process 0", "1.00 GiB", "2.00 GiB", "1.00 GiB"] in cells
+    assert ["process 2", "-", "1.00 GiB", "-"] in cells
+    chart = next(chart for chart in charts(runs) if chart.title == "Peak memory")
+    assert [(line.label, [*line.points]) for line in chart.lines] == [
+        ("a", [(step, 3.0) for step in (1, 2, 3, 4)]), ("b", [(1, 1.0), (2, 2.0)]),
+    ]  # fmt: skip
+    assert chart.unit == "GiB of the host or GPUs, by tensors, of the process with the most"
+
+
+def test_of_many_processes_the_chart_has_the_one_with_the_most_and_the_least(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, row(1, peak_resident=[2, 8, 4, 5, 6, 7, 1])))
+    chart = next(chart for chart in charts([run]) if chart.title == "Peak memory")
+    assert [line.label for line in chart.lines] == ["process 1", "process 6"]
 
 
 def test_a_run_of_the_trainer_has_all_that_the_page_shows(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from penstock.models.tracing.probe import (
     FORMS,
     Findings,
     NoChainError,
+    check_reads_tokens,
     layer_list,
     no_chain,
     path_to,
@@ -169,6 +170,7 @@ def built_alike(model: PreTrainedModel) -> Hashable | None:
 @remembered
 def find_chain(model: PreTrainedModel) -> Chain:
     """The chain of `model`, on the meta device or not. Raises ModelError for a model without one."""
+    check_reads_tokens(model)
     name, layers = layer_list(model)
     reason = ""
     for form in FORMS:

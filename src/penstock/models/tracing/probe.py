@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequen
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 from itertools import zip_longest
 from typing import Any
 
@@ -59,6 +60,18 @@ def register_chain(model: type[PreTrainedModel], rule: Rule) -> None:
 def no_chain(model: PreTrainedModel, rule: str) -> ModelError:
     remedy = "Use a decoder-only model, or build the stages yourself with Pipeline.from_provider"
     return ModelError(type(model).__name__, rule, remedy)
+
+
+def check_reads_tokens(model: PreTrainedModel) -> None:
+    """Raise ModelError for a model of images or sound alone, such as ViT."""
+    takes = signature(model.forward).parameters
+    variable = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    first = model.main_input_name
+    if "input_ids" not in takes and first != "input_ids" and (first in takes or not variable):
+        rule = (
+            f"it reads {first}, and a pipeline cuts models whose layers read the tokens of a text (input_ids)"
+        )
+        raise no_chain(model, rule)
 
 
 def layer_list(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -125,6 +138,7 @@ class Findings:
     early_inputs: for each layer, its arguments that were computed from weights before the layers, by path;
         the tensors are kept, so that no other tensor gets their ids
     passed_on: further results of placeholders, in addition to the hidden states
+    width, dims: of the hidden states: their last dimension, and how many they have
     """
 
     provenance: Provenance = field(default_factory=Provenance)
@@ -139,6 +153,7 @@ class Findings:
     mappings_shared: bool = False
     rows_and_sequence_kept: bool = True
     width: int = 0
+    dims: int = 0
 
 
 def probe(model: PreTrainedModel, layers: str, count: int, form: str, *, training: bool) -> Findings:
@@ -178,12 +193,14 @@ class _Probe(Placeholder):
         in_order = seen.calls == list(range(index))  # else the wrong order is reported
         if index and in_order and made_by != {index - 1}:
             raise NoChainError(f"layer {index} does not take what layer {index - 1} returned")
+        if index and in_order and hidden.dim() != seen.dims:  # [0] of a tensor, not of a tuple
+            raise NoChainError(f"layer {index} takes a part of what layer {index - 1} returned")
         if index and in_order and names:
             raise NoChainError(f"{min(names)} is used between layers {index - 1} and {index}")
         seen.used_before |= names
         seen.early_inputs.append(dict(self._early_inputs(hidden, args, kwargs)))
         seen.calls.append(index)
-        seen.width = hidden.shape[-1]
+        seen.width, seen.dims = hidden.shape[-1], hidden.dim()
         seen.rows_and_sequence_kept &= hidden.shape == (*_SHAPE, seen.width)
         if self._form != "tuple with more":
             return self.give(seen.provenance.marked(hidden, index))

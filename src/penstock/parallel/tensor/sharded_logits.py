@@ -24,7 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.batch.deferred_logits import DeferredLogits, LogitsStep
 from penstock.batch.head_logits import HeadLogits
-from penstock.batch.logit_sums import LogitSums, Penalties, part_sums
+from penstock.batch.hits import Hits
+from penstock.batch.logit_sums import LogitSums, Penalties, Wanted, part_sums
 from penstock.parallel.tensor.plan import TPPlan, logits_plan
 from penstock.parallel.tensor.styles import COLUMNS_GATHERED, WHOLE, SharedInput, Wrapper, redistributed
 
@@ -64,24 +65,35 @@ class ShardedLogits(DeferredLogits):
         part = self.part.whole() if isinstance(self.part, HeadLogits) else self.part
         return redistributed(part, self.mesh, Shard(part.ndim - 1), WHOLE)
 
-    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties) -> Tensor:
-        labels, smooths = labels.reshape(-1), bool(penalties.smoothing)
-        sums = self._gathered(self._own_sums(labels, smooths), smooths)
+    def cross_entropy(self, labels: Tensor, ignored: int, penalties: Penalties, hits: Hits) -> Tensor:
+        labels, wanted = labels.reshape(-1), Wanted(bool(penalties.smoothing), hits.wanted)
+        sums = self._gathered(self._own_sums(labels, wanted), wanted)
+        hits.add(sums.at_label, sums.greatest, labels, ignored)
         return sums.cross_entropy(labels, ignored, penalties, self.shape[-1])
 
-    def _own_sums(self, labels: Tensor, smooths: bool) -> LogitSums:
+    def _own_sums(self, labels: Tensor, wanted: Wanted) -> LogitSums:
         count = self.part.shape[-1]
         start = self.mesh.get_local_rank() * count
         if isinstance(self.part, HeadLogits):
-            return self.part.sums(labels, start, smooths)
-        return part_sums(self.part.reshape(-1, count), labels, start, smooths)
+            return self.part.sums(labels, start, wanted)
+        return part_sums(self.part.reshape(-1, count), labels, start, wanted)
 
-    def _gathered(self, own: LogitSums, smooths: bool) -> LogitSums:
-        """The sums over the whole vocabulary: one all-gather of each token's sums."""
-        stacked = torch.stack(own if smooths else own[:2])[None]
+    def _gathered(self, own: LogitSums, wanted: Wanted) -> LogitSums:
+        """The sums over the whole vocabulary: one all-gather of those of each token that are wanted."""
+        sent = [name for name in own._fields if getattr(wanted, name, True)]
+        stacked = torch.stack([getattr(own, name) for name in sent])[None]
         gathered = redistributed(stacked, self.mesh, Shard(0), WHOLE)  # (ranks, sums, tokens)
-        log_sum, at_label = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
-        return LogitSums(log_sum, at_label, gathered[:, 2].sum(0) if smooths else own.total)
+        of_parts = dict(zip(sent, gathered.unbind(1), strict=True))
+        whole = {name: _OVER_PARTS[name](parts) for name, parts in of_parts.items()}
+        return own._replace(**whole)
+
+
+_OVER_PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "log_sum": lambda parts: parts.logsumexp(0),
+    "at_label": lambda parts: parts.sum(0),
+    "total": lambda parts: parts.sum(0),
+    "greatest": lambda parts: parts.detach().amax(0),
+}
 
 
 def sharded_head(module: nn.Module, mesh: DeviceMesh, plan: TPPlan) -> str | None:

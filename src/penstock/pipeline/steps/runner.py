@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from math import isfinite
 from pathlib import Path
 
 import torch
 
-from penstock.batch.loss import MeanOverRows, OwnLoss, weight_of
+from penstock.batch.loss import MeanOverRows, OwnLoss, hits_of, weight_of
 from penstock.batch.microbatches import Collect, StepInput
 from penstock.batch.placement import placed
 from penstock.batch.preferences import Preference
@@ -118,6 +119,7 @@ class StepRunner:
         """Split the batch, and agree on it before anything is sent."""
         built, world = self._built, self._world
         microbatches, refusal = list[Microbatch](), None
+        hits_of(built.loss).reset()  # of a step that failed, or of an estimate without values
         facts = BatchFacts(lowered.schedule.microbatches, scored)
         batch = on_host(batch, world.device)
         try:
@@ -185,35 +187,41 @@ class StepRunner:
         schedule, executors = step.lowered.schedule, step.lowered.executors
         transport, reductions = self._world.transport, self._world.reductions
         memory, asks = PeakMemory.now(self._world.device), reductions.asks()
-        packed = zip(executors, report.losses(executors), strict=True)
-        own = [report.pack(executor, memory, loss, changed, asks) for executor, loss in packed]
+        hits = [hits_of(self._built.loss).take(), *[0.0] * (len(executors) - 1)]
+        packed = zip(executors, report.losses(executors), hits, strict=True)
+        own = [report.pack(executor, memory, loss, hit, changed, asks) for executor, loss, hit in packed]
         step.reports = report.unpack(schedule, transport.all_gather(own))
         reductions.learn([of_process.asks for of_process in self._by_process(step.reports)])
-        loss = self._gather_measurements(step.reports)
+        loss, all_hits = self._gather_measurements(step.reports)
         transport.messages.end_step()
         left = transport.messages.pending + sum(executor.left_over for executor in executors)
         assert not left, f"{left} entries left in caches after a step"
         bubble, host_share = report.shares(schedule, step.reports)
-        step.result = StepResult(loss, step.tokens, bubble, host_share=host_share)
+        counted = step.input.scored and step.tokens > 0 and isfinite(all_hits)
+        accuracy = all_hits / step.tokens if counted else None
+        step.result = StepResult(loss, step.tokens, bubble, host_share=host_share, accuracy=accuracy)
 
     def _by_process(self, reports: report.Reports) -> report.Reports:
         """One report of each process: a process that hosts all ranks repeats its facts in every report."""
         return reports[:1] if self._world.alone else reports
 
-    def _gather_measurements(self, reports: report.Reports) -> float:
-        """Sum the loss over the mesh, and keep every rank's peak memory and op seconds. Collective."""
+    def _gather_measurements(self, reports: report.Reports) -> tuple[float, float]:
+        """Sum loss and hits over the mesh, and keep every rank's peak memory and op seconds. Collective."""
         memory = [nbytes for of_process in self._by_process(reports) for nbytes in of_process.memory]
         times = [seconds for of_rank in reports for seconds in of_rank.seconds]
         mine = sum(of_rank.loss for of_rank in reports)
-        loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times])
+        hits = sum(of_rank.hits for of_rank in reports)
+        loss, pipelines = self._world.reductions.sum_loss(mine, [*memory, *times, hits])
         width = len(PeakMemory._fields)
         by_rank = [numbers[at : at + width] for at in range(0, len(memory), width) for numbers in pipelines]
         self.peaks = tuple(PeakMemory(*map(int, numbers)) for numbers in by_rank)
         self.seconds = tuple(
-            tuple(report.OpSeconds(*four) for four in zip(*[iter(numbers[len(memory) :])] * 4, strict=True))
+            tuple(
+                report.OpSeconds(*four) for four in zip(*[iter(numbers[len(memory) : -1])] * 4, strict=True)
+            )
             for numbers in pipelines
         )
-        return loss
+        return loss, sum(numbers[-1] for numbers in pipelines)
 
     # ---- a failure
 

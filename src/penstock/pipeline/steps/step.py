@@ -37,6 +37,8 @@ class StepResult(NamedTuple):
         norm: of all gradients, before clipping; None for a step without an optimizer
         host_share: share of the ranks' time in which GPUs waited, within ops, for their hosts; None where it
             is not known (`Pipeline.measuring_device`), and on the CPU
+        accuracy: share of the tokens whose label no other token's logit exceeds, from 0 to 1; None without
+            such tokens, and for a loss that does not count them, as all but NextToken(accuracy=True)
     """
 
     loss: float
@@ -44,6 +46,16 @@ class StepResult(NamedTuple):
     bubble: float
     norm: float | None = None
     host_share: float | None = None
+    accuracy: float | None = None
+
+
+def accuracy_of(results: Sequence[StepResult]) -> float | None:
+    """The accuracy over all tokens of these results; None if that of some is not known."""
+    counted = [(result.accuracy, result.tokens) for result in results if result.tokens]
+    known = [(share, tokens) for share, tokens in counted if share is not None]
+    if not known or len(known) < len(counted):
+        return None
+    return sum(share * tokens for share, tokens in known) / sum(tokens for _, tokens in known)
 
 
 _NO_RESULT = StepResult(0.0, 0, 0.0)

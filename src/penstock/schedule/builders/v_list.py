@@ -2,8 +2,8 @@
 
 A microbatch crosses the V four times and so meets each rank four times. Each crossing is a leg:
 
-    leg 0  F on stage r           rank 0 -> P-1      slot 4  W of leg 2
-    leg 1  F on stage 2P-1-r      rank P-1 -> 0      slot 5  W of leg 3
+    leg 0  F on stage r           rank 0 -> P-1      W of leg 3
+    leg 1  F on stage 2P-1-r      rank P-1 -> 0      W of leg 2
     leg 2  I on stage 2P-1-r      rank 0 -> P-1
     leg 3  I on stage r           rank P-1 -> 0
 
@@ -15,156 +15,159 @@ then how long each rank waits for an input before it begins a W.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from heapq import heappop, heappush
-from itertools import count, islice, product
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, product
 from math import inf
-from operator import itemgetter
-from statistics import fmean
 from typing import NamedTuple
 
-from penstock.schedule.builders.one_f_one_b import row
-from penstock.schedule.ops import Kind, Op, Schedule, wave
-from penstock.schedule.simulation.costs import Costs, Row
+from penstock.schedule.dispatch import (
+    SPLIT,
+    DispatchState,
+    F,
+    I,
+    OpCosts,
+    W,
+    by_op,
+    dispatch,
+    input_delays,
+)
+from penstock.schedule.op_arrays import NOTHING
+from penstock.schedule.ops import Schedule, wave
+from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.timeline import Objective, check_objective
 
-Slots = list[tuple[int, int]]  # a program: (slot, microbatch)
-WAIT = -1
-_KINDS: tuple[Kind, ...] = ("F", "F", "I", "I", "W", "W")
+Orders = Sequence[list[int]]  # by rank, lines; the microbatches of each line come in order
 
 
-@dataclass(frozen=True)
-class VDurations:
-    """The durations of ops and messages on a V.
+def v_costs(ranks: int, microbatches: int, costs: Costs) -> OpCosts:
+    """The costs of the ops on a V; every activation has size 1."""
+    placement = wave(ranks)
+    times = [costs.durations(kind, placement, microbatches) for kind in SPLIT]
+    return OpCosts(
+        placement=placement,
+        microbatches=microbatches,
+        copies=(0,) * microbatches,
+        duration=by_op(zip(*times, strict=True)),
+        delay=by_op(input_delays(placement, costs.delays(placement, microbatches))),
+        take=[1, 0, 0] * placement.stages * microbatches,
+        give=[0, 0, 1] * placement.stages * microbatches,
+    )
 
-    takes[r][slot][microbatch]: durations
-    delays[r][leg][microbatch]: until the next rank has the result
+
+def legs_of(ranks: int, rank: int) -> tuple[int, int, int, int]:
+    """The line of each leg on a rank."""
+    out, home = 3 * rank, 3 * (2 * ranks - 1 - rank)
+    return out + F, home + F, home + I, out + I
+
+
+def of_the_first(microbatches: int, lines: Iterable[int]) -> Iterator[int]:
+    """Drop the ops of later microbatches."""
+    reached: Counter[int] = Counter()
+    for line in lines:
+        if reached[line] < microbatches:
+            yield line
+        reached[line] += 1
+
+
+def interval_of(costs: OpCosts) -> float:
+    """The compute of the busiest rank per microbatch: no steady state is faster."""
+    return max(sum(costs.mean_duration[line] for line in lines) for lines in costs.lines_of)
+
+
+class VState:
+    """What has been begun on a V: lists that change as the run goes on, by line, op or rank.
+
+    limits: by rank, the most live activations
     """
 
-    ranks: int
-    microbatches: int
-    takes: Sequence[Sequence[Row]]
-    delays: Sequence[Sequence[Row]]
+    def __init__(self, begun: DispatchState, limits: Sequence[int]) -> None:
+        self.costs, self.limits = begun.costs, limits
+        self.done, self.held = begun.done, begun.held
+        self.missing, self.ready_at = begun.missing, begun.ready_at
+        ranks = range(begun.costs.ranks)
+        self.legs = [legs_of(begun.costs.ranks, rank) for rank in ranks]
+        self._weights = [[line + W - I for line in self.legs[rank][2:]] for rank in ranks]
 
-    @classmethod
-    def of(cls, ranks: int, microbatches: int, costs: Costs) -> VDurations:
-        placement = wave(ranks)
-        by_kind = {kind: costs.durations(kind, placement, microbatches) for kind in _KINDS}
-        takes = [
-            [by_kind[kind][stage] for stage, kind in zip(_stages(ranks, rank), _KINDS, strict=True)]
-            for rank in range(ranks)
-        ]
-        edges, none = costs.delays(placement, microbatches), [0.0] * microbatches
-        edges[ranks - 1] = edges[-1] = none  # the V turns on the last rank, and ends on the first
-        delays = [
-            [edges[rank], edges[-1 - rank], edges[-2 - rank], edges[rank - 1] if rank else none]
-            for rank in range(ranks)
-        ]
-        return cls(ranks, microbatches, takes, delays)
-
-    def first(self, microbatches: int) -> VDurations:
-        """The durations of the first `microbatches` only."""
-        takes, delays = (
-            [[row[:microbatches] for row in rows] for rows in by_rank]
-            for by_rank in (self.takes, self.delays)
-        )
-        return VDurations(self.ranks, min(microbatches, self.microbatches), takes, delays)
-
-    @cached_property
-    def interval(self) -> float:
-        """The compute of the busiest rank per microbatch: no steady state is faster."""
-        return max(sum(map(fmean, rows)) for rows in self.takes)
-
-
-@dataclass(slots=True)
-class RankState:
-    """The state of one rank.
-
-    reached: by leg, the next microbatch; arrivals: by leg, when each input arrives, in order
-    deferred: the slot and microbatch of each W that can run
-    """
-
-    index: int
-    limit: int
-    reached: list[int] = field(default_factory=lambda: [0] * 4)
-    arrivals: list[list[float]] = field(default_factory=lambda: [[] for _ in range(4)])
-    outward: int = 0  # live activations of stage r
-    live: int = 0  # of both stages
-    deferred: deque[tuple[int, int]] = field(default_factory=deque)
-    done: Slots = field(default_factory=list)
-    free_at: float = 0.0
-
-    def begin(self, slot: int) -> int:
-        """Note that the next op of `slot` runs. Returns its microbatch."""
-        if slot > 3:
-            _, microbatch = self.deferred.popleft()
-            self.live -= 1
-            self.outward -= slot == 5
-        else:
-            microbatch = self.reached[slot]
-            self.reached[slot] += 1
-            if slot > 1:
-                self.deferred.append((slot + 2, microbatch))
-            else:
-                self.live += 1
-                self.outward += slot == 0
-        self.done.append((slot, microbatch))
-        return microbatch
-
-    def leaves_room(self, leg: int) -> bool:
+    def leaves_room(self, rank: int, leg: int) -> bool:
         """Leg 0 may not take the last place, or no microbatch could come back through a full rank."""
-        return leg > 1 or (self.live < self.limit and (leg == 1 or self.outward < self.limit - 1))
+        held, limit = self.held[rank], self.limits[rank]
+        return leg > 1 or (
+            held < limit and (leg == 1 or self.done[3 * rank + F] - self.done[3 * rank + W] < limit - 1)
+        )
+
+    def deferred(self, rank: int) -> int:
+        """The W that could have begun first, or NOTHING."""
+        first, soonest = NOTHING, inf
+        for line in self._weights[rank]:
+            at = self.done[line]
+            if at < self.costs.microbatches:
+                op = self.costs.lines[line][at]
+                if not self.missing[op] and self.ready_at[op] < soonest:
+                    first, soonest = op, self.ready_at[op]
+        return first
 
 
-# Returns the slot that a rank begins now; or WAIT, and when the next input that it has room for arrives.
-DispatchRule = Callable[[RankState, float], tuple[int, float]]
+# Gives each run a function of its own. That takes a free rank and the time, and returns the op that the rank
+# begins; or NOTHING, and when the next input that it has room for arrives.
+VRule = Callable[[VState], Callable[[int, float], tuple[int, float]]]
 
 
-def in_order(orders: Sequence[Sequence[int]]) -> DispatchRule:
-    """Each rank takes its slots in the order listed for it; W may be listed, or left out for all ranks."""
-    reached = [0] * len(orders)
+def in_order(orders: Orders) -> VRule:
+    """Each rank takes its lines in the order listed for it; W may be listed, or left out for all ranks."""
 
-    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
-        order, at = orders[rank.index], reached[rank.index]
-        if at == len(order):
-            return WAIT, inf
-        slot = order[at]
-        if slot < 4:
-            arrivals, i = rank.arrivals[slot], rank.reached[slot]
-            expected = arrivals[i] if i < len(arrivals) else inf
-            if expected > time:
-                return WAIT, expected
-            if slot < 2 and rank.live >= rank.limit:
-                return WAIT, inf
-        reached[rank.index] += 1
-        return slot, time
+    def begin(state: VState) -> Callable[[int, float], tuple[int, float]]:
+        reached = [0] * len(orders)
+        lines, done, missing, ready_at = state.costs.lines, state.done, state.missing, state.ready_at
 
-    return next_slot
+        def next_op(rank: int, now: float) -> tuple[int, float]:
+            order, at = orders[rank], reached[rank]
+            if at == len(order):
+                return NOTHING, inf
+            line = order[at]
+            op = lines[line][done[line]]
+            if missing[op]:
+                return NOTHING, inf
+            if ready_at[op] > now:
+                return NOTHING, ready_at[op]
+            if line % 3 == F and state.held[rank] >= state.limits[rank]:
+                return NOTHING, inf
+            reached[rank] += 1
+            return op, now
+
+        return next_op
+
+    return begin
 
 
-def ending_early(orders: Sequence[Sequence[int]], microbatches: int) -> DispatchRule:
+def ending_early(orders: Orders) -> VRule:
     """`in_order`, except for W in the last phase of rank 0, which fills every wait there.
 
     From its last leg 2 on, no rank waits for rank 0: it ends as early as the gradients that reach it allow.
     """
-    follow = in_order(orders)
 
-    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
-        if rank.index or rank.reached[2] < microbatches:
-            return follow(rank, time)
-        arrivals, i = rank.arrivals[3], rank.reached[3]
-        expected = arrivals[i] if i < len(arrivals) else inf
-        if expected <= time:
-            return 3, time
-        return (rank.deferred[0][0], time) if rank.deferred else (WAIT, expected)
+    def begin(state: VState) -> Callable[[int, float], tuple[int, float]]:
+        follow, count, lines = in_order(orders)(state), state.costs.microbatches, state.costs.lines
+        _, _, turn, last = state.legs[0]
 
-    return next_slot
+        def next_op(rank: int, now: float) -> tuple[int, float]:
+            if rank or state.done[turn] < count:
+                return follow(rank, now)
+            at, expected = state.done[last], inf
+            if at < count and not state.missing[lines[last][at]]:
+                expected = state.ready_at[lines[last][at]]
+            if expected <= now:
+                return lines[last][at], now
+            return state.deferred(rank), expected
+
+        return next_op
+
+    return begin
 
 
-def by_block(work: VDurations, spread: float, gap: float, lead: float) -> DispatchRule:
+def by_block(costs: OpCosts, spread: float, gap: float, lead: float) -> VRule:
     """A repeating block: microbatch i reaches leg l of rank r at ``starts[r][l] + i * interval``.
 
     A block is the path of one microbatch. Blocks may overlap on a rank. Of the ready ops, the rank takes the
@@ -173,38 +176,50 @@ def by_block(work: VDurations, spread: float, gap: float, lead: float) -> Dispat
     spread: how many times slower than possible the two legs away from rank 0 are
     gap: the pause between the last forward and the first gradient, in intervals
     """
-    interval, starts, start = work.interval, [[0.0] * 4 for _ in range(work.ranks)], 0.0
+    interval, legs = interval_of(costs), [legs_of(costs.ranks, rank) for rank in range(costs.ranks)]
+    starts, start = [[0.0] * 4 for _ in legs], 0.0
     for leg in range(4):
         start += gap * interval if leg == 2 else 0.0
-        for index in range(work.ranks) if leg % 2 == 0 else reversed(range(work.ranks)):
-            starts[index][leg] = start
-            takes = fmean(work.takes[index][leg])
-            start += takes * (1.0 if leg % 2 else spread) + fmean(work.delays[index][leg])
+        for rank in range(costs.ranks) if leg % 2 == 0 else reversed(range(costs.ranks)):
+            starts[rank][leg] = start
+            line = legs[rank][leg]
+            fed = costs.feeds[costs.lines[line][0]]
+            delay = costs.mean_delay[costs.line_of[fed]] if fed != NOTHING else 0.0
+            start += costs.mean_duration[line] * (1.0 if leg % 2 else spread) + delay
 
-    def next_slot(rank: RankState, time: float) -> tuple[int, float]:
-        due = [first + i * interval if i < work.microbatches else inf
-               for first, i in zip(starts[rank.index], rank.reached, strict=True)]  # fmt: skip
-        chosen, expected, best = WAIT, inf, min(due) + lead + 1e-9 * interval
-        for leg, first in enumerate(due):
-            arrivals, i = rank.arrivals[leg], rank.reached[leg]
-            if first > best or i >= len(arrivals) or not rank.leaves_room(leg):
-                continue
-            if arrivals[i] > time:
-                expected = min(expected, arrivals[i])
-            elif chosen == WAIT or first < best:
-                chosen, best = leg, first
-        return chosen, expected
+    def begin(state: VState) -> Callable[[int, float], tuple[int, float]]:
+        done, missing, ready_at, count = state.done, state.missing, state.ready_at, costs.microbatches
+        lines = [[costs.lines[line] for line in of_rank] for of_rank in legs]
 
-    return next_slot
+        def next_op(rank: int, now: float) -> tuple[int, float]:
+            reached = [done[line] for line in legs[rank]]
+            due = [first + at * interval if at < count else inf
+                   for first, at in zip(starts[rank], reached, strict=True)]  # fmt: skip
+            chosen, expected, best = NOTHING, inf, min(due) + lead + 1e-9 * interval
+            for leg, first in enumerate(due):
+                if first > best or reached[leg] == count:
+                    continue
+                op = lines[rank][leg][reached[leg]]
+                if missing[op] or not state.leaves_room(rank, leg):
+                    continue
+                if ready_at[op] > now:
+                    expected = min(expected, ready_at[op])
+                elif chosen == NOTHING or first < best:
+                    chosen, best = op, first
+            return chosen, expected
+
+        return next_op
+
+    return begin
 
 
 @dataclass(frozen=True)
-class TimedPrograms:
-    """Programs with their makespan and extent (`Timeline`), which are inf if the ranks got stuck."""
+class TimedOrders:
+    """Orders with their makespan and extent (`Timeline`), which are inf if the ranks got stuck."""
 
     makespan: float
     extent: float
-    programs: list[Slots]
+    orders: Orders
 
     def length(self, objective: Objective) -> float:
         return self.makespan if objective == "makespan" else self.extent
@@ -216,69 +231,43 @@ Patience = Sequence[tuple[float, float]]
 
 
 def run(
-    work: VDurations, limits: Sequence[int], rule: DispatchRule, patience: float | Patience | None = 0.0
-) -> TimedPrograms:
+    costs: OpCosts, limits: Sequence[int], rule: VRule, patience: float | Patience | None = 0.0
+) -> TimedOrders:
     """Let every rank follow `rule`; rank r never holds more than limits[r] live activations.
 
     patience: one number counts for all ranks, and throughout; None: the rule places every W itself
     """
-    by_rank = [(patience, patience)] * work.ranks if isinstance(patience, int | float) else patience
-    ranks = [RankState(index, limit) for index, limit in enumerate(limits)]
-    ranks[0].arrivals[0] = [0.0] * work.microbatches
-    events = [(0.0, index) for index in range(work.ranks)]
-    left = 6 * work.ranks * work.microbatches
-    while events:
-        time, index = heappop(events)
-        rank = ranks[index]
-        if time < rank.free_at:
-            continue
-        slot, expected = rule(rank, time)
-        if slot == WAIT:
-            if by_rank is None or not rank.deferred:
-                continue
-            slot, microbatch = rank.deferred[0]
-            shortest = by_rank[index][rank.reached[0] == work.microbatches]
-            if expected - time < shortest * work.takes[index][slot][microbatch]:
-                continue
-        microbatch = rank.begin(slot)
-        left -= 1
-        rank.free_at = end = time + work.takes[index][slot][microbatch]
-        heappush(events, (end, index))
-        if slot > 3:
-            continue
-        taker = index + (-1 if slot % 2 else 1)
-        if 0 <= taker < work.ranks:
-            arrival = end + work.delays[index][slot][microbatch]
-            other = ranks[taker]
-            other.arrivals[slot].append(arrival)
-            if arrival > other.free_at or other.free_at <= time:  # a busy rank looks once it is free
-                heappush(events, (max(arrival, other.free_at), taker))
-        elif slot < 3:  # the V turns here, or a new leg begins
-            rank.arrivals[slot + 1].append(end)
-    programs = [rank.done for rank in ranks]
-    if left:
-        return TimedPrograms(inf, inf, programs)
-    makespan = max(rank.free_at for rank in ranks)
+    by_rank = [(patience, patience)] * costs.ranks if isinstance(patience, int | float) else patience
+
+    def begin(begun: DispatchState) -> Callable[[int, float], tuple[int, float]]:
+        state = VState(begun, limits)
+        prefer = rule(state)
+
+        def next_op(rank: int, now: float) -> tuple[int, float]:
+            op, expected = prefer(rank, now)
+            if op != NOTHING or by_rank is None:
+                return op, inf
+            op = state.deferred(rank)
+            if op == NOTHING:
+                return op, inf
+            shortest = by_rank[rank][state.done[3 * rank + F] == costs.microbatches]
+            return NOTHING if expected - now < shortest * costs.duration[op] else op, inf
+
+        return next_op
+
+    end = dispatch(costs, begin)
+    orders = [[costs.line_of[op] for op in program] for program in end.programs]
+    if not end.is_complete:
+        return TimedOrders(inf, inf, orders)
     # a rank begins with the first forward that arrives: all else comes after it
-    return TimedPrograms(makespan, max(rank.free_at - rank.arrivals[0][0] for rank in ranks), programs)
+    starts = [end.ready_at[costs.lines[3 * rank + F][0]] for rank in range(costs.ranks)]
+    extent = max(free_at - start for free_at, start in zip(end.free_at, starts, strict=True))
+    return TimedOrders(max(end.free_at), extent, orders)
 
 
-def schedule(name: str, work: VDurations, programs: Iterable[Slots]) -> Schedule:
-    """The programs as ops. Every slot has its microbatches in order."""
-
-    def program(rank: int, slots: Slots) -> tuple[Op, ...]:
-        pairs = zip(_stages(work.ranks, rank), _KINDS, strict=True)
-        ops = [iter(row(stage, kind, range(work.microbatches))) for stage, kind in pairs]
-        return tuple(map(next, map(ops.__getitem__, map(itemgetter(0), slots))))
-
-    placement = wave(work.ranks)
-    return Schedule(name, placement, work.microbatches, tuple(program(r, s) for r, s in enumerate(programs)))
-
-
-def _stages(ranks: int, rank: int) -> tuple[int, ...]:
-    """The stage of each slot."""
-    out, home = rank, 2 * ranks - 1 - rank
-    return (out, home, home, out, home, out)
+def schedule(name: str, costs: OpCosts, orders: Orders) -> Schedule:
+    """The schedule whose ranks have these orders."""
+    return costs.schedule(name, [costs.in_order(lines) for lines in orders])
 
 
 # ---- The best of many rules for given costs
@@ -296,12 +285,12 @@ class BlockRule(NamedTuple):
     lead: float
     patience: float = 0.0
 
-    def run(self, work: VDurations, limits: Sequence[int]) -> TimedPrograms:
-        rule = by_block(work, self.spread, self.gap, self.lead * work.interval)
-        attempt = run(work, limits, rule, self.patience)
+    def run(self, costs: OpCosts, limits: Sequence[int]) -> TimedOrders:
+        rule = by_block(costs, self.spread, self.gap, self.lead * interval_of(costs))
+        attempt = run(costs, limits, rule, self.patience)
         if attempt.makespan < inf or self.lead == inf:
             return attempt
-        return self._replace(lead=inf).run(work, limits)  # with no limit ahead, no rank gets stuck
+        return self._replace(lead=inf).run(costs, limits)  # with no limit ahead, no rank gets stuck
 
 
 _SHAPES = tuple(
@@ -320,89 +309,82 @@ def form(
     ranks: int,
     microbatches: int,
     limits: Sequence[int],
-    usual: Callable[[VDurations], TimedPrograms],
+    usual: Callable[[OpCosts], TimedOrders],
     costs: Costs | None,
     objective: Objective = "makespan",
 ) -> Schedule:
-    """The programs that `usual` makes for unit times; with `costs`, the best found for them.
+    """The schedule that `usual` makes for unit times; with `costs`, the best found for them.
 
-    That is never longer, at these costs and by the objective, than the programs for unit times.
+    That is never longer, at these costs and by the objective, than the schedule for unit times.
 
     limits[r]: the most live activations of rank r, whatever the costs
     objective: which length of a step is to be small
     """
     check_objective(objective)
-    unit = VDurations.of(ranks, microbatches, Costs())
+    unit = v_costs(ranks, microbatches, Costs())
     chosen = _repeated(usual, unit)
     if costs is not None:
-        work = VDurations.of(ranks, microbatches, costs)
-        chosen = _formed(usual, chosen, limits, work, objective)
-    return schedule(name, unit, chosen.programs)
+        chosen = _formed(usual, chosen, limits, v_costs(ranks, microbatches, costs), objective)
+    return schedule(name, unit, chosen.orders)
 
 
 def _formed(
-    usual: Callable[[VDurations], TimedPrograms],
-    at_unit_times: TimedPrograms,
+    usual: Callable[[OpCosts], TimedOrders],
+    at_unit_times: TimedOrders,
     limits: Sequence[int],
-    work: VDurations,
+    costs: OpCosts,
     objective: Objective,
-) -> TimedPrograms:
-    """The best of many programs for `work`, that `at_unit_times` among them."""
+) -> TimedOrders:
+    """The best of many orders for `costs`, that `at_unit_times` among them."""
 
-    def shortest(*variants: TimedPrograms) -> TimedPrograms:
+    def shortest(*variants: TimedOrders) -> TimedOrders:
         return min(variants, key=lambda variant: variant.length(objective))
 
-    slots = [[slot for slot, _ in program] for program in at_unit_times.programs]
-    chosen = run(work, limits, in_order(slots), patience=None)
+    chosen = run(costs, limits, in_order(at_unit_times.orders), patience=None)
     if objective == "extent":
-        chosen = shortest(chosen, run(work, limits, ending_early(slots, work.microbatches), patience=None))
-    sample = work.first(2 * work.ranks + 4)  # enough for all phases, few enough to try many
+        chosen = shortest(chosen, run(costs, limits, ending_early(at_unit_times.orders), patience=None))
+    sample = costs.first(2 * costs.ranks + 4)  # enough for all phases, few enough to try many
     affordable = max(1, _BUDGET // (6 * sample.ranks * sample.microbatches))
     tried = islice([usual, *_candidates(limits, at_unit_times)], affordable)
     best = min(tried, key=lambda candidate: candidate(sample).length(objective))
-    chosen = shortest(chosen, best(work))
+    chosen = shortest(chosen, best(costs))
     refined = _refined(chosen, limits, sample, min(affordable, _WALK), objective)
-    return shortest(chosen, refined(work))
+    return shortest(chosen, refined(costs))
 
 
 _SETTLED = 3  # microbatches per rank after which the middle of every program is its steady state
 
 
-def _repeated(rule: Callable[[VDurations], TimedPrograms], work: VDurations) -> TimedPrograms:
-    """``rule(work)`` at unit times, from fewer microbatches and their steady state repeated.
+def _repeated(rule: Callable[[OpCosts], TimedOrders], costs: OpCosts) -> TimedOrders:
+    """``rule(costs)`` at unit times, from fewer microbatches and their steady state repeated.
 
     A run is deterministic: once every rank does the same in each interval, it does so until the microbatches
     run out. If some program shows no such interval in its middle, the rule runs on all microbatches.
     """
-    few = work.first(_SETTLED * work.ranks)
-    short_run, more = rule(few), work.microbatches - few.microbatches
-    slots = [[slot for slot, _ in program] for program in short_run.programs]
+    few = costs.first(_SETTLED * costs.ranks)
+    short_run, more = rule(few), costs.microbatches - few.microbatches
     middle = 3 * few.microbatches
-    intervals = [program[middle : middle + 6] for program in slots]
+    intervals = [lines[middle : middle + 6] for lines in short_run.orders]
+    pairs = [*zip(short_run.orders, intervals, strict=True)]
     if not more:
         return short_run
-    if any(program[middle - 6 : middle] != interval or len({*interval}) < 6
-           for program, interval in zip(slots, intervals, strict=True)):  # fmt: skip
-        return rule(work)
-    extended = [program[:middle] + interval * more + program[middle:]
-                for program, interval in zip(slots, intervals, strict=True)]  # fmt: skip
-    longer = more * work.interval
-    programs = [_numbered(program) for program in extended]
-    return TimedPrograms(short_run.makespan + longer, short_run.extent + longer, programs)
-
-
-def _numbered(slots: Iterable[int]) -> Slots:
-    """Each slot with its microbatches in order."""
-    slots, reached = [*slots], [count() for _ in _KINDS]
-    return [*zip(slots, map(next, map(reached.__getitem__, slots)), strict=True)]
+    if any(lines[middle - 6 : middle] != interval or len({*interval}) < 6 for lines, interval in pairs):
+        return rule(costs)
+    longer = more * interval_of(costs)
+    orders = [[*lines[:middle], *interval * more, *lines[middle:]] for lines, interval in pairs]
+    return TimedOrders(short_run.makespan + longer, short_run.extent + longer, orders)
 
 
 def _legs_in_order(
-    usual: TimedPrograms, limits: Sequence[int], patience: float | Patience, work: VDurations
-) -> TimedPrograms:
+    usual: TimedOrders, limits: Sequence[int], patience: float | Patience, costs: OpCosts
+) -> TimedOrders:
     """The order of the legs in `usual`, with W placed anew."""
-    legs = [[slot for slot, i in slots if slot < 4 and i < work.microbatches] for slots in usual.programs]
-    return run(work, limits, in_order(legs), patience)
+    return run(costs, limits, in_order(_legs(usual, costs.microbatches)), patience)
+
+
+def _legs(usual: TimedOrders, microbatches: int) -> Orders:
+    legs = ((line for line in lines if line % 3 != W) for lines in usual.orders)
+    return [[*of_the_first(microbatches, lines)] for lines in legs]
 
 
 # few pairs that differ much: where W runs early or late decides what is left to fill the drain with
@@ -410,23 +392,22 @@ _PAIRS = ((0.5, 0.1), (1.0, 0.1), (0.1, 1.0), (0.25, 0.0), (0.1, 0.1))
 
 
 def _refined(
-    usual: TimedPrograms, limits: Sequence[int], sample: VDurations, tries: int, objective: Objective
-) -> Callable[[VDurations], TimedPrograms]:
+    usual: TimedOrders, limits: Sequence[int], sample: OpCosts, tries: int, objective: Objective
+) -> Callable[[OpCosts], TimedOrders]:
     """The order of the legs in `usual`, with a patience of each rank's own: the best of a random walk."""
     draw, patience = random.Random(0), [(0.5, 0.5)] * sample.ranks
-    best = _legs_in_order(usual, limits, patience, sample).length(objective)
+    rule = in_order(_legs(usual, sample.microbatches))
+    best = run(sample, limits, rule, patience).length(objective)
     for _ in range(tries):
         changed = patience.copy()
         changed[draw.randrange(sample.ranks)] = draw.choice(_PAIRS)
-        length = _legs_in_order(usual, limits, changed, sample).length(objective)
+        length = run(sample, limits, rule, changed).length(objective)
         if length <= best:
             best, patience = length, changed
     return partial(_legs_in_order, usual, limits, patience)
 
 
-def _candidates(
-    limits: Sequence[int], usual: TimedPrograms
-) -> Iterator[Callable[[VDurations], TimedPrograms]]:
+def _candidates(limits: Sequence[int], usual: TimedOrders) -> Iterator[Callable[[OpCosts], TimedOrders]]:
     """The usual order of the legs with W placed for the costs; then blocks, in a fixed random order."""
 
     for patience in (0.0, 0.5, 1.0):

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 
-from penstock.schedule.builders.v_list import BlockRule, TimedPrograms, VDurations, form, in_order, run
+from penstock.schedule.builders.v_list import (
+    BlockRule,
+    TimedOrders,
+    form,
+    in_order,
+    legs_of,
+    of_the_first,
+    run,
+)
+from penstock.schedule.dispatch import OpCosts
 from penstock.schedule.ops import Schedule
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.timeline import Objective
@@ -45,14 +54,15 @@ def zb_v(
     """
     limits = [min(2 * ranks, 2 * microbatches, microbatches + 1 + rank) for rank in range(ranks)]
 
-    def usual(work: VDurations) -> TimedPrograms:
-        return run(work, limits, in_order([_legs(ranks, work.microbatches, rank) for rank in range(ranks)]))
+    def usual(costs: OpCosts) -> TimedOrders:
+        orders = [_order(ranks, costs.microbatches, rank) for rank in range(ranks)]
+        return run(costs, limits, in_order(orders))
 
     return form("zb_v", ranks, microbatches, limits, usual, costs, objective)
 
 
-def _legs(ranks: int, microbatches: int, rank: int) -> list[int]:
-    """The order of the phases: F, F', I' and I are legs 0, 1, 2 and 3."""
+def _order(ranks: int, microbatches: int, rank: int) -> list[int]:
+    """The phases, without W: F, F', I' and I are legs 0, 1, 2 and 3."""
     count = max(microbatches, 2 * ranks - 1)
     legs = [0] * (2 * (ranks - rank) - 1)
     legs += [1, 0] * rank
@@ -61,16 +71,7 @@ def _legs(ranks: int, microbatches: int, rank: int) -> list[int]:
     legs += [3, 1, 2] * (ranks - 1 - rank)
     legs += [3, 2] * rank
     legs += [3] * (ranks - rank)
-    return list(_of_the_first(legs, microbatches))
-
-
-def _of_the_first(legs: list[int], microbatches: int) -> Iterator[int]:
-    """Drop the legs of microbatches that do not exist."""
-    reached = [0] * 4
-    for leg in legs:
-        if reached[leg] < microbatches:
-            yield leg
-        reached[leg] += 1
+    return [*of_the_first(microbatches, map(legs_of(ranks, rank).__getitem__, legs))]
 
 
 _V_HALF = BlockRule(spread=2, gap=1 / 3, lead=1 / 6)
@@ -113,7 +114,13 @@ def v_half(
     """
     limits = [min(2 * microbatches, 2 * (ranks // 2) + 2)] * ranks
     return form(
-        "v_half", ranks, microbatches, limits, lambda work: _V_HALF.run(work, limits), costs, objective
+        "v_half",
+        ranks,
+        microbatches,
+        limits,
+        partial(_V_HALF.run, limits=limits),
+        costs,
+        objective,
     )
 
 
@@ -152,4 +159,4 @@ def v_min(
     1 - 6m / (6m + P - 1 + x).
     """
     limits = [min(2 * microbatches, 2 * ((ranks + 1) // 3) + 2)] * ranks
-    return form("v_min", ranks, microbatches, limits, lambda work: _V_MIN.run(work, limits), costs, objective)
+    return form("v_min", ranks, microbatches, limits, partial(_V_MIN.run, limits=limits), costs, objective)

@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 from math import exp
 from random import Random
 
+from penstock.schedule.dispatch import F, Programs, W
 from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, Key, key, levels, times, times_after
-from penstock.schedule.search.problem import OP_TIMED, F, Problem, Programs, W
+from penstock.schedule.search.problem import OP_TIMED, Problem
 
 
 def replaced(problem: Problem, programs: Programs) -> Programs | None:

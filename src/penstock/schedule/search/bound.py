@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from math import gcd, inf
 
-from penstock.schedule.search.problem import F, I, Problem, W
+from penstock.schedule.dispatch import F, I, W
+from penstock.schedule.search.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:

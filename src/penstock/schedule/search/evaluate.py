@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple
 
+from penstock.schedule.dispatch import Programs
 from penstock.schedule.op_arrays import NOTHING
-from penstock.schedule.search.problem import Budget, Problem, Programs
+from penstock.schedule.search.problem import Budget, Problem
 
 
 class Key(NamedTuple):

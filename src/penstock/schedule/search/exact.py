@@ -16,9 +16,10 @@ from itertools import pairwise
 from random import Random
 from typing import Any, Literal, NamedTuple
 
+from penstock.schedule.dispatch import F, I, Programs, W
 from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, checked_key, key, tails, times
-from penstock.schedule.search.problem import CP_SAT_SECOND, OP_MODELLED, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import CP_SAT_SECOND, OP_MODELLED, Problem
 
 # minimize the value; the sum of the ranks' ends without a larger value; or both at once
 Aim = Literal["value", "ends", "both"]

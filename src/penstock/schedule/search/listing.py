@@ -4,21 +4,22 @@ Whenever a rank is free it takes, among the ops that can run now or soon, the on
 
     score = base[line] - slope[line] * (ops of its line that are done) - wait * (how long the rank would idle)
 
-A line is one kind of op on one stage. `base` begins as the time left to the end of a microbatch; `slope` says
+`base` begins as the time left to the end of a microbatch; `slope` says
 how much older microbatches come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from heapq import heappop, heappush
+from math import inf
 from operator import itemgetter
 from random import Random
 
+from penstock.schedule.dispatch import DispatchRule, DispatchState, F, I, Programs, W, dispatch
 from penstock.schedule.op_arrays import NOTHING
 from penstock.schedule.search.evaluate import Best, Key, key, times
-from penstock.schedule.search.problem import OP_LISTED, OP_TIMED, F, I, Problem, Programs, W
+from penstock.schedule.search.problem import OP_LISTED, OP_TIMED, Problem
 
 _KEPT = 6  # policies that are varied
 
@@ -143,62 +144,41 @@ def reserves(problem: Problem) -> list[int]:
 
 
 def follow(problem: Problem, policy: Policy, room: list[int]) -> Programs | None:
-    """The programs that `policy` leads to; None if it gets stuck. room: from `reserves`.
+    """The programs that `policy` leads to; None if it gets stuck. room: from `reserves`."""
+    state = dispatch(problem, _best_scored(problem, policy, room), policy.patience)
+    return state.programs if state.is_complete else None
 
-    It is one loop because a search spends its time here.
-    """
-    duration, delay, take, give = problem.duration, problem.delay, problem.take, problem.give
-    rank_of, line_of, feeds, lines = problem.rank_of, problem.line_of, problem.feeds, problem.lines
+
+def _best_scored(problem: Problem, policy: Policy, room: list[int]) -> DispatchRule:
     base, slope, wait, patience = policy.base, policy.slope, policy.wait, policy.patience
-    lines_of, memory, free = problem.lines_of, [0] * problem.ranks, [0] * problem.ranks
-    done = [0] * len(lines)
-    missing = [(needed != NOTHING) + (op % 3 > 0) for op, needed in enumerate(problem.need)]
-    may = [0] * problem.count  # from when on an op with nothing missing may run
-    programs: Programs = [[] for _ in range(problem.ranks)]
-    queue = [(0, rank) for rank in range(problem.ranks)]  # when a rank looks for something to do
-    left = problem.size
-    while queue:
-        now, rank = heappop(queue)
-        if now < free[rank]:
-            continue  # it has begun another op meanwhile
-        best, highest, soonest = NOTHING, 0.0, NOTHING
-        limit = problem.limit[rank] - memory[rank]
-        for line in lines_of[rank]:
-            ops, at = lines[line], done[line]
-            if at == len(ops):
-                continue
-            op = ops[at]
-            if missing[op] or take[op] + room[line] > limit:
-                continue
-            score = base[line] - slope[line] * at
-            idle = may[op] - now
-            if idle > 0:
-                if soonest == NOTHING or may[op] < soonest:
-                    soonest = may[op]
-                if idle > patience:
+    lines, lines_of, take, limits = problem.lines, problem.lines_of, problem.take, problem.limit
+
+    def begin(state: DispatchState) -> Callable[[int, float], tuple[int, float]]:
+        done, missing, ready_at, held = state.done, state.missing, state.ready_at, state.held
+
+        def next_op(rank: int, now: float) -> tuple[int, float]:
+            """One loop without a call: the search spends its time here."""
+            best, highest, soonest = NOTHING, 0.0, inf
+            limit = limits[rank] - held[rank]
+            for line in lines_of[rank]:
+                ops, at = lines[line], done[line]
+                if at == len(ops):
                     continue
-                score -= wait * idle
-            if best == NOTHING or score > highest:
-                best, highest = op, score
-        if best == NOTHING:
-            if soonest != NOTHING:
-                heappush(queue, (soonest, rank))
-            continue
-        end = max(now, may[best]) + duration[best]
-        programs[rank].append(best)
-        done[line_of[best]] += 1
-        left -= 1
-        memory[rank] += take[best] - give[best]
-        free[rank] = end
-        heappush(queue, (end, rank))
-        if best % 3 != W:
-            missing[best + 1] -= 1
-            may[best + 1] = max(may[best + 1], end)
-        fed = feeds[best]
-        if fed != NOTHING:
-            missing[fed] -= 1
-            there = may[fed] = max(may[fed], end + delay[fed])
-            other = rank_of[fed]
-            if other != rank and not missing[fed]:
-                heappush(queue, (max(there - patience, free[other], now), other))
-    return None if left else programs
+                op = ops[at]
+                if missing[op] or take[op] + room[line] > limit:
+                    continue
+                score = base[line] - slope[line] * at
+                idle = ready_at[op] - now
+                if idle > 0:
+                    if ready_at[op] < soonest:
+                        soonest = ready_at[op]
+                    if idle > patience:
+                        continue
+                    score -= wait * idle
+                if best == NOTHING or score > highest:
+                    best, highest = op, score
+            return best, soonest
+
+        return next_op
+
+    return begin

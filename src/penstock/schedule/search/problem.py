@@ -1,8 +1,4 @@
-"""The problem that is searched, in whole numbers; and the budget of a search.
-
-Ops are whole numbers: three per stage and microbatch, for F, I and W. There is no
-whole backward: I and W next to each other take as long, and the gradient leaves earlier.
-"""
+"""The problem that is searched, in whole numbers; and the budget of a search."""
 
 from __future__ import annotations
 
@@ -11,118 +7,42 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import product
 from math import ceil, floor, lcm
 
-from penstock.schedule.op_arrays import NOTHING
-from penstock.schedule.ops import SOURCE, Kind, Op, Placement, Schedule
+from penstock.schedule.dispatch import SPLIT, F, I, OpCosts, Programs, W, by_op, input_delays
+from penstock.schedule.ops import Placement, Schedule
 from penstock.schedule.simulation.costs import Costs
-
-F, I, W = 0, 1, 2  # noqa: E741
-_KINDS: tuple[Kind, Kind, Kind] = ("F", "I", "W")
-Programs = list[list[int]]
 
 _MAX_QUANTA = 10**9  # in the sum of all times: CP-SAT multiplies times with sizes, in 64 bits
 _DENOMINATOR = 10_000  # of the numbers that people write
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Times are whole quanta, by op; sizes are whole grains.
+class Problem(OpCosts):
+    """Times are whole quanta, sizes whole grains.
 
-    copies[i]: the copy of the model that microbatch i goes through
-    need[n]: the op of the neighbouring stage that feeds op n, or NOTHING
-    delay[n]: how long its result travels
-    take[n]: how much more the rank holds from the start of n; give[n]: how much less from its end
     limit[r]: the most that rank r may hold
     offset[r]: when the time of rank r begins to count
     exact_sizes: no size was rounded; otherwise all were rounded up. Times are rounded down if at all
     alike: every microbatch costs the same, so that their order on a stage does not matter
     """
 
-    placement: Placement
-    microbatches: int
-    copies: tuple[int, ...]
-    quantum: float
     duration: list[int]
-    need: list[int]
     delay: list[int]
-    take: list[int]
-    give: list[int]
+    quantum: float
     limit: list[int]
     offset: list[int]
     exact_sizes: bool
     alike: bool
 
-    @property
-    def ranks(self) -> int:
-        return self.placement.ranks
-
     def by_line(self, pick: Callable[[list[int]], int], values: Sequence[int]) -> list[int]:
         """By line: the min, max or sum (`pick`) of its ops' `values`; 0 for a line without ops."""
         return [pick([values[op] for op in line] or [0]) for line in self.lines]
-
-    @property
-    def row(self) -> int:
-        """The number of indices per stage."""
-        return 3 * self.microbatches
-
-    @cached_property
-    def count(self) -> int:
-        """The number of indices, with those of no op: their microbatch goes through another copy."""
-        return self.row * self.placement.stages
-
-    @cached_property
-    def rank_of(self) -> list[int]:
-        return [rank for rank in self.placement.rank_of for _ in range(self.row)]
-
-    @cached_property
-    def lines(self) -> list[tuple[int, ...]]:
-        """By 3 stage + kind: the ops of that kind on that stage, microbatches in order."""
-        depth = self.placement.depth
-        return [
-            tuple(
-                stage * self.row + 3 * i + kind
-                for i, copy in enumerate(self.copies)
-                if copy == stage // depth
-            )
-            for stage in range(self.placement.stages)
-            for kind in (F, I, W)
-        ]
-
-    @cached_property
-    def line_of(self) -> list[int]:
-        return [3 * (op // self.row) + op % 3 for op in range(self.count)]
-
-    @cached_property
-    def lines_of(self) -> list[list[int]]:
-        """By rank, the lines of its stages."""
-        stages = [self.placement.stages_of(rank) for rank in range(self.ranks)]
-        return [[3 * stage + kind for stage in hosted for kind in (F, I, W)] for hosted in stages]
-
-    @cached_property
-    def ops_of(self) -> list[list[int]]:
-        """By rank, its ops, line by line."""
-        return [[op for line in lines for op in self.lines[line]] for lines in self.lines_of]
-
-    @cached_property
-    def size(self) -> int:
-        """The number of ops."""
-        return sum(map(len, self.ops_of))
 
     @cached_property
     def work(self) -> list[int]:
         """By rank: the sum of its durations."""
         return [sum(self.duration[op] for op in ops) for ops in self.ops_of]
-
-    @cached_property
-    def feeds(self) -> list[int]:
-        """The op that op n feeds, or NOTHING: `need` the other way round."""
-        fed_ops = [NOTHING] * self.count
-        for op, needed in enumerate(self.need):
-            if needed != NOTHING:
-                fed_ops[needed] = op
-        return fed_ops
 
     @cached_property
     def arrival(self) -> list[int]:
@@ -145,16 +65,6 @@ class Problem:
         """The mean time of the busiest rank per microbatch."""
         return max(self.work) / self.microbatches
 
-    def schedule(self, programs: Programs) -> Schedule:
-        """The schedule of `programs`, with every backward split."""
-
-        def as_op(op: int) -> Op:
-            stage, within = divmod(op, self.row)
-            return Op(stage, _KINDS[within % 3], within // 3)
-
-        ops_by_rank = tuple(tuple(map(as_op, program)) for program in programs)
-        return Schedule("searched", self.placement, self.microbatches, ops_by_rank)
-
     def programs(self, schedule: Schedule) -> Programs:
         """The programs of a schedule, with each whole backward as I and W."""
         programs: Programs = []
@@ -162,7 +72,7 @@ class Problem:
             numbers: list[int] = []
             for stage, kind, microbatch in program:
                 first = stage * self.row + 3 * microbatch
-                numbers += (first + I, first + W) if kind == "B" else (first + _KINDS.index(kind),)
+                numbers += (first + I, first + W) if kind == "B" else (first + SPLIT.index(kind),)
             programs.append(numbers)
         return programs
 
@@ -178,13 +88,13 @@ def problem(
     """The costs as whole numbers.
 
     limits: by rank, None for no limit
-    copies: as in Problem; None: the copies take the microbatches in turn
+    copies: as in OpCosts; None: the copies take the microbatches in turn
     from_first_op: the time of each rank counts from when its first op can start at best
     """
-    times = [costs.durations(kind, placement, microbatches) for kind in _KINDS]
-    delays = costs.delays(placement, microbatches)
+    times = [costs.durations(kind, placement, microbatches) for kind in SPLIT]
+    edges = costs.delays(placement, microbatches)
     sizes = [costs.rows(name, placement, microbatches) for name in ("activation", "held_for_weight")]
-    per_unit, exact = _quanta([x for rows in (*times, delays) for row in rows for x in row])
+    per_unit, exact = _quanta([x for rows in (*times, edges) for row in rows for x in row])
     finite = [x for x in limits if x is not None]
     per_size, exact_sizes = _quanta([*finite, *(x for rows in sizes for row in rows for x in row)])
 
@@ -194,20 +104,9 @@ def problem(
     def grains(size: float) -> int:
         return round(size * per_size) if exact_sizes else ceil(size * per_size)
 
-    duration, need, delay, take, give = (list[int]() for _ in range(5))
-    for stage, i in product(range(placement.stages), range(microbatches)):
-        duration += (quanta(rows[stage][i]) for rows in times)
-        for slot, kind in enumerate(_KINDS):
-            source = stage + SOURCE[kind]
-            if source == stage or source // placement.depth != stage // placement.depth:
-                need.append(NOTHING)
-                delay.append(0)
-                continue
-            need.append(3 * (source * microbatches + i) + slot)
-            crosses = placement.rank_of[source] != placement.rank_of[stage]
-            delay.append(quanta(delays[min(source, stage)][i]) if crosses else 0)
+    take, give = list[int](), list[int]()
+    for activation, kept in zip(*([grains(x) for row in rows for x in row] for rows in sizes), strict=True):
         # if W keeps more than was held before I, I takes the difference
-        activation, kept = (grains(rows[stage][i]) for rows in sizes)
         take += (activation, max(0, kept - activation), 0)
         give += (0, max(0, activation - kept), kept)
     total = sum(take) + 1
@@ -215,17 +114,16 @@ def problem(
         placement=placement,
         microbatches=microbatches,
         copies=copies or tuple(i % placement.replicas for i in range(microbatches)),
-        quantum=1 / per_unit,
-        duration=duration,
-        need=need,
-        delay=delay,
+        duration=[*map(quanta, by_op(zip(*times, strict=True)))],
+        delay=[*map(quanta, by_op(input_delays(placement, edges)))],
         take=take,
         give=give,
+        quantum=1 / per_unit,
         # a limit that `simulate` calls kept, up to a last digit, is kept here
         limit=[total if x is None else min(total, floor(x * per_size * (1 + 1e-12) + 1e-9)) for x in limits],
         offset=[0] * placement.ranks,
         exact_sizes=exact_sizes,
-        alike=all(row == row[:1] * len(row) for rows in (*times, delays, *sizes) for row in rows),
+        alike=all(row == row[:1] * len(row) for rows in (*times, edges, *sizes) for row in rows),
     )
     if from_first_op:
         scaled.offset[:] = [min(scaled.arrival[line] for line in lines) for lines in scaled.lines_of]

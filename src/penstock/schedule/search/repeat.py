@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from dataclasses import replace
 
+from penstock.schedule.dispatch import Programs
 from penstock.schedule.search.evaluate import Best, times
-from penstock.schedule.search.problem import OP_TIMED, Problem, Programs
+from penstock.schedule.search.problem import OP_TIMED
 
 _CUTS = 60  # moments that are tried
-
-
-def fewer(problem: Problem, microbatches: int) -> Problem:
-    """The same problem with fewer microbatches; all microbatches cost the same."""
-
-    def of_each_stage(values: list[int]) -> list[int]:
-        starts = range(0, problem.count, problem.row)
-        return [value for start in starts for value in values[start : start + 3 * microbatches]]
-
-    gone = 3 * (problem.microbatches - microbatches)  # between an op and the same one of the next stage
-
-    def renumbered(op: int) -> int:
-        return op if op < 0 else op - gone * (op // problem.row)
-
-    return replace(
-        problem,
-        microbatches=microbatches,
-        copies=problem.copies[:microbatches],
-        duration=of_each_stage(problem.duration),
-        need=[renumbered(op) for op in of_each_stage(problem.need)],
-        delay=of_each_stage(problem.delay),
-        take=of_each_stage(problem.take),
-        give=of_each_stage(problem.give),
-    )
 
 
 def extend(best: Best, small: Best) -> None:
@@ -55,7 +30,7 @@ def extend(best: Best, small: Best) -> None:
             if at is None:
                 break
             stretch = program[at : at + length]
-            extended.append(_numbered(best.problem, program[:at] + stretch * more + program[at:]))
+            extended.append(best.problem.in_order(program[:at] + stretch * more + program[at:]))
         if len(extended) == few.ranks:
             best.budget.spend(2 * OP_TIMED * best.problem.size)
             best.offer(extended, f"{small.method}, its steady state repeated")
@@ -68,13 +43,3 @@ def _once(program: list[int], near: int, count: int) -> int | None:
         if len(set(program[at : at + count])) == count:
             return at
     return None
-
-
-def _numbered(problem: Problem, lines: list[int]) -> list[int]:
-    """The ops of these lines, each line in order."""
-    seen: Counter[int] = Counter()
-    ops = []
-    for line in lines:
-        ops.append(problem.lines[line][seen[line]])
-        seen[line] += 1
-    return ops

@@ -22,14 +22,15 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.schedule.builders import BUILDERS
+from penstock.schedule.dispatch import F, I, Programs, W
 from penstock.schedule.ops import Op, Placement, Schedule, check_size, loop, not_a_count, wave
 from penstock.schedule.search import exact
 from penstock.schedule.search.anneal import anneal, replaced
 from penstock.schedule.search.bound import lower_bound
 from penstock.schedule.search.evaluate import Best
 from penstock.schedule.search.listing import Policy, list_schedules
-from penstock.schedule.search.problem import OP_TIMED, Budget, F, I, Problem, Programs, W, problem
-from penstock.schedule.search.repeat import extend, fewer
+from penstock.schedule.search.problem import OP_TIMED, Budget, Problem, problem
+from penstock.schedule.search.repeat import extend
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Objective, Timeline, check_objective
@@ -89,7 +90,7 @@ def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random
 
 def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Policy]) -> list[Policy]:
     """Search with fewer microbatches and repeat the steady state of the result. Returns the best policies."""
-    few = fewer(best.problem, microbatches)
+    few = best.problem.first(microbatches)
     small = Best(few, best.random, best.budget, lower_bound(few))
     begun = best.budget.spent / best.budget.total
     policies = list_schedules(small, begun + 0.5 * (share - begun), policies)
@@ -257,7 +258,7 @@ def _limits(memory_limit: float | Sequence[float] | None, ranks: int) -> list[fl
 
 def _check_limits(task: Problem, memory_limit: object, costs: Costs, limits: Sequence[float | None]) -> None:
     """Raise ConfigError for limits below what one microbatch at a time holds: every schedule needs that."""
-    timeline = simulate(task.schedule(_serial(task)), costs)
+    timeline = simulate(task.schedule("searched", _serial(task)), costs)
     alone, short = timeline.peak_memory, _beyond(limits, timeline)
     if short:
         by_rank = ", ".join(f"{alone[rank]:g} on rank {rank}" for rank in short)
@@ -343,7 +344,7 @@ def _least_of_pairs(task: Problem, costs: Costs, limits: Sequence[float | None])
 
 def _found(best: Best, least: float, costs: Costs, builders: list[tuple[str, Schedule, float]]) -> Found:
     """The result. least: a lower bound on the value."""
-    schedule, method = _merged(best.problem.schedule(best.programs), costs), best.method
+    schedule, method = _merged(best.problem.schedule("searched", best.programs), costs), best.method
     timeline = simulate(schedule, costs)
     value = _value(best.problem, timeline)
     first = builders[0] if builders else None

@@ -6,6 +6,7 @@ docs/config.md is written from the comments next to the keys (docs/config.py).
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -584,19 +585,31 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
         return "off" if value is False else value  # YAML 1.1 reads the bare word as false
 
 
+KeptMetric = Literal[
+    "held_out_loss", "held_out_token_accuracy", "held_out_rewards/accuracies", "held_out_rewards/margins"
+]
+
+
 class KeepSection(Section):
     """Which checkpoints stay when a newer one has been written; the newest always does."""
 
     # so many of the newest; null: all of train.checkpoint_every, and without `best` all
     last: Count | None = None
-    # and so many with the lowest held-out loss: an evaluation that is one of these is saved, and the link
+    # and so many with the best evaluations: an evaluation that is one of these is saved, and the link
     # checkpoints/best names the best one; null: 1 with train.early_stop, else 0
     best: SmallNatural | None = None
+    # what is best: the lowest held_out_loss, or the highest other metric of evaluations; needs `best`
+    metric: KeptMetric = "held_out_loss"
     every: Count | None = None  # and for ever those whose step is a multiple of this
 
     def check_keys(self) -> None:
         if self.every is not None and self.last is None:
             raise ValueError("every is set and last is not, which keeps all; set last to 1 or more, too")
+
+    def score(self, row: Mapping[str, Any]) -> float:
+        """Of an evaluation, by its row of metrics.jsonl; less is better."""
+        value = float(row[self.metric])
+        return value if self.metric == "held_out_loss" else -value
 
 
 class OutputSection(Section):
@@ -607,7 +620,12 @@ class OutputSection(Section):
     # Where else the numbers of metrics.jsonl go; a tracker that fails is dropped with a warning
     trackers: Annotated[tuple[TrackerSection, ...], Field(strict=False)] = ()
     sample_prompt: str | None = None  # the trained model continues it at the end; null: no sample
+    sample_every: Count | None = None  # and after every so many steps; null: only at the end
     sample_tokens: Count = 128  # of the continuation, at most
+
+    def check_keys(self) -> None:
+        if self.sample_every is not None and self.sample_prompt is None:
+            raise ValueError("sample_every is set and sample_prompt is not, which it continues; set both")
 
     @field_validator("trackers")
     @classmethod
@@ -680,6 +698,7 @@ class TrainConfig(Section):
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_loss()
+        self._check_metric()
         self._check_ramp("train", "batch_size")
         self._check_ramp("data", "sequence_length")
         if self.data.images is not None:
@@ -736,6 +755,19 @@ class TrainConfig(Section):
         if self.pipeline.balance == "measured" and loss.kind == "dpo":
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
+
+    def _check_metric(self) -> None:
+        """Raise ValueError for a metric of output.keep that no evaluation has, or that nothing reads."""
+        metric, loss = self.output.keep.metric, self.train.loss
+        if metric == "held_out_loss":
+            return
+        if ("rewards" in metric) is (loss is None):
+            has = "the loss of next tokens has held_out_token_accuracy"
+            if loss is not None:
+                has = f"train.loss={loss.kind} has held_out_rewards/accuracies and held_out_rewards/margins"
+            raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")
+        if not self.kept_best:
+            raise ValueError(f"output.keep.metric={metric} without output.keep.best; set best to 1 or more")
 
     def _check_images(self) -> None:
         """Raise ValueError for settings that would cut rows, and with them images."""

@@ -35,11 +35,11 @@ from penstock.errors import DataError
 from penstock.private import tree_leaves
 from penstock.train.data.sources import RecordError, blaming
 from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
+from penstock.train.encoding.templates import OverLimitError, has_marks
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]
 Counted = npt.NDArray[np.bool_]
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _SHORT = 16  # characters of a content that may occur in a template's own words by chance
 _NOWHERE = "qzjxv"
 _THOUGHT = re.compile(r"</?think>")
@@ -111,6 +111,12 @@ class ChatEncoder:
             said, where = str(error.message).rstrip("."), f"the chat template, line {error.lineno}"
             remedy = "Mend it there, or give another one (data.chat_template)"
             raise DataError(where, f"it is not Jinja ({said})", remedy) from None
+        except OverLimitError as error:
+            rule, remedy = (
+                f"the chat template {error}",
+                "Read it: a template takes moments, as do its records",
+            )
+            raise RecordError(rule, f"{remedy}; or give another one (data.chat_template)") from None
         except Exception as error:  # Jinja's, or any error of a template for values of another type
             rule = f"the chat template refuses it ({' '.join(str(error).split())})"
             remedy = "Mend it, or give a template that accepts it (data.chat_template)"
@@ -184,7 +190,7 @@ class ChatEncoder:
         _check_asked(chat, turns)
         chosen = turns[-1:] if self.loss_on == "last" else turns
         kept = [index for index in chosen if index not in chat.left_out]
-        if not _MARK.search(self.tokenizer.template(chat.options.get("tools"))):
+        if not has_marks(self.tokenizer.template(chat.options.get("tools"))):
             ids = self.tokenizer.chat_ids(chat.messages, chat.options)
             return _counted(ids, [(self._prefix(chat, index, ids, prompt=True),
                                    self._prefix(chat, index + 1, ids)) for index in kept])  # fmt: skip

@@ -29,6 +29,7 @@ from penstock.models.tracing.towers import encodes
 from penstock.reading import MIB, read_bytes, size
 from penstock.train.data.rows import Piece
 from penstock.train.data.sources import RecordError, blaming, need
+from penstock.train.encoding.templates import TemplateProcess
 from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace, read_folder
 
 _LARGEST = 64 * MIB  # of an image's file
@@ -53,7 +54,7 @@ class Processor(HuggingFace):
 
     def __init__(self, name: str, template: str | None, images: str, trusted: bool = False) -> None:
         self._name, self._template, self._trusted = name, template, trusted
-        self._images = str(Path(images).expanduser())
+        self._images, self._templates = str(Path(images).expanduser()), TemplateProcess.of_this_process()
         need("PIL.Image", "data.images", "images are read with Pillow", "images")
         self.processor = self._writer = read_folder(AutoProcessor, name, trusted, "processor", _REMEDY)
         if not hasattr(self.processor, "tokenizer") or not hasattr(self.processor, "image_processor"):
@@ -148,11 +149,10 @@ class Processor(HuggingFace):
         _, digest = _read_image(str(Path(self._images) / given))
         return {"type": "image", "path": given, "digest": digest}
 
-    def _chat(self, messages: ChatMessages, options: Mapping[str, Any]) -> Any:
-        encoded = self.processor.apply_chat_template(
-            [self._with_pixels(messages)], tokenize=True, return_dict=True, **options
+    def _applied(self, chats: list[list[dict[str, Any]]], **options: Any) -> Any:
+        return self.processor.apply_chat_template(
+            [self._with_pixels(messages) for messages in chats], tokenize=True, return_dict=True, **options
         )
-        return {name: value[0] for name, value in encoded.items() if name in ("input_ids", "assistant_masks")}
 
     # ---- The images of a microbatch
 
@@ -163,11 +163,12 @@ class Processor(HuggingFace):
         """
         chats = [json.loads(piece.shown or b"[]") for piece in rows]
         try:
-            encoded = self.processor.apply_chat_template(
-                [self._with_pixels(messages) for messages in chats],
-                tokenize=True, return_dict=True, return_tensors="pt",
+            encoded = self._encoded(
+                chats,
+                {},
+                return_tensors="pt",
                 processor_kwargs={"padding": True, "padding_side": "right"},
-            )  # fmt: skip
+            )
         except DataError:
             raise
         except Exception as error:  # a processor may refuse together images that it accepts one by one

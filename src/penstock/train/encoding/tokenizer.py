@@ -19,6 +19,7 @@ from penstock.errors import DataError
 from penstock.models.model_folder import TOKENIZER, check_folder, code_refused, names_code, other_files
 from penstock.reading import MIB, read_text
 from penstock.train.data.sources import wrong
+from penstock.train.encoding.templates import Rendered, TemplateProcess
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 ChatMessages = Sequence[Mapping[str, Any]]
@@ -39,6 +40,12 @@ CHAT_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
+# a template that writes what another one has written, which ran in a process of its own
+_PARTS = "penstock_parts"
+_WRITTEN = (
+    "{%for part in messages[0].penstock_parts%}{%if part[1]%}{%generation%}{{part[0]}}{%endgeneration%}"
+    "{%else%}{{part[0]}}{%endif%}{%endfor%}"
+)
 _MARKERS = ("<|im_start|>", "<|im_end|>")
 _LARGEST_TEMPLATE = MIB
 _REMEDY = "Give a local folder with a tokenizer, or the word bytes"
@@ -89,6 +96,7 @@ class HuggingFace:
             else read_folder(AutoTokenizer, name, trusted, "tokenizer", _REMEDY)
         )
         self._writer = self.own
+        self._templates = TemplateProcess.of_this_process()
         if template is not None:
             self.own.chat_template = template
 
@@ -142,20 +150,36 @@ class HuggingFace:
 
     def chat_text(self, messages: ChatMessages, options: Mapping[str, Any]) -> str:
         """The text that the template writes. options: of the template"""
-        return str(self._writer.apply_chat_template(messages, tokenize=False, **options))
+        if self._trusted:
+            return str(self._writer.apply_chat_template(messages, tokenize=False, **options))
+        return self._rendered(messages, options).text
 
     def chat_ids(self, messages: ChatMessages, options: Mapping[str, Any]) -> list[int]:
         """The ids of the text that the template writes."""
-        return list(self._chat(messages, options)["input_ids"])
+        return list(self._encoded([messages], options)["input_ids"][0])
 
     def chat_marked(self, messages: ChatMessages, options: Mapping[str, Any]) -> tuple[list[int], list[int]]:
         """The ids, and for each 1 if it is between the template's marks of generation, else 0."""
-        encoded = self._chat(messages, {**options, "return_assistant_tokens_mask": True})
-        return list(encoded["input_ids"]), list(encoded["assistant_masks"])
+        encoded = self._encoded([messages], options, return_assistant_tokens_mask=True)
+        return list(encoded["input_ids"][0]), list(encoded["assistant_masks"][0])
 
-    def _chat(self, messages: ChatMessages, options: Mapping[str, Any]) -> Any:
+    def _rendered(self, messages: ChatMessages, options: Mapping[str, Any]) -> Rendered:
+        template = self.template(options.get("tools"))
+        return self._templates.render(template, messages, {**self.own.special_tokens_map, **options})
+
+    def _encoded(self, chats: Sequence[ChatMessages], options: Mapping[str, Any], **more: Any) -> Any:
+        """The entries that the tokenizer or processor makes of chats, a list of each. more: for its call"""
+        if self._trusted:  # code of the folder may run, and may be what writes its chats
+            return self._applied([[*map(dict, messages)] for messages in chats], **options, **more)
+        written = [
+            [{**messages[0], _PARTS: self._rendered(messages, options).parts}, *map(dict, messages[1:])]
+            for messages in chats
+        ]
+        return self._applied(written, chat_template=_WRITTEN, **more)
+
+    def _applied(self, chats: list[list[dict[str, Any]]], **options: Any) -> Any:
         return self.own.apply_chat_template(
-            messages, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
+            chats, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
         )
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -32,6 +32,12 @@ def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any
         yield name, tree
 
 
+def kind_of(row: MetricsRow) -> str:
+    """What a row is of: an evaluation, a checkpoint, a sample or a step."""
+    of_key = {"held_out_loss": "evaluation", "checkpoint": "checkpoint", "sample": "sample"}
+    return next((kind for key, kind in of_key.items() if key in row), "step")
+
+
 @contextmanager
 def writable(path: Path) -> Iterator[None]:
     """Raise RunError if the block cannot write `path`, as on a full disk."""

@@ -1,32 +1,69 @@
-"""A sample at the end of a run: plain transformers loads the saved model, which continues a prompt."""
+"""Samples while a run goes on, and at its end: the pipeline continues a prompt."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PretrainedConfig
-from transformers.utils import logging
+from transformers import PretrainedConfig
 
 from penstock.errors import ConfigError
-from penstock.models.model_folder import config_of
-from penstock.models.source import auto_class
 from penstock.train.config.sections import OutputSection
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import positions
-from penstock.train.part import RunPart
+from penstock.train.part import Run, RunPart, TrainStep
+
+_CHOICE: dict[str, Any] = {"do_sample": True, "temperature": 0.6, "pad_token_id": 0}
 
 
 class Sample(RunPart):
-    """Prints a sample from the last checkpoint (output.sample_prompt)."""
+    """Continues output.sample_prompt every output.sample_every steps, and after the last one.
+
+    It ends at the model's last position, as a table of positions has no row for more.
+    """
+
+    def __init__(self, run: Run, tokenizer: Tokenizer, prompt: str) -> None:
+        super().__init__(run)
+        self._tokenizer, self._prompt = tokenizer, tokenizer.prompt(prompt)
+        self._text = ""  # the last sample
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Raise what a pipeline that cannot generate raises, before the first step."""
+        self._continued(1)
+        yield
+
+    def after(self, step: TrainStep) -> None:
+        every = self.run.config.output.sample_every
+        if (step.ended and not step.stopped) or (every and step.number % every == 0):
+            self._sample(step)
 
     def summary(self) -> Iterator[str]:
-        config, checkpoint = self.run.config, self.run.checkpoint
-        if config.output.sample_prompt is not None and checkpoint is not None:
-            trusted = config.model.trust_remote_code
-            text = sample(checkpoint, config.output, config.train.seed, trusted=trusted)
-            yield f"sample from the checkpoint, by plain transformers:\n{text}"
+        if self._text:
+            yield f"sample by the trained model:\n{self._text}"
+
+    def _sample(self, step: TrainStep) -> None:
+        """Write and show a sample; the summary shows the last one. Collective."""
+        run, started, count = self.run, time.perf_counter(), self.run.config.output.sample_tokens
+        longest = positions(run.pipe.config)
+        if longest is not None:
+            count = min(count, longest - len(self._prompt) + 1)  # the last one is not read again
+        self._text = self._tokenizer.decode(self._continued(count))
+        run.log.write({"step": step.number, "sample": self._text, "seconds": time.perf_counter() - started})
+        if not step.ended:
+            run.display.say(f"step {step.number}/{run.config.train.last}  sample: {self._text}")
+
+    def _continued(self, count: int) -> list[int]:
+        """The prompt, and up to `count` tokens after it. Collective."""
+        pipe, seed = self.run.pipe, self.run.config.train.seed
+        ids = torch.tensor([self._prompt])
+        made = pipe.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, seed=seed, **_CHOICE
+        )
+        return [int(token) for token in made[0]]
 
 
 def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: PretrainedConfig) -> None:
@@ -43,28 +80,3 @@ def check_prompt(section: OutputSection, tokenizer: Tokenizer, model: Pretrained
     if max(ids) >= vocabulary:
         rule = f"it gives token id {max(ids)} and the model has ids 0 to {vocabulary - 1} (vocab_size)"
         raise ConfigError(value, rule, f"Write other text, or take a vocab_size above {max(ids)}")
-
-
-def sample(checkpoint: Path, section: OutputSection, seed: int, *, trusted: bool = False) -> str:
-    """The prompt and its continuation by the saved model: transformers' `generate` at a low temperature.
-
-    It ends at the model's last position, as a table of positions has no row for more.
-
-    Args:
-        trusted: whether Python code in the checkpoint may run
-    """
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trusted)
-    logging.disable_progress_bar()  # "Loading weights" in the middle of the summary
-    kind = auto_class(config_of(checkpoint, trusted))
-    model = kind.from_pretrained(checkpoint, trust_remote_code=trusted)
-    logging.enable_progress_bar()
-    encoded = tokenizer(section.sample_prompt, return_tensors="pt")
-    count, longest = section.sample_tokens, positions(model.config)
-    if longest is not None:
-        count = min(count, longest - encoded["input_ids"].shape[1] + 1)  # the last one is not read again
-    torch.manual_seed(seed)
-    output = model.generate(
-        input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"],
-        max_new_tokens=count, do_sample=True, temperature=0.6, pad_token_id=0,
-    )  # fmt: skip
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))

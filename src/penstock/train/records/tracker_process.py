@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.reading import parse_json, read_json
-from penstock.train.records.metrics import leaves
+from penstock.train.records.metrics import MetricsRow, kind_of, leaves
 from penstock.train.records.trackers import PATIENCE
 
 _EVERY = 1.0  # seconds between two reads of the file
@@ -154,18 +154,18 @@ _CLASSES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any], Path], Track
 # ---- Rows
 
 
-def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def numbers(row: MetricsRow) -> dict[str, float]:
     """The numbers of a row by the names that transformers' Trainer gives them: ``train/loss``, ``eval/loss``.
 
     Those in lists and mappings have flat names, as ``train/peak_resident/0``. A value that is null, as a loss
     that is not finite, is left out.
     """
-    kind = "eval/" if "held_out_loss" in row else "checkpoint/" if "checkpoint" in row else "train/"
+    kind = {"step": "train/", "evaluation": "eval/"}.get(kind_of(row), f"{kind_of(row)}/")
     metrics = {}
     for name, value in leaves({key: value for key, value in row.items() if key != "step"}, "/"):
         if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
             name = re.sub(r"[^\w./ -]", "_", name)  # a pattern of the config may be in it
-            metrics[kind + ("loss" if name == "held_out_loss" else name)] = float(value)
+            metrics[kind + name.removeprefix("held_out_")] = float(value)
     return metrics
 
 

@@ -20,8 +20,8 @@ from penstock.errors import ConfigError
 from penstock.schedule.files import write_text
 from penstock.schedule.render.drawing import Drawing, Panel, number, percent
 from penstock.schedule.render.page import parts, read
-from penstock.train.records.metrics import leaves
-from penstock.train.report.charts import Chart, Line, draw
+from penstock.train.records.metrics import kind_of, leaves
+from penstock.train.report.charts import STYLES, Chart, Line, draw
 from penstock.train.report.recorded import RecordedRun, finite, read_run
 
 _ROWS = 12  # of the table of numbers
@@ -33,6 +33,12 @@ _PARTS = {  # of a run's time, in the order of a step
     "rest": "the rest of the steps",
     "evaluation": "held-out loss",
     "checkpoint": "waiting for checkpoints",
+    "sample": "samples",
+}
+_MEMORY = {
+    "peak_allocated": "GPU, by tensors",
+    "peak_reserved": "GPU, by torch's allocator",
+    "peak_resident": "host",
 }
 
 
@@ -51,7 +57,8 @@ def report(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 def page(runs: Sequence[RecordedRun]) -> str:
     """The page of these runs."""
-    title = runs[0].name if len(runs) == 1 else " and ".join(run.name for run in runs)
+    *others, last = (run.name for run in runs)
+    title = f"{', '.join(others)} and {last}" if others else last
     return Template(_read("report.html")).substitute(
         head=read("page_head.html"),
         style="\n".join([read("page.css"), _read("report.css")]),
@@ -60,6 +67,7 @@ def page(runs: Sequence[RecordedRun]) -> str:
         facts=_facts(runs),
         charts="\n".join(filter(None, map(draw, charts(runs)))) or _note("No step has a row yet."),
         timeline=_timeline(runs),
+        memory=_memory(runs) if len(runs) > 1 else "",
         runs="\n".join(_of_run(run, len(runs) > 1) for run in runs),
         differences=_differences(runs),
         script=_read("report.js"),
@@ -86,31 +94,36 @@ def _named_apart(runs: list[RecordedRun]) -> list[RecordedRun]:
 
 def state(run: RecordedRun) -> tuple[str, str]:
     """The state in one word, and a sentence on it."""
-    done = run.steps[-1]["step"] if run.steps else 0
-    asked = run.config.get("train", {}).get("steps") if isinstance(run.config.get("train"), dict) else None
-    where = f"step {done:,}" + (f" of {asked:,}" if isinstance(asked, int) else "")
+    done, asked = run.done, run.asked
+    where = f"step {done:,}" + ("" if asked is None else f" of {asked:,}")
     end = run.starts[-1].get("end") if run.starts else None
     if isinstance(end, dict):
         how = str(end.get("how"))
         return how, f"{where}, ended {_moment(end.get('at'))}" + (f": {end['why']}" if end.get("why") else "")
-    if not run.starts and isinstance(asked, int) and done >= asked:  # of a version that does not record it
+    if not run.starts and asked is not None and done >= asked:  # of a version that does not record it
         return "finished", where
     return "no end recorded", f"{where}; it goes on, or was killed"
+
+
+def notes(run: RecordedRun) -> list[str]:
+    """What else there is to say of how it went."""
+    said = []
+    skipped = [row["step"] for row in run.steps if "skipped" in row]
+    if skipped:
+        first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
+        said.append(f"steps skipped, for their loss or gradients: {len(skipped)} (step {first})")
+    if left_out := [row["rows_left_out"] for row in run.steps if "rows_left_out" in row]:
+        said.append(f"rows left out, as the run went back after spikes of the loss: {left_out[-1]}")
+    if len(run.starts) > 1:
+        said.append(f"started {len(run.starts)} times")
+    return said
 
 
 def _state(run: RecordedRun, named: bool) -> str:
     word, sentence = state(run)
     known = {"finished": "good", "failed": "bad", "interrupted": "bad"}
-    notes = [f"unreadable lines of metrics.jsonl: {run.unreadable}"] if run.unreadable else []
-    skipped = [row["step"] for row in run.steps if "skipped" in row]
-    if skipped:
-        first = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
-        notes.append(f"steps skipped, for their loss or gradients: {len(skipped)} (step {first})")
-    if left_out := [row["rows_left_out"] for row in run.steps if "rows_left_out" in row]:
-        notes.append(f"rows left out, as the run went back after spikes of the loss: {left_out[-1]}")
-    if len(run.starts) > 1:
-        notes.append(f"started {len(run.starts)} times")
-    text = "; ".join([sentence, *notes])
+    unreadable = [f"unreadable lines of metrics.jsonl: {run.unreadable}"] if run.unreadable else []
+    text = "; ".join([sentence, *unreadable, *notes(run)])
     pill = f'<span class="pill {known.get(word, "")}">{escape(word)}</span>'
     name = f"<b>{escape(run.name)}</b> " if named else ""
     return f'<p class="state">{name}{pill} {escape(text)}</p>'
@@ -132,6 +145,10 @@ def facts(run: RecordedRun) -> list[Fact]:
         if known:
             least, at = min(known)
             stats.append(Fact(name, number(known[-1][0]), f"least {number(least)}, step {at:,}"))
+    shares = [(value, step) for step, value in run.points("held_out_token_accuracy") if value is not None]
+    if shares:
+        most, at = max(shares)
+        stats.append(Fact("Held-out accuracy", percent(shares[-1][0]), f"most {percent(most)}, step {at:,}"))
     rates: list[tuple[str, str, Callable[[float], str]]] = [
         ("Tokens a second", "tokens_per_second", lambda value: f"{value:,.0f}"),
         ("TFLOP/s a device", "tflops_per_device", number),
@@ -146,9 +163,9 @@ def facts(run: RecordedRun) -> list[Fact]:
     for key, name in (("peak_allocated", "Peak GPU memory"), ("peak_resident", "Peak host memory")):
         peaks = run.by_process(key)
         if any(peaks):
-            stats.append(Fact(name, _bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
+            stats.append(Fact(name, in_bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
     spent = sum(seconds_by_part(run).values())
-    return [*stats, Fact("Time", _duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
+    return [*stats, Fact("Time", duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
 
 
 def _facts(runs: Sequence[RecordedRun]) -> str:
@@ -190,9 +207,18 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     rates = [("learning_rates", name, name, False) for name in groups]
     rates = rates or [("learning_rate", None, "learning rate", False)]
     padding = single("padding", "padding")
+    training, held_out = (("loss", None, "training", False), ("held_out_loss", None, "held out", True))
+    losses = [Chart("Loss", "nats a token", lines(training, held_out))]
+    if several:  # two lines a run would hide each other
+        losses = [
+            Chart("Loss", "nats a token", lines(training)),
+            Chart("Held-out loss", "nats a token", lines(held_out)),
+        ]
     return [
-        Chart("Loss", "nats a token", lines(
-            ("loss", None, "training", False), ("held_out_loss", None, "held out", True))),
+        *losses,
+        Chart("Token accuracy", "share of the labels", lines(
+            ("token_accuracy", None, "training", False),
+            ("held_out_token_accuracy", None, "held out", True)), percent),
         Chart("Gradient norm", "before clipping", single("grad_norm", "norm"), log=True),
         Chart("Learning rate", "", lines(*rates), lambda value: f"{value:.3g}", from_zero=True),
         Chart("Tokens a second", "without padding", single("tokens_per_second", "tokens/s"),
@@ -203,7 +229,34 @@ def charts(runs: Sequence[RecordedRun]) -> list[Chart]:
               from_zero=True),
         Chart("Padding", "share of the tokens", [line for line in padding if any(v for _, v in line.points)],
               percent, from_zero=True),
+        Chart("Peak memory", _memory_unit(runs), _memory_lines(runs), from_zero=True),
     ]  # fmt: skip
+
+
+def _memory_unit(runs: Sequence[RecordedRun]) -> str:
+    kinds = dict.fromkeys(
+        "GPUs, by tensors" if run.memory_key == "peak_allocated" else "host" for run in runs
+    )
+    return f"GiB of the {' or '.join(kinds)}" + (", of the process with the most" if len(runs) > 1 else "")
+
+
+def _memory_lines(runs: Sequence[RecordedRun]) -> list[Line]:
+    """Of one run a line for each process, or the most and the least of many; of several runs the most."""
+    lines: list[Line] = []
+    for index, run in enumerate(runs):
+        peaks = run.by_process(run.memory_key)
+        order = sorted(range(len(peaks)), key=peaks.__getitem__, reverse=True)
+        shown = (
+            order[:1] if len(runs) > 1 else sorted(order) if len(order) <= STYLES else [order[0], order[-1]]
+        )
+        for process in shown:
+            points = [(step, None if value is None else value / 2**30)
+                      for step, value in run.points(run.memory_key, process)]  # fmt: skip
+            several = len(runs) > 1
+            lines.append(
+                Line(run.name if several else f"process {process}", points, index if several else len(lines))
+            )
+    return lines
 
 
 # ---- The timeline
@@ -230,8 +283,8 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
 
 
 def _of_run(run: RecordedRun, named: bool) -> str:
-    blocks = (_time(run), _memory(run), _starts(run))
-    details = (_numbers(run), _config(run), _environment(run))
+    blocks = (_time(run), "" if named else _memory([run]), _starts(run))
+    details = (_numbers(run), _samples(run), _config(run), _environment(run))
     name = f"<h2>{escape(run.name)}</h2>" if named else ""
     joined = "".join(filter(None, blocks))
     return f'{name}<div class="blocks">{joined}</div>' + "".join(filter(None, details))
@@ -242,7 +295,7 @@ def seconds_by_part(run: RecordedRun) -> dict[str, float]:
     totals = dict.fromkeys(_PARTS, 0.0)
     for row in run.rows:
         seconds = finite(row.get("seconds")) or 0.0
-        kind = "evaluation" if "held_out_loss" in row else "checkpoint" if "checkpoint" in row else "rest"
+        kind = "rest" if kind_of(row) == "step" else kind_of(row)
         inner = row.get("seconds_by_part")
         pairs = inner.items() if isinstance(inner, dict) else ()
         known = {name: finite(value) or 0.0 for name, value in pairs}
@@ -262,31 +315,38 @@ def _time(run: RecordedRun) -> str:
     rows = []
     for index, name, share in shares:
         swatch, about = f'<i class="p{index}"></i>', f"<small>{escape(_PARTS.get(name, ''))}</small>"
-        rows.append([f"{swatch}{escape(name)} {about}", _duration(spent[name]), percent(share)])
+        rows.append([f"{swatch}{escape(name)} {about}", duration(spent[name]), percent(share)])
     table = _table(["part", "time", "share"], rows, escaped=True)
     note = _note("By the clock of the first process's host: a GPU's work counts where the host waits for it.")
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
 
 
-def _memory(run: RecordedRun) -> str:
-    names = {
-        "peak_allocated": "GPU, by tensors",
-        "peak_reserved": "GPU, by torch's allocator",
-        "peak_resident": "host",
+def _memory(runs: Sequence[RecordedRun]) -> str:
+    """The peaks of each process, of all runs in one table."""
+    columns = {
+        f"{run.name}: {name}" if len(runs) > 1 else name: peaks
+        for run in runs
+        for key, name in _MEMORY.items()
+        if any(peaks := run.by_process(key))
     }
-    columns = {name: run.by_process(key) for key, name in names.items() if any(run.by_process(key))}
     if not columns:
         return ""
-    most = {name: max(values) for name, values in columns.items()}
+    kinds = {name: name.rpartition(": ")[2] for name in columns}
+    most = {
+        kind: max(max(columns[name]) for name in columns if kinds[name] == kind) for kind in kinds.values()
+    }
     rows = []
     for at in range(max(map(len, columns.values()))):
         cells = [f"process {at}"]
         for name, values in columns.items():
-            value = values[at] if at < len(values) else 0.0
-            bar = f'<span class="bar"><i style="width:{100 * value / most[name]:.1f}%"></i></span>'
-            cells.append(f'{bar}<span class="share">{_bytes(value)}</span>')
+            cells.append(_memory_bar(values[at], most[kinds[name]]) if at < len(values) else "-")
         rows.append(cells)
     return _block("Peak memory", _table(["process", *columns], rows, escaped=True))
+
+
+def _memory_bar(value: float, most: float) -> str:
+    bar = f'<span class="bar"><i style="width:{100 * value / most:.1f}%"></i></span>'
+    return f'{bar}<span class="share">{in_bytes(value)}</span>'
 
 
 def _starts(run: RecordedRun) -> str:
@@ -310,6 +370,15 @@ def _numbers(run: RecordedRun) -> str:
     rows = [[f"{row['step']:,}", *(_plain(finite(row.get(key))) for key in keys)] for row in chosen]
     heads = ["step", *(key.replace("_", " ") for key in keys)]
     return _details(f"Numbers of {count} of {len(run.steps):,} steps", _table(heads, rows))
+
+
+def _samples(run: RecordedRun) -> str:
+    rows = [
+        [f"{row['step']:,}", f"<pre>{escape(str(row['sample']))}</pre>"]
+        for row in run.rows
+        if "sample" in row
+    ]
+    return _details(f"Samples, {len(rows)}", _table(["step", "text"], rows, escaped=True)) if rows else ""
 
 
 def _config(run: RecordedRun) -> str:
@@ -369,7 +438,7 @@ def _plain(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.5g}"
 
 
-def _bytes(value: float) -> str:
+def in_bytes(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
@@ -378,7 +447,7 @@ def _moment(at: object) -> str:
     return str(at)[:16].replace("T", " ")
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ from penstock.schedule.choose import chosen_schedule, open_stages
 from penstock.train.records.metrics import MetricsRow, without_replaced_rows
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
-_WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
+WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 _LARGEST = 1e100  # larger numbers have no meaning, and charts would overflow
 
 
@@ -39,12 +41,29 @@ class RecordedRun:
         """The rows of training steps."""
         return tuple(row for row in self.rows if "loss" in row)
 
-    def points(self, key: str, inner: str | None = None) -> Points:
-        """The value at `key` in each row that has it, by step. inner: a key within the row's mapping `key`"""
+    @property
+    def done(self) -> int:
+        """The last step with a row; 0 before the first."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def asked(self) -> int | None:
+        """The last step of the run; None where its config does not say it."""
+        section = self.config.get("train")
+        steps = section.get("steps") if isinstance(section, dict) else None
+        return steps if isinstance(steps, int) else None
+
+    def points(self, key: str, inner: str | int | None = None) -> Points:
+        """The value at `key` in each row that has it, by step.
+
+        inner: a key within the row's mapping `key`, or a process, for an entry of the row's list
+        """
         points = []
         for row in self.rows:
             value = row.get(key)
-            if inner is not None:
+            if isinstance(inner, int):
+                value = value[inner] if isinstance(value, list) and inner < len(value) else None
+            elif inner is not None:
                 value = value.get(inner) if isinstance(value, dict) else None
             if key in row and (inner is None or value is not None):
                 points.append((row["step"], finite(value)))
@@ -61,6 +80,11 @@ class RecordedRun:
         width = max(map(len, lists), default=0)
         return [max((finite(values[at]) or 0.0 for values in lists if at < len(values)), default=0.0)
                 for at in range(width)]  # fmt: skip
+
+    @cached_property
+    def memory_key(self) -> str:
+        """The entry of the rows that says what a process holds: of its GPU, or of the host."""
+        return "peak_allocated" if any("peak_allocated" in row for row in self.rows) else "peak_resident"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -80,7 +104,7 @@ class RecordedRun:
             labels = [label for label in ("predicted", "measured") if label in data]
             timelines = {label: Timeline.from_data(data[label]) for label in labels}
             return timelines, f"Step {int(data['step'])}, as the ranks recorded it."
-        except (OSError, PenstockError, *_WRONG):
+        except (OSError, PenstockError, *WRONG):
             pass
         try:
             section = self.config["pipeline"]
@@ -90,26 +114,83 @@ class RecordedRun:
             schedule = chosen_schedule(section["schedule"], ranks, section["microbatches"])
             why = "A prediction: the run has recorded no step yet. Every forward takes 1, every backward 2."
             return {"predicted": simulate(schedule)}, why
-        except (OSError, PenstockError, *_WRONG):
+        except (OSError, PenstockError, *WRONG):
             return {}, "The run has recorded no step, and its config names no schedule that could be drawn."
+
+
+class RowsFile:
+    """A metrics.jsonl, to which a run may append rows meanwhile.
+
+    rows: the readable ones of its lines so far; unreadable: the number of the others
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file, self._end, self._rest = path, 0, 0, b""
+        self._restart(0)
+
+    def read(self) -> None:
+        """Read the complete lines that have come since, or all of a new file. Raises OSError."""
+        with open_regular(self._path) as file:
+            facts = os.fstat(file.fileno())
+            if facts.st_ino != self._file or facts.st_size < self._end:
+                self._restart(facts.st_ino)
+            file.seek(self._end)
+            *lines, self._rest = file.read().split(b"\n")
+            self._end = file.tell() - len(self._rest)
+        self._add(lines)
+
+    def read_all(self) -> None:
+        """Read what has come since, with a last line that has no end. Raises OSError."""
+        self.read()
+        self._add([self._rest] if self._rest else [])
+
+    def _restart(self, file: int) -> None:
+        self.rows: list[MetricsRow] = []
+        self.unreadable, self._file, self._end, self._rest = 0, file, 0, b""
+
+    def _add(self, lines: list[bytes]) -> None:
+        rows = [_row(line) for line in lines]
+        self.rows += (row for row in rows if row is not None)
+        self.unreadable += rows.count(None)
 
 
 def read_run(folder: Path) -> RecordedRun:
     """Read a run. Raises ConfigError for a folder without one."""
-    file, known = folder / "metrics.jsonl", _json(folder / "run.json")
-    lines: list[MetricsRow | None] = []
+    known, lines = _json(folder / "run.json"), RowsFile(folder / "metrics.jsonl")
     try:
-        with open_regular(file) as opened:
-            lines += (_row(line) for line in opened)
+        lines.read_all()
     except OSError as error:
         if not known:
-            rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
-            remedy = "Give the output.folder of a run of penstock train"
-            raise ConfigError(f"run {str(folder)!r}", rule, remedy) from None
-    rows = [row for row, _ in without_replaced_rows((row, None) for row in lines if row is not None)]
-    return RecordedRun(
-        folder.resolve().name, folder, tuple(rows), lines.count(None), known or _of_checkpoint(folder)
-    )
+            raise _no_run(folder, error) from None
+    return _recorded(folder, lines, known or _of_checkpoint(folder))
+
+
+def _no_run(folder: Path, error: OSError) -> ConfigError:
+    rule = f"it has no metrics.jsonl that can be read ({error.strerror})"
+    return ConfigError(f"run {str(folder)!r}", rule, "Give the output.folder of a run of penstock train")
+
+
+def _recorded(folder: Path, lines: RowsFile, about: Mapping[str, Any]) -> RecordedRun:
+    rows = [row for row, _ in without_replaced_rows((row, None) for row in lines.rows)]
+    return RecordedRun(folder.resolve().name, folder, tuple(rows), lines.unreadable, about)
+
+
+class GrowingRun:
+    """A run that may go on, read again and again: each time only what has come since.
+
+    Raises ConfigError for a folder without a run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lines = folder, RowsFile(folder / "metrics.jsonl")
+        read_run(folder)
+
+    def read(self) -> RecordedRun:
+        """The run as it is now."""
+        about = _json(self._folder / "run.json")  # before the rows: they are all written when it has an end
+        with suppress(OSError):
+            self._lines.read()
+        return _recorded(self._folder, self._lines, about)
 
 
 def finite(value: object) -> float | None:
@@ -123,7 +204,7 @@ def _row(line: bytes) -> MetricsRow | None:
     try:
         row = parse_json(line)
         return row if type(row["step"]) is int and 0 <= row["step"] < _LARGEST else None
-    except _WRONG:
+    except WRONG:
         return None
 
 

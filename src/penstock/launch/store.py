@@ -1,0 +1,155 @@
+"""The store of an attempt: torch's TCPStore, for processes of this user on this machine alone.
+
+    rank -> door 127.0.0.1:port -> TCPStore 127.a.b.c:port
+
+Whoever connects to a TCPStore may read, list and delete every key, and ranks connect by code of torch that
+has no secret to show. But the kernel knows the user of every local connection. So the door takes connections
+of its own user alone, and passes their bytes on. Torch accepts at an address of its own, drawn at random, and
+a filter of that socket drops all packets but those from the one port that the door has just bound.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from threading import Thread
+from typing import Self
+
+from penstock.errors import RunError
+
+_HERE = "127.0.0.1"
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_CONNECTED = "01"  # other states have no process, and show the user 0
+_ATTACH_FILTER = 26  # SO_ATTACH_FILTER
+_LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x28, 0x15, 0x06  # of classic BPF
+_PIECE = 1 << 16  # bytes
+_PAUSE = 0.05  # seconds
+_LIMIT = timedelta(seconds=60)
+
+
+class GuardedStore:
+    """A store and its door. A context manager, which closes the door.
+
+    Attributes:
+        port: of 127.0.0.1, for ranks
+    """
+
+    def __init__(self) -> None:
+        """Raises RunError where this system cannot keep other users out."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        self._closed = False
+        self._sockets = ExitStack()
+        self._door = self._sockets.enter_context(_listening(_HERE, 0))
+        self.port: int = self._door.getsockname()[1]
+        try:
+            self._inner = self._sockets.enter_context(_listening(_drawn_address(), self.port))
+            _hear_only(self._inner, 0)
+        except OSError as error:
+            self._sockets.close()
+            rule = f"other users could reach it, as a socket cannot be filtered here ({error.strerror})"
+            raise RunError("the store of the ranks", rule, "Start the ranks with torchrun") from error
+        Thread(target=self._let_in, name="penstock-door", daemon=True).start()
+        # its own first connection goes through the door, as it has the port of the other socket
+        descriptor = os.dup(self._inner.fileno())
+        self._store = TCPStore(
+            _HERE, self.port, None, True, _LIMIT, wait_for_workers=False, master_listen_fd=descriptor
+        )
+
+    def _let_in(self) -> None:
+        while not self._closed:
+            try:
+                client, address = self._door.accept()
+                if user_of(address, self._door.getsockname()) == os.getuid():
+                    self._connect(client)
+                else:
+                    client.close()
+            except OSError:  # too many open files, or the door is closed
+                time.sleep(_PAUSE)
+
+    def _connect(self, client: socket.socket) -> None:
+        with ExitStack() as failed:
+            failed.enter_context(client)
+            inner = failed.enter_context(socket.socket())
+            inner.bind((_HERE, 0))
+            _hear_only(self._inner, inner.getsockname()[1])
+            inner.connect(self._inner.getsockname())
+            failed.pop_all()
+        Thread(target=_join, args=(client, inner), name="penstock-store", daemon=True).start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed = True
+        self._door.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
+        self._sockets.close()
+        del self._store
+
+
+def user_of(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The number of the user whose process has connected `client` to `server`, addresses of this machine.
+
+    None where no such connection is open.
+    """
+    ends = tuple(map(_in_table, (client, server)))
+    for table in _TABLES:
+        with suppress(OSError):
+            for line in table.read_text().splitlines()[1:]:
+                _, local, remote, state, _, _, _, user, *_ = line.split()
+                if local.endswith(ends[0]) and remote.endswith(ends[1]) and state == _CONNECTED:
+                    return int(user)
+    return None
+
+
+def _in_table(end: tuple[str, int]) -> str:
+    """How /proc/net/tcp writes an address and port. In /proc/net/tcp6 zeros and FFFF stand before it."""
+    address, port = end
+    return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.bind((address, port))
+    listening.listen(socket.SOMAXCONN)
+    return listening
+
+
+def _drawn_address() -> str:
+    """One of this machine's 16 million: where nobody can have taken every port before."""
+    return ".".join(map(str, (127, *(1 + secrets.randbelow(254) for _ in range(3)))))
+
+
+def _hear_only(listening: socket.socket, port: int) -> None:
+    """Drop each packet that is not from this port. A connection keeps the filter with which it began."""
+    filters = [(_LOAD_HALF, 0, 0, 0), (_JUMP_EQUAL, 0, 1, port), (_RETURN, 0, 0, 1 << 18), (_RETURN, 0, 0, 0)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in filters))
+    described = struct.pack("HL", len(filters), ctypes.addressof(program))
+    listening.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, described)
+
+
+def _join(client: socket.socket, inner: socket.socket) -> None:
+    """Pass the bytes of two sockets on to each other, and close both once both have ended."""
+    with client, inner:
+        back = Thread(target=_pass_on, args=(inner, client), name="penstock-store", daemon=True)
+        back.start()
+        _pass_on(client, inner)
+        back.join()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    """Pass bytes on until the source ends, and end the target then."""
+    source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with suppress(OSError):
+        while piece := source.recv(_PIECE):
+            target.sendall(piece)
+    with suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
