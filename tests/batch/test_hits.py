@@ -78,6 +78,18 @@ def test_counting_changes_neither_the_loss_nor_a_gradient() -> None:
         assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("accuracy", [False, True])
+def test_whole_logits_are_not_copied_to_be_counted(monkeypatch: pytest.MonkeyPatch, accuracy: bool) -> None:
+    """Rows of a slice lie apart: to flatten them copies all logits."""
+    hidden, weight, labels = drawn(torch.float32)
+    logits = F.linear(hidden, weight)
+    shown = list[int]()
+    loss = NextToken(accuracy=accuracy)
+    monkeypatch.setattr(loss.hits, "add_whole", lambda logits, *_: shown.append(logits.data_ptr()))
+    loss.total({"logits": logits}, {"labels": labels})
+    assert shown == [logits.data_ptr()]
+
+
 def test_prediction_layers_do_not_count() -> None:
     hidden, weight, labels = drawn(torch.float32)
     logits, loss = F.linear(hidden, weight), NextToken(accuracy=True)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.planner.bound import Loads, lives
 from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.estimate import Estimate, Trial
+from penstock.planner.estimate import Estimate, HostRoom, Trial
 from penstock.planner.hardware import Cluster
 from penstock.planner.space import SCHEDULES, ScheduleKind
 from penstock.planner.workload import Workload
 from penstock.schedule import Schedule
-from support.planning import LENGTH, cluster, small_config, workload
+from support.planning import LENGTH, LONG, cluster, large_workload, small_config, workload
 
 WHAT: tuple[Recomputed, ...] = ("full", "selective")
 LAYERS = 6
@@ -29,7 +29,8 @@ def bound(
     model: Workload, run: Candidate, kind: ScheduleKind, hardware: Cluster, limit: float = inf
 ) -> float:
     loads = [Loads.of(model, replace(run, recomputed=what), hardware) for what in WHAT]
-    return min(one.least(kind, run.ranks, run.microbatches, limit) for one in loads)
+    host = None if kind.splits else HostRoom.of(hardware)
+    return min(one.least(kind, run.ranks, run.microbatches, limit, host) for one in loads)
 
 
 def as_candidate(kind: ScheduleKind, ranks: int, microbatches: int, rows: int = 1) -> Candidate:
@@ -105,6 +106,72 @@ def test_one_microbatch_whose_layers_the_first_ranks_could_hold_twice(hardware: 
     assert 0 < bound(workload(), run, SCHEDULES[0], hardware) <= fastest * (1 + 1e-9)
 
 
+@given(
+    kind=st.sampled_from([kind for kind in SCHEDULES if kind.stages < 3]),
+    ranks=st.integers(1, 5),
+    microbatches=st.integers(1, 12),
+    share=st.floats(0.3, 1.0),
+    link=st.sampled_from([64e6, 6.4e9, 64e9, 1e12]),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_random_runs_with_offloading_and_any_logits_are_never_below_the_bound(
+    kind: ScheduleKind, ranks: int, microbatches: int, share: float, link: float, data: st.DataObject
+) -> None:
+    """Over slow links and fast ones, with all layers in one stage or not, recomputed or not.
+
+    Hosts have no more memory than the run takes.
+    """
+    layers, host = 8, cluster(1, 5)
+    host_link = host.host_link.model_copy(update={"bandwidth": link})
+    hardware = host.model_copy(update={"host_link": host_link})
+    run = replace(as_candidate(kind, ranks, microbatches, 2), length=LONG)
+    cuts = data.draw(st.lists(st.integers(0, layers), min_size=ranks * kind.stages - 1,
+                              max_size=ranks * kind.stages - 1).map(sorted))  # fmt: skip
+    form = replace(
+        run,
+        split=tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True)),
+        recomputed=data.draw(st.sampled_from(("none", *WHAT))),
+        in_flight=tuple(data.draw(st.integers(0, 6)) for _ in range(ranks)),
+        offload_ahead=0 if kind.splits else data.draw(st.integers(0, 2)),
+        chunked_loss=data.draw(st.booleans()),
+    )
+    prediction = estimated(LARGE, form, hardware)
+    if prediction is not None:
+        for limit in (prediction.nbytes, prediction.nbytes / share):
+            least = bound(LARGE, run, kind, as_full(hardware, prediction), limit)
+            assert prediction.seconds >= least * (1 - 1e-9)
+
+
+def as_full(hardware: Cluster, run: Estimate) -> Cluster:
+    """Hosts whose room for activations is what the fullest rank takes."""
+    room = HostRoom.of(hardware)
+    assert room is not None
+    share = max(1.0, *run.host) / room.nbytes
+    return hardware.model_copy(update={"host_memory": share * hardware.host_memory})
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recomputed", "chunked"),
+    [(1, "none", False), (1, "none", True), (2, "none", True), (2, "full", True)],
+)
+def test_a_run_that_offloads_may_be_below_the_bound_of_runs_that_do_not(
+    ranks: int, recomputed: Recomputed, chunked: bool
+) -> None:
+    """In its own memory: the link takes what others recompute, or never hold."""
+    kind = next(kind for kind in SCHEDULES if kind.name == "looped_bfs")
+    host = cluster(1, 5)
+    hardware = host.model_copy(update={"host_link": host.host_link.model_copy(update={"bandwidth": 1e12})})
+    run = replace(as_candidate(kind, ranks, 64, 2), length=LONG)
+    form = replace(run, recomputed=recomputed, offload_ahead=1, chunked_loss=chunked)
+    prediction = estimated(LARGE, form, hardware)
+    assert prediction is not None
+    loads = [Loads.of(LARGE, replace(run, recomputed=what), hardware) for what in WHAT]
+    kept = min(one.least(kind, ranks, 64, prediction.nbytes) for one in loads)
+    assert bound(LARGE, run, kind, hardware, prediction.nbytes) <= prediction.seconds < kept
+
+
+LARGE = large_workload(vocab_size=2**14)
 TIED = Workload(small_config(tie_word_embeddings=True, vocab_size=4096))
 MODELS = [workload(), TIED]
 CLUSTERS = [cluster(1, 4), cluster(4, 1)]

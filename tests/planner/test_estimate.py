@@ -5,17 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers import MixtralConfig
 
 from penstock.errors import ConfigError, PartitionError
 from penstock.parallel.axes import Axes
 from penstock.pipeline.building.memory import Account
 from penstock.planner.candidate import Candidate, Recomputed
 from penstock.planner.communication import all_reduce, groups, send
-from penstock.planner.estimate import Trial, estimate
+from penstock.planner.estimate import Estimate, Trial, estimate
+from penstock.planner.workload import Workload
+from penstock.reading import parse_rate
 from penstock.schedule.simulation.recompute import first_in_flight
-from support.planning import LENGTH, assert_near, cluster, workload
+from support.planning import LENGTH, LONG, assert_near, cluster, large_workload, workload
 from support.refusals import refuses
 
+ROOMY = cluster(memory="80 GB")
 RUN = Candidate(2, rows=1, length=LENGTH, microbatches=4, split=(3, 3))
 
 
@@ -85,6 +89,106 @@ def test_memory_is_that_of_the_account(
     account = Account(plan, axes, one.parallel_options(), one.checkpointing())
     for rank, expected in zip(predicted.memory, account.ranks(one.shape), strict=True):
         assert_near(rank, expected, one.rows)
+
+
+LARGE = Candidate(4, rows=2, length=LONG, microbatches=8)
+OFFLOADED = [
+    replace(LARGE, offload_ahead=1),
+    replace(LARGE, offload_ahead=1, recomputed="full", in_flight=(3, 2, 0, 0)),
+    replace(LARGE, offload_ahead=1, recomputed="selective"),
+    replace(LARGE, ranks=2, options=(("stages_per_rank", 2),), offload_ahead=2, axes=Axes(dp_shard=2)),
+    replace(LARGE, ranks=2, schedule="looped_bfs", options=(("stages_per_rank", 2),), offload_ahead=2),
+    replace(LARGE, ranks=2, schedule="looped_bfs", options=(("stages_per_rank", 2),), offload_ahead=1,
+            axes=Axes(tp=2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("run", OFFLOADED)
+def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
+    model = Workload(large_workload().config, run.precision)
+    kept, predicted = (estimate(model, replace(run, offload_ahead=n), ROOMY) for n in (0, run.offload_ahead))
+    plan = model.plan(run.built(), predicted.candidate.split)
+    account = Account(
+        plan, run.axes, run.parallel_options(), run.checkpointing(), offloading=run.offloading()
+    )
+    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
+        assert_near(rank, expected, run.rows, LONG * 256)
+    assert max(predicted.host) > 0 == max(kept.host)
+    assert predicted.memory[0].total < kept.memory[0].total
+    trial = Trial.of(model, predicted.candidate, ROOMY, buffers=False)
+    alone = trial.estimate()
+    counts = 0 if run.recomputed == "none" else run.in_flight
+    assert trial.peaks(first_in_flight(trial.proof.schedule, counts)) == pytest.approx(
+        list(alone.timeline.peak_memory)
+    )
+    assert trial.least_bytes <= alone.nbytes
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(dp_shard=2, ep=2)])
+def test_memory_of_a_mixture_with_offloading_is_that_of_the_account(axes: Axes) -> None:
+    sizes = large_workload().config.to_dict()
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    shape = {name: sizes[name] for name in names}
+    model = Workload(MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4))
+    run = replace(LARGE, axes=axes, offload_ahead=1)
+    predicted = estimate(model, run, cluster(2, 4, memory="80 GB"))
+    plan = model.plan(run.built(), predicted.candidate.split)
+    account = Account(plan, axes, run.parallel_options(), offloading=run.offloading())
+    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
+        assert_near(rank, expected, run.rows, LONG * shape["hidden_size"])
+    assert max(predicted.host) > 0
+
+
+def test_a_slow_host_link_is_waited_for() -> None:
+    """Copies beside ops take no time; those of a link that is slower than the ops make ranks wait."""
+    run = replace(LARGE, microbatches=16)
+    kept = estimate(large_workload(), run, ROOMY)
+    steps: list[Estimate] = []
+    for bandwidth in ("64 GB/s", "1 GB/s", "100 MB/s"):
+        link = ROOMY.host_link.model_copy(update={"bandwidth": parse_rate(bandwidth)})
+        slow = ROOMY.model_copy(update={"host_link": link})
+        steps.append(estimate(large_workload(), replace(run, offload_ahead=1), slow))
+    fast, middle, slowest = steps
+    assert kept.seconds <= fast.seconds < middle.seconds < slowest.seconds
+    assert sum(slowest.spent.values()) == pytest.approx(slowest.seconds)
+    assert slowest.exposed["host"] == pytest.approx(max(slowest.timeline.stalled))
+    assert "host" not in kept.exposed
+    moved = sum(copy.end - copy.start for copy in slowest.timeline.copies if copy.rank == 0) / 2
+    trial = Trial.of(large_workload(), slowest.candidate, ROOMY)
+    (away,) = trial.kept.rows("offloaded", trial.proof.schedule.placement, 1)[0]
+    leaving = sum(copy.rank == 0 for copy in slowest.timeline.copies) / 2
+    assert moved == pytest.approx(leaving * away / (100e6 * ROOMY.host_link.efficiency))
+
+
+@pytest.mark.parametrize("axes", [Axes(), Axes(tp=2)])
+@pytest.mark.parametrize("chunked", [True, False])
+def test_memory_with_large_logits_is_that_of_the_account(axes: Axes, chunked: bool) -> None:
+    model, run = workload(vocab_size=2**20), replace(RUN, axes=axes, rows=2, chunked_loss=chunked)
+    predicted = estimate(model, run, ROOMY)
+    plan = model.plan(run.built(), predicted.candidate.split)
+    account = Account(plan, axes, run.parallel_options(), chunked_loss=chunked)
+    for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
+        assert_near(rank, expected, run.rows)
+
+
+def test_chunks_of_logits_cost_a_forward_of_the_head_and_hold_less() -> None:
+    """Four products in place of three, without the last token, which has no next one."""
+    model = workload(vocab_size=2**20)
+    whole, chunks = (
+        Trial.of(model, replace(RUN, rows=2, chunked_loss=chunked), ROOMY) for chunked in (False, True)
+    )
+    flops = [sum(op.flops * op.calls for ops in trial.stages[1].works[-1][:3] for op in ops)
+             for trial in (whole, chunks)]  # fmt: skip
+    assert flops[1] == pytest.approx(flops[0] * 4 / 3 * (LENGTH - 1) / LENGTH)
+    assert whole.estimate().seconds < chunks.estimate().seconds
+    assert whole.estimate().memory[1].total > chunks.estimate().memory[1].total * 1.2
+
+
+def test_what_offloading_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"offloaded activations with zb_h1: .* not predicted"):
+        estimate(large_workload(), replace(LARGE, schedule="zb_h1", offload_ahead=1), ROOMY)
+    with pytest.raises(ConfigError, match="return before they have left"):
+        estimate(large_workload(), replace(LARGE, ranks=2, offload_ahead=1), ROOMY)
 
 
 def test_recomputation_costs_a_forward_and_holds_less() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,8 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.estimate import Estimate, estimate
 from penstock.planner.one_mesh import plan_mesh
 from penstock.planner.space import runs
-from support.planning import LENGTH, cluster, workload
+from support.planning import LENGTH, LONG, cluster, large_workload, workload
+from support.refusals import refuses
 
 MESH = Candidate(2, rows=2, length=LENGTH, microbatches=8)
 
@@ -43,6 +45,36 @@ def test_with_less_room_it_is_slower_and_fits() -> None:
         if count:
             fewer = tuple(other - (rank == index) for index, other in enumerate(run.in_flight))
             assert estimate(workload(), replace(run, in_flight=fewer), cluster()).memory[rank].total > limit
+
+
+def test_where_nothing_fits_the_error_names_the_cheapest_change() -> None:
+    """Chunks where the run has whole logits; activations in host memory; or else another mesh."""
+    model, roomy = large_workload(vocab_size=2**14), cluster(memory="80 GB")
+    host = roomy.model_copy(update={"host_link": roomy.host_link.model_copy(update={"bandwidth": 1e12})})
+    mesh = Candidate(2, rows=2, length=LONG, microbatches=8)
+
+    def between(one: Candidate, other: Candidate) -> float:
+        first, second = (
+            estimate(model, replace(run, recomputed="full"), host).nbytes for run in (one, other)
+        )
+        assert first < second
+        return (first + second) / 2
+
+    whole = replace(mesh, chunked_loss=False)
+    with refuses(ConfigError, "a plan for pp=2", remedy="Set train.chunked_loss: true"):
+        plan_mesh(model, whole, host, between(mesh, whole), only("1f1b"))
+    many = replace(mesh, microbatches=32)
+    run = replace(many, schedule="looped_bfs", options=(("stages_per_rank", 2),))
+    limit = between(replace(run, offload_ahead=2), run)
+    offload = "train.activation_offloading: {ahead: 1}, and the schedule looped_bfs stages_per_rank=2"
+    with refuses(ConfigError, "a plan for pp=2", remedy=f"Set {offload}"):
+        plan_mesh(model, many, host, limit, only("looped_bfs"))
+    with refuses(ConfigError, "a plan for pp=2", remedy="Take more ranks"):
+        plan_mesh(model, mesh, host, 1e6)
+
+
+def only(schedule: str) -> Callable[[Candidate], bool]:
+    return lambda run: run.schedule == schedule
 
 
 def test_a_schedule_that_is_not_accepted_is_not_taken() -> None:

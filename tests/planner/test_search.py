@@ -10,11 +10,10 @@ import pytest
 from penstock.errors import ConfigError
 from penstock.planner.candidate import Candidate
 from penstock.planner.estimate import Estimate, estimate
+from penstock.planner.forms import Miss, fastest_form
 from penstock.planner.search import (
     RESERVED,
-    Miss,
     Promise,
-    fitted,
     fixed_bytes,
     memory_limit,
     plan,
@@ -22,7 +21,7 @@ from penstock.planner.search import (
 )
 from penstock.planner.space import meshes
 from penstock.planner.workload import Workload
-from support.planning import LENGTH, cluster, small_config, workload
+from support.planning import LENGTH, LONG, cluster, large_workload, small_config, workload
 from support.refusals import refuses
 
 SMALL = cluster(1, 4)
@@ -38,7 +37,7 @@ def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
     bounds = {promise.candidate: promise.least for promise in promised(workload(), SMALL, field(), limit)}
     for promise in promised(workload(), SMALL, field(), inf):
         try:
-            run = fitted(workload(), promise.candidate, SMALL, limit)
+            run = fastest_form(workload(), promise.candidate, SMALL, limit)
         except ConfigError:
             continue
         if isinstance(run, Miss):
@@ -80,18 +79,38 @@ def test_no_more_microbatches_are_recomputed_than_memory_asks_for() -> None:
         for promise in promised(workload(), SMALL, field(), inf)
         if promise.candidate.ranks == 2 and promise.candidate.axes.tp == 2 and promise.candidate.rows == 2
     )
-    kept = fitted(workload(), run, SMALL, 1e12)
+    kept = fastest_form(workload(), run, SMALL, 1e12)
     assert isinstance(kept, Estimate)
     assert kept.candidate.recomputed == "none"
-    tight = fitted(workload(), run, SMALL, kept.nbytes - 1)
+    tight = fastest_form(workload(), run, SMALL, kept.nbytes - 1)
     assert isinstance(tight, Estimate)
     assert tight.candidate.recomputed != "none"
     assert tight.nbytes < kept.nbytes
     assert tight.seconds > kept.seconds
-    none = fitted(workload(), run, SMALL, 1e3)
+    none = fastest_form(workload(), run, SMALL, 1e3)
     assert isinstance(none, Miss)
     everything = estimate(workload(), replace(run, recomputed="full"), SMALL)
     assert 1e3 < none.nbytes <= everything.nbytes
+
+
+def test_a_search_chunks_and_offloads_where_it_must_and_not_where_it_need_not() -> None:
+    """Of two rows and more, logits are large enough for chunks where neither FSDP nor tp has them."""
+    model, link = large_workload(vocab_size=2**14), SMALL.host_link.model_copy(update={"bandwidth": 1e12})
+    host = cluster(1, 4, "80 GB").model_copy(update={"host_link": link})
+    roomy = plan(model, host, 8, LONG, keep=1000, most=1000)
+    assert {(run.candidate.offload_ahead, run.candidate.recomputed) for run in roomy.best} == {(0, "none")}
+    pipelines = [run.candidate for run in roomy.best if run.candidate.ranks == 4]
+    assert {(run.rows > 1, run.chunked_loss) for run in pipelines} == {(True, False), (False, True)}
+    chosen = set()
+    for share in (0.8, 0.35):
+        limit = share * roomy.best[0].nbytes
+        tight = plan(model, host, 8, LONG, limit=limit, keep=1000, most=1000)
+        assert all(run.nbytes <= limit for run in tight.best)
+        assert tight.least <= tight.best[0].seconds >= roomy.best[0].seconds
+        forms = [run.candidate for run in tight.best]
+        chosen |= {"offloaded" for run in forms if run.offload_ahead}
+        chosen |= {"in chunks" for run in forms if run.ranks == 4 and run.rows > 1 and run.chunked_loss}
+    assert chosen == {"offloaded", "in chunks"}
 
 
 def test_where_nothing_fits_the_error_says_what_would() -> None:

@@ -28,6 +28,14 @@ def test_an_odd_batch_leaves_meshes_that_divide_it() -> None:
     assert {mesh.axes.tp for mesh in meshes(workload(), cluster(1, 7), 3, LENGTH)} == {7}
 
 
+def test_a_kind_says_whether_its_backwards_are_split() -> None:
+    for kind in SCHEDULES:
+        schedule = Candidate(
+            4, schedule=kind.name, options=tuple(kind.options.items()), microbatches=8
+        ).built()
+        assert kind.splits == bool(schedule.split)
+
+
 def test_schedules_have_a_layer_for_each_stage() -> None:
     assert [run.schedule for run, _ in runs(Candidate(1), 6)] == ["1f1b"]
     names = {run.label for run, _ in runs(Candidate(4), 6)}

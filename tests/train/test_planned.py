@@ -91,7 +91,7 @@ def test_a_schedule_that_a_ramp_refuses_is_not_taken(tmp_path: Path) -> None:
         ({"pipeline.balance": "measured"}, "pipeline.balance=measured: the planner splits"),
         ({"train.activation_checkpointing": True}, "the planner chooses what is recomputed"),
         ({"adapter": {"r": 4}}, "adapter: its predictions are of models whose weights are all trained"),
-        ({"train.activation_offloading": True}, "leave copies to host memory out"),
+        ({"train.activation_offloading": True}, "keeps activations on the device"),
         ({"model.dtype": "float64"}, "products in float64"),
     ],
 )

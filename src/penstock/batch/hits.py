@@ -20,10 +20,10 @@ class Hits(Protocol):
     wanted: bool
 
     def add(self, at_label: Tensor, greatest: Tensor, labels: Tensor, ignored: int) -> None:
-        """Add the tokens of a microbatch: each label's logit, the greatest logit, the labels (tokens)."""
+        """Add the tokens of a microbatch: the logit of each label, the greatest one, the labels."""
 
     def add_whole(self, logits: Tensor, labels: Tensor, ignored: int) -> None:
-        """The same from logits (tokens, vocabulary), where no loss has reduced them."""
+        """The same from logits (*labels.shape, vocabulary), where no loss has reduced them."""
 
     def add_signs(self, logits: Tensor, labels: Tensor) -> None:
         """Add labels of which each is 0 or 1 and has a logit of its own, of the same shape."""
@@ -57,8 +57,8 @@ class TokenHits:
 
     def add_whole(self, logits: Tensor, labels: Tensor, ignored: int) -> None:
         with torch.no_grad():
-            column = labels.clamp(min=0)[:, None]
-            self.add(logits.gather(1, column)[:, 0], logits.amax(-1), labels, ignored)
+            column = labels.clamp(min=0)[..., None]
+            self.add(logits.gather(-1, column)[..., 0], logits.amax(-1), labels, ignored)
 
     def add_signs(self, logits: Tensor, labels: Tensor) -> None:
         with torch.no_grad():

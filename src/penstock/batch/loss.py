@@ -199,7 +199,7 @@ class TokenLabels(OwnLoss):
             if not logits.is_whole:
                 return logits.cross_entropy(labels, IGNORED, self.penalties, hits)
             logits = logits.whole()  # which a forward may have changed in place
-        hits.add_whole(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), IGNORED)
+        hits.add_whole(logits, labels, IGNORED)
         return self._of_whole_logits(logits, labels, self.penalties)
 
 

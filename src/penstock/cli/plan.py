@@ -45,6 +45,7 @@ _WORDS = {
     "ep": "waits for experts (ep)",
     "dp": "waits for FSDP's gatherings and reductions",
     "pp": "waits for messages between stages",
+    "host": "waits for its link to host memory",
     "optimizer": "spends in the optimizer",
 }
 
@@ -246,6 +247,9 @@ def _memory(run: Estimate) -> Table:
         "gathered": rank.gathered_weights + rank.gathered_gradients,
         "activations": rank.activations or 0,
         "total": rank.total,
+        "in host memory": int(run.host[run.fullest]),
     }
+    if not any(run.host):
+        del columns["in host memory"]
     row = [str(run.fullest), *(gib(nbytes, 2) for nbytes in columns.values())]
     return table(["rank", *columns], [row], gap=1)

@@ -6,6 +6,8 @@ For rank r with c seconds of layers a microbatch, S seconds of them on the ranks
               step >= first F + m c + last B to rank 0 (one stage, whole B)       S + m c
     memory    `together` microbatches live at one time, `times` times one after the other, none of them twice:
               each time, what exceeds the limit is recomputed, at the least seconds a byte
+    offload   or, what exceeds it and the host's room together, and of the microbatch at work what exceeds it
+              alone; or what exceeds it, but for rate x T bytes that a step of T seconds moves to the host
 
 Each line is linear in c and S. T is below the bound if ranks that are filled up to their lines, one after
 another, do not hold all layers. Then no split does: a rank's end, S + c, never falls where S grows. Of layers
@@ -23,7 +25,7 @@ from typing import NamedTuple
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import groups
-from penstock.planner.estimate import optimizer_seconds, reduction_seconds
+from penstock.planner.estimate import HostRoom, optimizer_seconds, reduction_seconds
 from penstock.planner.hardware import Cluster
 from penstock.planner.space import ScheduleKind
 from penstock.planner.stages import Parts, PartSeconds
@@ -93,6 +95,34 @@ class _Line(NamedTuple):
     slope: float
 
 
+class _Room(NamedTuple):
+    """What is live at one time finds room in so many bytes or runs again, `times` times with other ones.
+
+    layers, ends: microbatches of each of a rank's layers, and of its embedding or head
+    rate: bytes/s that may leave in a step
+    """
+
+    layers: float
+    ends: int
+    times: int
+    nbytes: float
+    rate: float = 0.0
+
+
+def _rooms(
+    kind: ScheduleKind, live: Iterable[LiveTogether], limit: float, host: HostRoom | None
+) -> Iterator[_Room]:
+    """host: where all wait but a microbatch at work, on one of the rank's stages: each on the largest once"""
+    for together, times in live:
+        if host is None:
+            yield _Room(together, together, times, limit)
+            continue
+        yield _Room(together, together, times, limit + host.nbytes)
+        yield _Room(together, together, times, limit, host.rate)
+        if together == 1:
+            yield _Room(1 / kind.stages, int(kind.stages == 1), times, limit)
+
+
 @dataclass(frozen=True)
 class Loads:
     """The loads of a mesh's parts.
@@ -111,9 +141,11 @@ class Loads:
 
     @classmethod
     def of(cls, model: Workload, mesh: Candidate, cluster: Cluster) -> Loads:
-        """With the recomputation of `mesh`."""
-        across = groups(mesh.ranks, mesh.axes, cluster)
-        parts = Parts.of(model.measured(mesh), model.traffic(mesh), across, cluster)
+        """With the recomputation of `mesh`, and the least of its losses, chunked or whole."""
+        across, sent = groups(mesh.ranks, mesh.axes, cluster), model.traffic(mesh)
+        *others, parts = (
+            Parts.of(model.measured(loss), sent, across, cluster) for loss in model.losses(mesh)
+        )
         first, of_kinds, last = part_weights(model, mesh)
 
         def load(work: PartWork, time: PartSeconds, memory: RankMemory) -> Load:
@@ -123,6 +155,7 @@ class Loads:
             return Load(time.total(recomputed=False), time.forward, end, fixed, kept, again)
 
         kinds = list(map(load, parts.work.kinds, parts.kinds, of_kinds))
+        heads = [load(one.work.head, one.head, last) for one in (parts, *others)]
         shares = [Load(*(value / kind.seconds for value in kind)) for kind in kinds]
         freed = [
             time.recomputed / (kind.kept - kind.recomputed)
@@ -131,7 +164,7 @@ class Loads:
         ]
         return cls(
             load(parts.work.embedding, parts.embedding, first),
-            load(parts.work.head, parts.head, last),
+            Load(*map(min, zip(*heads, strict=True))),
             Load(*map(min, zip(*shares, strict=True))),
             tuple(kinds[kind] for kind in parts.work.layers),
             kinds[0].seconds if len(kinds) == 1 else 0.0,
@@ -148,10 +181,28 @@ class Loads:
         """Of all parts."""
         return _sum([self.embedding, *self.inner, self.head])
 
-    def least(self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float) -> float:
-        """Seconds of a step; inf where no split fits into `limit` bytes a rank."""
-        lines = [list(self._lines(kind, rank, ranks, microbatches, limit)) for rank in range(ranks)]
-        most = [self._most(kind, rank, ranks, microbatches, limit) for rank in range(ranks)]
+    def least(
+        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, host: HostRoom | None = None
+    ) -> float:
+        """Seconds of a step; inf where no split fits into `limit` bytes a rank.
+
+        host: where activations may wait; None: they stay
+        """
+        least = self._least(kind, ranks, microbatches, limit, None)
+        return least if host is None else min(least, self._least(kind, ranks, microbatches, limit, host))
+
+    def _least(
+        self, kind: ScheduleKind, ranks: int, microbatches: int, limit: float, host: HostRoom | None
+    ) -> float:
+        """With all activations offloaded that are not at work, or none."""
+        lines, most = list[list[_Line]](), list[float]()
+        for rank in range(ranks):
+            ends = self._ends(kind, rank, ranks)
+            rooms = list(_rooms(kind, lives(kind, rank, ranks, microbatches), limit, host))
+            most.append(min(self._most(ends, room) for room in rooms))
+            times = list(self._times(kind, rank, ends, microbatches))
+            tight = (line for room in rooms if limit < inf for line in self._tight(times, ends, room))
+            lines.append([*times, *tight])
         if not self._holds(lines, most, inf):
             return inf
         low, high = 0.0, microbatches * self.total.seconds / ranks
@@ -183,31 +234,30 @@ class Loads:
         head = 0 if kind.name in _RETURN else ranks - 1
         return _sum([self.embedding] * (rank == 0) + [self.head] * (rank == head))
 
-    def _lines(
-        self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float
-    ) -> Iterator[_Line]:
-        """Of a rank."""
-        ends, layer, single = self._ends(kind, rank, ranks), self.layer, kind.stages == 1
+    def _times(self, kind: ScheduleKind, rank: int, ends: Load, microbatches: int) -> Iterator[_Line]:
+        """Of a rank that recomputes nothing."""
+        layer, single = self.layer, kind.stages == 1
         first = self.embedding.forward if rank else 0.0
         busy = microbatches * ends.seconds
-        times = [_Line(first + busy + ends.end, layer.forward * single, microbatches + layer.end)]
+        yield _Line(first + busy + ends.end, layer.forward * single, microbatches + layer.end)
         if single and kind.name in _WHOLE_BACKWARD and rank:
-            times.append(_Line(self.embedding.seconds + busy, 1.0, microbatches))
-        yield from times
-        for live in lives(kind, rank, ranks, microbatches) if limit < inf else ():
-            price = self.again * live.times
-            above = price * (ends.fixed + live.together * ends.kept - limit)
-            more = price * (layer.fixed + live.together * layer.kept)
-            yield from (_Line(line.constant + above, line.before, line.slope + more) for line in times)
+            yield _Line(self.embedding.seconds + busy, 1.0, microbatches)
 
-    def _most(self, kind: ScheduleKind, rank: int, ranks: int, microbatches: int, limit: float) -> float:
-        """Seconds of layers that fit into `limit` with all of them recomputed."""
-        ends, layer = self._ends(kind, rank, ranks), self.layer
-        return min(
-            (limit - ends.fixed - live.together * ends.recomputed)
-            / (layer.fixed + live.together * layer.recomputed)
-            for live in lives(kind, rank, ranks, microbatches)
-        )
+    def _tight(self, times: Iterable[_Line], ends: Load, room: _Room) -> Iterator[_Line]:
+        """`times` and what a room has run again: step >= line + again x (bytes above it - rate x step)"""
+        price = self.again * room.times
+        above = price * (ends.fixed + room.ends * ends.kept - room.nbytes)
+        more = price * (self.layer.fixed + room.layers * self.layer.kept)
+        rest = 1 / (1 + self.again * room.rate)
+        for line in times:
+            yield _Line(rest * (line.constant + above), rest * line.before, rest * (line.slope + more))
+
+    def _most(self, ends: Load, room: _Room) -> float:
+        """Seconds of layers that fit with all of them recomputed."""
+        if room.rate:  # all of them may leave
+            return inf
+        rest = room.nbytes - ends.fixed - room.ends * ends.recomputed
+        return rest / (self.layer.fixed + room.layers * self.layer.recomputed)
 
 
 def _sum(loads: Iterable[Load]) -> Load:

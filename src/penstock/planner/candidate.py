@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+from penstock.batch.liger import Chunked
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_offloading import Offloading
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
@@ -36,6 +38,8 @@ class Candidate:
         microbatches: of each pipeline and step
         recomputed: what layers run again in the backward, in the microbatches of `in_flight`
         in_flight: how many microbatches in flight are recomputed, for each rank; None: all of them
+        offload_ahead: activations wait in host memory, and so many ops may run during a copy; 0: they stay
+        chunked_loss: as in Options: whether large logits are computed in chunks
         split: number of layers of each stage; empty: the slowest rank is as fast as possible
         precision: as train.precision
         context: attention over a sequence that cp splits
@@ -52,6 +56,8 @@ class Candidate:
     microbatches: int = 1
     recomputed: Recomputed = "none"
     in_flight: tuple[int, ...] | None = None
+    offload_ahead: int = 0
+    chunked_loss: Chunked = True
     split: tuple[int, ...] = ()
     precision: Precision = "mixed"
     context: Method = "ulysses"
@@ -92,6 +98,14 @@ class Candidate:
             return None
         return Checkpointing(save=GROUPS if self.recomputed == "selective" else (), in_flight=self.in_flight)
 
+    def offloading(self) -> Offloading | None:
+        return Offloading(ahead=self.offload_ahead) if self.offload_ahead else None
+
+    @property
+    def chunks(self) -> Chunked:
+        """How logits are chunked: FSDP has them whole."""
+        return not self.axes.uses_fsdp and self.chunked_loss
+
     def built(self, **more: Any) -> Schedule:
         """The schedule. more: options beside its own, such as costs. Raises ConfigError."""
         options = {**dict(self.options), **more}
@@ -104,12 +118,16 @@ class Candidate:
 
     @property
     def recomputation(self) -> str:
-        """What runs again in the backward, in words."""
+        """What runs again in the backward, and what else saves memory, in words."""
         what: str = self.recomputed
         if self.in_flight is not None:
             counts = sorted(set(self.in_flight))
             what += f", {'-'.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} in flight"
-        return f"{what}; weights gathered by layer" if self.reshard else what
+        if self.offload_ahead:
+            what += f"; offloaded, {self.offload_ahead} ahead"
+        if self.reshard:
+            what += "; weights gathered by layer"
+        return what if self.chunked_loss else f"{what}; whole logits"
 
     @property
     def split_in_words(self) -> str:

@@ -12,16 +12,19 @@ of the host, and waiting for slow ranks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
+from penstock.errors import ConfigError
+from penstock.models.activation_offloading import check_schedule
 from penstock.models.split.balanced_split import LayerCosts, balanced_split, ranges
 from penstock.models.split.partition import check_enough
 from penstock.pipeline.building.memory import RankMemory
+from penstock.planner.at_hand import is_cpu
 from penstock.planner.candidate import Candidate
 from penstock.planner.communication import (
     Group,
@@ -35,11 +38,28 @@ from penstock.planner.hardware import Cluster, Device
 from penstock.planner.stages import Parts, StageParts
 from penstock.planner.weights import rank_memory
 from penstock.planner.workload import Workload
-from penstock.schedule import Costs, Placement, Proof, Timeline, simulate, verify
+from penstock.schedule import Costs, Placement, Proof, Schedule, Timeline, simulate, verify
+from penstock.schedule.offload import STEPS, OffloadStep
 from penstock.schedule.ops import KINDS
+from penstock.schedule.simulation.host_link import in_front_of
 from penstock.schedule.simulation.recompute import StageMicrobatches, first_in_flight, mixed
+from penstock.schedule.simulation.simulate import durations_of
 
+_OFFLOADED = 0.5  # of a host's memory for activations: the rest is for checkpoints, data and the system
 _PARTS, _PARTS_OF_ENDS = 100, 20  # to which costs are rounded for a split: of layers, of embedding and head
+
+
+class HostRoom(NamedTuple):
+    """A device's room in its host's memory for activations. rate: bytes/s that it moves there, or back"""
+
+    nbytes: float
+    rate: float
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> HostRoom | None:
+        """None for a CPU, whose memory that is."""
+        nbytes = _OFFLOADED * cluster.host_memory / cluster.devices
+        return None if is_cpu(cluster.device) else cls(nbytes, cluster.host_link.rate)
 
 
 @dataclass(frozen=True)
@@ -51,7 +71,8 @@ class Estimate:
         timeline: of one pipeline, up to the last reduction
         after: seconds after it: tied weights, the norm, the optimizer
         memory: of each rank, activations included
-        waits: finds the seconds of communication that each rank waits for, by axis
+        host: bytes that each rank has in host memory at its peak
+        waits: finds the seconds of communication that each rank waits for, by axis; `host` is its host link
         flops: of the model for a step, without recomputation
         peak: FLOP/s of all devices, in the dtype of products
     """
@@ -60,6 +81,7 @@ class Estimate:
     timeline: Timeline
     after: float
     memory: tuple[RankMemory, ...]
+    host: tuple[float, ...]
     waits: Callable[[], Sequence[Mapping[str, float]]] = field(repr=False, compare=False)
     flops: float
     peak: float
@@ -101,7 +123,8 @@ class Estimate:
         ranks = len(self._by_rank)
         spent = {axis: sum(waits.get(axis, 0.0) for waits in self._by_rank) / ranks for axis in self._axes}
         spent["optimizer"] = self.after
-        spent["bubble"] = sum(idle.peer + idle.outside + idle.runtime for idle in self.timeline.idle) / ranks
+        waited = sum(idle.peer + idle.outside + idle.runtime for idle in self.timeline.idle)
+        spent["bubble"] = (waited - sum(self.timeline.stalled)) / ranks
         spent["compute"] = self.seconds - sum(spent.values())
         return {name: time for name, time in spent.items() if time}
 
@@ -136,6 +159,7 @@ class Trial:
     kept, recomputed: costs with every microbatch kept, and sizes with every one recomputed
     fixed: the memory of each rank without activations
     flops: of the model for a row; tied: bytes of gradients that the first and the last stage sum
+    splits: whether the schedule splits backwards
     """
 
     candidate: Candidate
@@ -148,6 +172,7 @@ class Trial:
     flops: float
     tied: int
     computed: str
+    splits: bool
 
     @classmethod
     def of(cls, model: Workload, candidate: Candidate, cluster: Cluster, *, buffers: bool = True) -> Trial:
@@ -156,6 +181,8 @@ class Trial:
         parts = Parts.of(model.measured(candidate), model.traffic(candidate), across, cluster)
         everything = candidate.recomputed != "none" and candidate.in_flight is None
         proof = proven(candidate)
+        splits = bool((proof.arrays.kind == KINDS.index("I")).any())
+        _check_offloading(candidate, proof.schedule, splits)
         placement = proof.schedule.placement
         check_enough(model.layers, placement.depth)
         if candidate.split:
@@ -164,7 +191,6 @@ class Trial:
             split = _even(parts.layer_costs(everything), placement)
         candidate = replace(candidate, split=tuple(map(len, split)))
         stages, weights = tuple(parts.stages(split)), model.memory(candidate).stages(split)
-        splits = bool((proof.arrays.kind == KINDS.index("I")).any())
         moved = _Mesh(candidate, cluster, across, buffers, splits, parts.shared)
         kept = moved.costs(placement, stages, weights)
         most_live = _most_live(proof)
@@ -187,15 +213,25 @@ class Trial:
             model.flops(candidate.length),
             model.tied(candidate) if placement.depth > 1 else 0,
             model.computed,
+            splits,
         )
 
     def costs(self) -> Costs:
         """With the microbatches recomputed that the candidate says."""
         if self.candidate.recomputed == "none":
             return self.kept
-        schedule = self.proof.schedule
-        places = first_in_flight(schedule, self.candidate.in_flight)
-        return mixed(schedule, self.kept, self.recomputed, places)
+        return mixed(self.proof.schedule, self.kept, self.recomputed, self.again)
+
+    def busy(self) -> list[float]:
+        """By rank, the seconds of its ops."""
+        import numpy as np
+
+        times, placement = durations_of(self.proof.arrays, self.kept), self.proof.schedule.placement
+        busy = [float(np.sum(times[first:last])) for first, last in pairwise(self.proof.arrays.bounds)]
+        recomputed = self.kept.of_stages("recomputed", placement)
+        for stage, count in Counter(stage for stage, _ in self.again).items():
+            busy[placement.rank_of[stage]] += count * recomputed[stage]
+        return busy
 
     def estimate(self) -> Estimate:
         """Simulate it."""
@@ -210,6 +246,7 @@ class Trial:
             timeline,
             self.after(),
             memory,
+            tuple(self.away(self.again)),
             partial(self.waits, timeline),
             self.flops * self.candidate.batch,
             peak,
@@ -217,12 +254,16 @@ class Trial:
 
     @property
     def least_bytes(self) -> float:
-        """What the fullest rank holds at least, with all layers recomputed."""
-        placement, one = self.proof.schedule.placement, 1
-        names = ("activation", "held_in_backward")
-        activation, backward = (
-            [row[0] for row in self.recomputed.rows(name, placement, one)] for name in names
-        )
+        """What the fullest rank holds at least, with all layers recomputed or offloaded."""
+        import numpy as np
+
+        names, forms = ("activation", "offloaded", "held_in_backward"), [self.recomputed]
+        if self.candidate.offload_ahead:
+            forms.append(self.kept)
+        placement = self.proof.schedule.placement
+        rows = ([costs.rows(name, placement, 1) for name in names] for costs in forms)
+        sizes = [(np.array(kept) - np.array(away), back) for kept, away, back in rows]
+        activation, backward = (np.min(columns, axis=0)[:, 0] for columns in zip(*sizes, strict=True))
         least = 0.0
         for rank, (fixed, live) in enumerate(zip(self.fixed, self.proof.peak_live, strict=True)):
             stages = placement.stages_of(rank)
@@ -244,15 +285,10 @@ class Trial:
         """The order of a rank's ops decides, not their times."""
         import numpy as np
 
-        arrays, schedule = self.proof.arrays, self.proof.schedule
-        again = np.zeros((schedule.stages, schedule.microbatches), bool)
-        for stage, microbatch in places:
-            again[stage, microbatch] = True
+        arrays, again = self.proof.arrays, self._is_again(places)
 
         def size(name: str) -> Any:
-            both = (costs.rows(name, schedule.placement, 1) for costs in (self.recomputed, self.kept))
-            there, elsewhere = (np.array(rows)[:, 0][arrays.stage] for rows in both)
-            return np.where(again[arrays.stage, arrays.microbatch], there, elsewhere)
+            return self._sizes(name, again)[arrays.stage, arrays.microbatch]
 
         kept, forward, backward, for_weight = map(
             size, ("activation", "held_in_forward", "held_in_backward", "held_for_weight")
@@ -261,13 +297,61 @@ class Trial:
         start = np.select([is_f, is_b | is_i], [forward, backward - kept], 0.0)
         ends = [kept - forward, -backward, for_weight - backward, -for_weight]
         end = np.select([is_f, is_b, is_i, is_w], ends, 0.0)
-        changes = np.stack([start, end], axis=1)
-        bounds = pairwise(arrays.bounds)
-        return [float(np.cumsum(changes[first:last]).max(initial=0.0)) for first, last in bounds]
+        return self._highest([self._copied("reload", "release", again), start, end])
+
+    def away(self, places: StageMicrobatches) -> list[float]:
+        """By rank, the most bytes of activations in host memory. places: as for `peaks`"""
+        if not self.candidate.offload_ahead:
+            return [0.0] * self.proof.schedule.ranks
+        return self._highest([self._copied("offload", "restore", self._is_again(places))])
+
+    def _is_again(self, places: StageMicrobatches) -> Any:
+        """An array of booleans by stage and microbatch."""
+        import numpy as np
+
+        again = np.zeros((self.proof.schedule.stages, self.proof.schedule.microbatches), bool)
+        if places:
+            again[tuple(np.array([*chain.from_iterable(places)]).reshape(-1, 2).T)] = True
+        return again
+
+    def _sizes(self, name: str, again: Any) -> Any:
+        """An array of the sizes called `name`, by stage and microbatch. again: which of them run again"""
+        import numpy as np
+
+        both = (costs.rows(name, self.proof.schedule.placement, 1) for costs in (self.recomputed, self.kept))
+        return np.where(again, *map(np.array, both))
+
+    def _copied(self, more: OffloadStep, less: OffloadStep, again: Any) -> Any:
+        """By op, what the copies in front of it change: bytes at `more`, less those at `less`."""
+        import numpy as np
+
+        changes = np.zeros(len(self.proof.arrays.ops))
+        if self.candidate.offload_ahead:
+            sizes = self._sizes("offloaded", again)
+            for step, sign in ((more, 1.0), (less, -1.0)):
+                at, stage, microbatch = _host_steps(_of_schedule(self.candidate))[step]
+                np.add.at(changes, at, sign * sizes[stage, microbatch])
+        return changes
+
+    def _highest(self, changes: Sequence[Any]) -> list[float]:
+        """By rank, the highest sum of changes. changes: arrays by op, in the order in which they happen"""
+        import numpy as np
+
+        by_op, bounds = np.stack(changes, axis=1), pairwise(self.proof.arrays.bounds)
+        return [float(np.cumsum(by_op[first:last]).max(initial=0.0)) for first, last in bounds]
+
+    @property
+    def again(self) -> StageMicrobatches:
+        """The (stage, microbatch) whose layers run again."""
+        if self.candidate.recomputed == "none":
+            return frozenset()
+        return first_in_flight(self.proof.schedule, self.candidate.in_flight)
 
     def fits(self, limit: float, places: StageMicrobatches = frozenset()) -> list[bool]:
-        """By rank, whether its memory is within `limit`."""
-        return [rank.fixed + peak <= limit for rank, peak in zip(self.fixed, self.peaks(places), strict=True)]
+        """By rank, whether its memory is within `limit`, and its share of the host's memory is enough."""
+        host = HostRoom.of(self.cluster) or HostRoom(0.0, 0.0)
+        figures = zip(self.fixed, self.peaks(places), self.away(places), strict=True)
+        return [rank.fixed + peak <= limit and away <= host.nbytes for rank, peak, away in figures]
 
     def counts(self, limit: float) -> tuple[int, ...]:
         """The least microbatches in flight that each rank recomputes to fit into `limit`; all of them fit."""
@@ -297,14 +381,12 @@ class Trial:
 
     def waits(self, timeline: Timeline) -> list[Mapping[str, float]]:
         """By rank, the seconds of communication that it waits for, by axis."""
-        schedule = self.proof.schedule
-        again = frozenset[tuple[int, int]]()
-        if self.candidate.recomputed != "none":
-            again = first_in_flight(schedule, self.candidate.in_flight)
+        schedule, again = self.proof.schedule, self.again
         placement, by_rank = schedule.placement, list[Mapping[str, float]]()
         gathers = self.kept.of_stages("gather", placement)
         for rank, idle in enumerate(timeline.idle):
-            waits = defaultdict[str, float](float, pp=idle.wire, dp=idle.reduce)
+            host = timeline.stalled[rank]
+            waits = defaultdict[str, float](float, pp=idle.wire, dp=idle.reduce, host=host)
             for stage in placement.stages_of(rank):
                 here = [op.microbatch for op in schedule.programs[rank] if op[:2] == (stage, "F")]
                 share = sum((stage, i) in again for i in here) / max(len(here), 1)
@@ -334,6 +416,7 @@ class _Mesh:
         weights: Sequence[Sequence[RankMemory]],
     ) -> Costs:
         """With every microbatch kept."""
+        offloading = self.candidate.offloading()
         sent = [stage.works[-1].nbytes.sent if stage.works else 0 for stage in stages]
         gathers = [self.gather(*both) for both in zip(stages, weights, strict=True)]
         every = [time if self.candidate.reshard else 0.0 for time in gathers]  # gathered in each F and I anew
@@ -344,6 +427,8 @@ class _Mesh:
             bytes=self.edges(placement, sent),
             bandwidth=1.0,  # of edges in seconds: some cross hosts, and some do not
             **self.sizes(stages, recomputed=False),
+            host_bandwidth=None if offloading is None else self.cluster.host_link.rate,
+            offload_ahead=1 if offloading is None else offloading.ahead,
             recomputed=[stage.recomputed for stage in stages],
             buffer=sent if self.buffers else 0.0,
             gather=0.0 if self.candidate.reshard else gathers,
@@ -352,12 +437,14 @@ class _Mesh:
 
     def sizes(self, stages: Sequence[StageParts], *, recomputed: bool) -> dict[str, Any]:
         """Of a microbatch. recomputed: whether its layers run again"""
-        nbytes = [stage.nbytes(recomputed, self.split, self.shared) for stage in stages]
+        offloading = self.candidate.offloading()
+        nbytes = [stage.nbytes(recomputed, self.split, self.shared, offloading) for stage in stages]
         return {
             "activation": [size.activation for size in nbytes],
             "held_for_weight": [size.for_weight for size in nbytes],
             "held_in_forward": [size.forward_peak for size in nbytes],
             "held_in_backward": [size.backward_peak for size in nbytes],
+            "offloaded": 0.0 if offloading is None else [size.offloaded for size in nbytes],
         }
 
     def edges(self, placement: Placement, sent: Sequence[int]) -> list[float]:
@@ -438,14 +525,47 @@ def _proven(candidate: Candidate) -> Proof:
 
 def proven(candidate: Candidate) -> Proof:
     """The proof of a candidate's schedule: one for all candidates with the same numbers."""
-    return _proven(
-        Candidate(
-            candidate.ranks,
-            schedule=candidate.schedule,
-            options=candidate.options,
-            microbatches=candidate.microbatches,
-        )
+    return _proven(replace(_of_schedule(candidate), offload_ahead=0))
+
+
+def _of_schedule(candidate: Candidate) -> Candidate:
+    """What the order of ops and of copies depends on."""
+    return Candidate(
+        candidate.ranks,
+        schedule=candidate.schedule,
+        options=candidate.options,
+        microbatches=candidate.microbatches,
+        offload_ahead=candidate.offload_ahead,
     )
+
+
+@lru_cache(maxsize=4096)
+def _host_steps(candidate: Candidate) -> Mapping[OffloadStep, Any]:
+    """By step of the copies to and from the host: arrays of the ops behind, the stages and microbatches."""
+    import numpy as np
+
+    steps: dict[OffloadStep, list[tuple[int, int, int]]] = {step: [] for step in STEPS}
+    for at, copies in enumerate(in_front_of(proven(candidate).arrays, candidate.offload_ahead)):
+        for step, stage, microbatch in copies:
+            steps[step].append((at, stage, microbatch))
+    return {step: np.array(rows, int).reshape(-1, 3).T for step, rows in steps.items()}
+
+
+def offloads(candidate: Candidate) -> bool:
+    """Whether the activations of any microbatch leave their device."""
+    return bool(_host_steps(_of_schedule(candidate))["offload"].size)
+
+
+def _check_offloading(candidate: Candidate, schedule: Schedule, splits: bool) -> None:
+    """Raise ConfigError for offloaded activations that have no prediction. splits: whether backwards do"""
+    if (offloading := candidate.offloading()) is None:
+        return
+    if splits:
+        rule = "what is held of offloaded activations between I and W is not predicted"
+        remedy = "Take 1f1b, or offload nothing"
+        raise ConfigError(f"offloaded activations with {candidate.label}", rule, remedy)
+    if not offloads(candidate):
+        check_schedule(offloading, schedule, candidate.checkpointing())
 
 
 def _most_live(proof: Proof) -> list[int]:

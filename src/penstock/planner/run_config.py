@@ -29,6 +29,10 @@ def run_config(candidate: Candidate, model: dict[str, Any]) -> dict[str, Any]:
     }
     if candidate.recomputed != "none":
         tree["train"]["activation_checkpointing"] = _checkpointing(candidate)
+    if candidate.offload_ahead:
+        tree["train"]["activation_offloading"] = {"ahead": candidate.offload_ahead}
+    if candidate.chunked_loss is not True:
+        tree["train"]["chunked_loss"] = candidate.chunked_loss
     return {name: section for name, section in tree.items() if section}
 
 

@@ -1,8 +1,9 @@
 """Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
 
 1. Each schedule of a mesh gets a lower bound, for any split and anything recomputed (bound.py).
-2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation. A
-   draft simulates a few microbatches a rank, and lengthens the step evenly.
+2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation; when
+   half of them fit, in that of their bounds. A draft simulates a few microbatches a rank, and lengthens the
+   step evenly.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
@@ -17,12 +18,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import ConfigError, PartitionError, ScheduleError
 from penstock.planner.bound import Loads, part_weights
-from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.estimate import Estimate, Trial
+from penstock.planner.candidate import Candidate
+from penstock.planner.estimate import Estimate, HostRoom, Trial
+from penstock.planner.forms import AGAIN, Miss, fastest_form, tightened
 from penstock.planner.hardware import Cluster
 from penstock.planner.short import Draft, lengthened, shortened
 from penstock.planner.space import ScheduleKind, meshes, runs
@@ -30,14 +32,14 @@ from penstock.planner.workers import forked
 from penstock.planner.workload import Workload
 from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
-from penstock.schedule.simulation.recompute import first_in_flight
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
-_SIMULATED = 100  # runs of a search
+_SIMULATED = 75  # runs of a search that fit
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
+_COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far
+_FORMED_AGAIN = 3  # times at most, for the memory of messages
 _FEW = 12  # runs of a search for what would fit
-_AGAIN: tuple[Recomputed, ...] = ("full", "selective")
 
 
 class Promise(NamedTuple):
@@ -46,16 +48,6 @@ class Promise(NamedTuple):
     likely: float
     least: float
     candidate: Candidate
-
-
-class Miss(NamedTuple):
-    """A run that does not fit, and the bytes that its fullest rank needs at least."""
-
-    nbytes: float
-    candidate: Candidate
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(self.nbytes < other.nbytes)
 
 
 _Form = Draft | Estimate | Miss | None  # None where there is no such schedule
@@ -121,7 +113,9 @@ def plan(
     roomy = [mesh for mesh in taken if fixed_bytes(model, mesh) <= nbytes]
     if not roomy:
         raise _too_large(model, cluster, nbytes, min(fixed_bytes(model, mesh) for mesh in taken))
-    model.measure(roomy, processes)
+    model.measure(
+        (replace(mesh, chunked_loss=chunks) for mesh in roomy for chunks in (True, False)), processes
+    )
     promises = sorted(promised(model, cluster, roomy, nbytes), key=lambda promise: promise[:2])
     if not promises:
         raise _no_activations(model, cluster, batch, length, nbytes)
@@ -149,15 +143,27 @@ def fixed_bytes(model: Workload, mesh: Candidate) -> float:
 
 
 def _exact(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """A run with the memory of its messages; formed again where that is too much."""
-    run = Trial.of(model, candidate, cluster).estimate()
-    if run.nbytes <= limit:
-        return run
-    fresh = replace(candidate, recomputed="none", in_flight=None, split=())
-    again = drafted(model, fresh, cluster, 2 * limit - run.nbytes)  # with room for the messages
-    if isinstance(again, Miss):
-        return again
-    return _simulated_within(Trial.of(model, again.candidate, cluster), limit)
+    """A run with the memory of its messages; more is recomputed where that is too much."""
+    some = Trial.of(model, candidate, cluster, buffers=False)
+    messages = _messages(model, candidate, cluster)
+    for _ in range(_FORMED_AGAIN):
+        if not all(some.fits(limit - messages, some.again)):
+            form = tightened(model, some, cluster, limit - messages)
+            if isinstance(form, Miss):
+                return form
+            some = form
+        run = Trial.of(model, some.candidate, cluster).estimate()
+        if run.nbytes <= limit:
+            return run
+        messages += run.nbytes - limit
+    return Miss(run.nbytes, run.candidate)
+
+
+def _messages(model: Workload, candidate: Candidate, cluster: Cluster) -> float:
+    """About the bytes of messages on the fullest rank, from a short run."""
+    short = shortened(candidate) or candidate
+    alone, run = (Trial.of(model, short, cluster, buffers=buffers).estimate() for buffers in (False, True))
+    return run.nbytes - alone.nbytes
 
 
 def memory_limit(cluster: Cluster, limit: float | None) -> float:
@@ -184,12 +190,15 @@ def _simulated(
     """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
     fitting: list[Draft] = []
     missed: Miss | None = None
-    left = math.inf
-    for first in range(0, len(promises), _AT_ONCE):
+    left, waiting, by_bound = math.inf, list(promises), False
+    while waiting:
         times = nsmallest(keep, (run.seconds for run in fitting))
         enough = len(fitting) >= most
         slowest = times[-1] if len(times) == keep else math.inf
-        some = promises[first : first + _AT_ONCE]
+        if not by_bound and 2 * len(fitting) >= most:
+            waiting.sort(key=lambda promise: promise.least)
+            by_bound = True
+        some, waiting = waiting[:_AT_ONCE], waiting[_AT_ONCE:]
         chosen = [promise for promise in some if promise.least < slowest and not enough]
         left = min([left, *(promise.least for promise in some if promise not in chosen)])
         for run in forms([(drafted, promise.candidate) for promise in chosen]):
@@ -204,93 +213,46 @@ def promised(
     model: Workload, cluster: Cluster, field: Iterable[Candidate], limit: float
 ) -> Iterator[Promise]:
     """The runs of these meshes, with their bounds, but for those that hold about more than `limit`."""
+    room = HostRoom.of(cluster)
     for mesh in field:
-        loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in _AGAIN]
+        loads = [Loads.of(model, replace(mesh, recomputed=what), cluster) for what in AGAIN]
         for run, kind in runs(mesh, model.layers):
-            likely = _likely(loads[0], kind, run, limit)
-            least = min(one.least(kind, run.ranks, run.microbatches, limit) for one in loads)
+            host = None if kind.splits else room
+            likely = _likely(loads[0], kind, run, limit, host)
+            least = min(one.least(kind, run.ranks, run.microbatches, limit, host) for one in loads)
             if max(likely, least) < math.inf:
                 yield Promise(max(likely, least), least, run)
 
 
-def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float) -> float:
-    """About the seconds of a run; inf where it holds about too much. full: with full recomputation"""
+def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float, host: HostRoom | None) -> float:
+    """About the seconds of a run; inf where it holds about too much.
+
+    full: with full recomputation; host: where activations may wait
+    """
     whole, rounds = full.total, run.microbatches / run.ranks
     room, live = limit - whole.fixed / run.ranks, min(kind.live, rounds)
-    if _SURELY * live * whole.recomputed > room:
+    at_once = live if host is None else min(live, _COPIED / run.ranks)
+    if _SURELY * at_once * whole.recomputed > room:
         return math.inf
     busy = whole.seconds * rounds
     again = full.again * rounds * max(0.0, whole.kept - room / live)
+    if host is not None:  # copies run beside ops
+        copies = rounds * max(0.0, whole.kept - room / live) / host.rate
+        kept = full.again * rounds * max(0.0, whole.kept - (room + host.nbytes) / live)
+        again = min(again, max(kept, copies - busy))
     return busy + whole.end / run.ranks + again + busy * kind.bubble * (run.ranks - 1) / run.microbatches
 
 
 def drafted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Draft | Miss:
-    """A run as `fitted` forms it, from a short one where it is long."""
+    """The fastest form of a run, from a short one where it is long."""
     short = shortened(candidate)
-    run = fitted(model, short or candidate, cluster, limit)
+    run = fastest_form(model, short or candidate, cluster, limit)
     microbatches = candidate.microbatches
     if isinstance(run, Miss):
         return run._replace(candidate=replace(run.candidate, microbatches=microbatches))
     if short is None:
         return Draft(run.candidate, run.seconds, run.nbytes)
     return lengthened(model, run, cluster, microbatches)
-
-
-def fitted(model: Workload, candidate: Candidate, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a run that fits into `limit`, without messages.
-
-    Weights are gathered layer by layer where gathered whole they do not fit.
-    """
-    trial = Trial.of(model, candidate, cluster, buffers=False)
-    if candidate.sharded and max(rank.fixed for rank in trial.fixed) > limit:
-        trial = Trial.of(model, replace(candidate, reshard=True), cluster, buffers=False)
-    return fastest_form(model, trial, cluster, limit)
-
-
-def fastest_form(model: Workload, trial: Trial, cluster: Cluster, limit: float) -> Estimate | Miss:
-    """The fastest form of a trial that fits: layers run again in as few microbatches as the memory asks for.
-
-    Messages hold memory where those of `trial` do.
-    """
-    if trial.least_bytes > limit:
-        return Miss(trial.least_bytes, trial.candidate)
-    if all(trial.fits(limit)):
-        return _simulated_within(trial, limit)
-    forms = []
-    for what in _AGAIN:
-        form = _recomputed(model, trial, cluster, limit, what)
-        if isinstance(form, Estimate):
-            forms.append(form)
-        elif what == "full":  # nothing holds less
-            return form
-    return min(forms, key=lambda run: run.seconds)
-
-
-def _simulated_within(trial: Trial, limit: float) -> Estimate | Miss:
-    """A run whose activations fit; its messages may be too much."""
-    run = trial.estimate()
-    return run if run.nbytes <= limit else Miss(run.nbytes, run.candidate)
-
-
-def _recomputed(
-    model: Workload, kept: Trial, cluster: Cluster, limit: float, what: Recomputed
-) -> Estimate | Miss:
-    """With the fewest microbatches recomputed that fit, in the split of a run that recomputes nothing.
-
-    Where that split never fits, with all recomputed in layers split for it.
-    """
-    everything = replace(kept.candidate, recomputed=what, in_flight=None)
-    buffers = kept.kept.counts_buffers
-    some = Trial.of(model, everything, cluster, buffers=buffers)
-    whole = first_in_flight(some.proof.schedule, None)
-    if all(some.fits(limit, whole)):
-        fewer = replace(some.candidate, in_flight=some.counts(limit))
-        return _simulated_within(replace(some, candidate=fewer), limit)
-    again = Trial.of(model, replace(everything, split=()), cluster, buffers=buffers)
-    if all(again.fits(limit, whole)):
-        return _simulated_within(again, limit)
-    needed = (rank.fixed + peak for rank, peak in zip(again.fixed, again.peaks(whole), strict=True))
-    return Miss(max(needed), again.candidate)
 
 
 # ---- errors
@@ -336,9 +298,9 @@ def _nothing_fits(
     run = Trial.of(model, whole, cluster).estimate()
     rank = run.memory[run.fullest]
     rule = (
-        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch and full "
-        f"recomputation, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more than "
-        f"{gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
+        f"of the plans tried the smallest, {whole.mesh} with {whole.rows} rows a microbatch, recomputed "
+        f"{whole.recomputation}, needs {gib(run.nbytes)} GiB a device, {gib(run.nbytes - limit)} GiB more "
+        f"than {gib(limit)} GiB: {gib(rank.fixed)} GiB for weights, gradients and the optimizer, and "
         f"{gib(rank.activations or 0)} GiB for activations"
     )
     return ConfigError(_value(model, cluster), rule, _smallest_change(model, cluster, batch, length, limit))

@@ -39,6 +39,11 @@ class ScheduleKind(NamedTuple):
     bubble: float
     live: float
 
+    @property
+    def splits(self) -> bool:
+        """Whether backwards are split."""
+        return self.name not in ("1f1b", "looped_bfs") or "zero_bubble" in self.options
+
 
 SCHEDULES = (
     ScheduleKind("1f1b", {}, 1, 1.0, 1.0),

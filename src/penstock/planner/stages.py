@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
+from penstock.models.activation_offloading import Offloading
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.planner.communication import Group
 from penstock.planner.hardware import Cluster
@@ -153,15 +154,22 @@ class StageParts:
                     spent[axis] += share * time
         return {axis: time for axis, time in spent.items() if time}
 
-    def nbytes(self, recomputed: bool, split: bool, shared: int = 0) -> PartBytes:
+    def nbytes(
+        self, recomputed: bool, split: bool, shared: int = 0, offloading: Offloading | None = None
+    ) -> PartBytes:
         """Bytes of one microbatch on the stage.
 
         A part's forward peak comes on top of what the parts before it keep. In a backward that is split the
         parts behind it keep what they hold for W.
 
-        shared: bytes that all layers of a stage read, such as the angles of rotary positions
+        shared: bytes that all layers of a stage read, such as the angles of rotary positions; they stay
+        offloading: where layers are offloaded, and backwards are whole
         """
-        parts = [_as_recomputed(work.nbytes) if recomputed else work.nbytes for work in self.works]
+        parts = [work.nbytes for work in self.works]
+        if offloading is not None:
+            parts = [_as_offloaded(part, recomputed, offloading) for part in parts]
+        if recomputed:
+            parts = list(map(_as_recomputed, parts))
         kept = [*accumulate((part.activation for part in parts), initial=0)]
         deferred = (part.for_weight if split else 0 for part in reversed(parts))
         for_weight = [*accumulate(deferred, initial=0)][::-1]
@@ -179,7 +187,22 @@ class StageParts:
             kept[-1] + shared,
             max(backward, default=0) + shared,
             parts[-1].sent if parts else 0,
+            self._offloaded(parts),
         )
+
+    def _offloaded(self, parts: Sequence[PartBytes]) -> int:
+        """Of all layers; the stage's input stays."""
+        layers = parts[self.inner]
+        entering = layers[0].offloaded_input if layers and not self.inner.start else 0
+        return sum(part.offloaded for part in layers) - entering
+
+
+def _as_offloaded(part: PartBytes, recomputed: bool, offloading: Offloading) -> PartBytes:
+    """A layer that runs again saves its input alone, which is as large as its result."""
+    if not recomputed:
+        return part._replace(backward_peak=max(part.backward_peak, part.offloaded_backward_peak))
+    nbytes = part.sent if part.sent >= offloading.min_bytes else 0
+    return part._replace(offloaded=nbytes, offloaded_input=nbytes)
 
 
 def _as_recomputed(part: PartBytes) -> PartBytes:

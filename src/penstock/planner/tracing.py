@@ -7,9 +7,11 @@ positions. Two layers run together say how much that is.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import starmap
 from typing import NamedTuple
 
 from penstock.models.activation_checkpointing import Checkpointing
+from penstock.models.activation_offloading import Offloading
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.memory import Account
 from penstock.planner.candidate import GROUPS, Candidate
@@ -29,16 +31,25 @@ def measured_work(plan: BuildPlan, candidate: Candidate) -> Measurement:
     plan: any of the model. Raises ModelError where the forward cannot run without values.
     """
     axes, options = candidate.axes, candidate.parallel_options()
-    work = model_work(plan, candidate.shape, axes, options)
+    work = model_work(plan, candidate.shape, axes, options, chunked_loss=candidate.chunked_loss)
     shared = _shared(plan, candidate, work)
-    kinds = tuple(part._replace(nbytes=_without(part.nbytes, shared)) for part in work.kinds)
-    return Measurement(replace(work, kinds=kinds), shared)
+
+    def part(kind: int, one: PartWork) -> PartWork:
+        nbytes = _with_offloading(plan, candidate, work.layers.index(kind), one.nbytes)
+        return one._replace(nbytes=_without(nbytes, shared))
+
+    return Measurement(replace(work, kinds=tuple(starmap(part, enumerate(work.kinds)))), shared)
 
 
 def with_own_head(plan: BuildPlan, candidate: Candidate, alike: Measurement) -> Measurement:
     """`measured_work` of a candidate that differs from that of `alike` in its loss alone: the head is run."""
-    head = head_work(Account(plan, candidate.axes, candidate.parallel_options()), candidate.shape)
-    return Measurement(replace(alike.work, head=head), alike.shared)
+    return Measurement(replace(alike.work, head=own_head(plan, candidate)), alike.shared)
+
+
+def own_head(plan: BuildPlan, candidate: Candidate) -> PartWork:
+    """The work of the head with its loss, for a microbatch of `candidate`."""
+    options, chunked = candidate.parallel_options(), candidate.chunked_loss
+    return head_work(Account(plan, candidate.axes, options, chunked_loss=chunked), candidate.shape)
 
 
 def selective_work(plan: BuildPlan, candidate: Candidate, whole: Measurement) -> Measurement:
@@ -70,6 +81,17 @@ def _shared(plan: BuildPlan, candidate: Candidate, work: ModelWork) -> int:
     return 0
 
 
+def _with_offloading(plan: BuildPlan, candidate: Candidate, layer: int, nbytes: PartBytes) -> PartBytes:
+    """With what a layer offloads that does not run again, and the most that its whole backward then holds."""
+    account = Account(plan, candidate.axes, candidate.parallel_options(), offloading=Offloading())
+    sizes = account.of_part(candidate.shape, range(layer, layer + 1), 1, split=False)
+    return nbytes._replace(
+        offloaded=sizes.kept.offloaded + sizes.input_stays,
+        offloaded_input=sizes.input_stays,
+        offloaded_backward_peak=sizes.in_backward,
+    )
+
+
 def _without(nbytes: PartBytes, shared: int) -> PartBytes:
     return nbytes._replace(
         activation=nbytes.activation - shared,
@@ -77,4 +99,6 @@ def _without(nbytes: PartBytes, shared: int) -> PartBytes:
         backward_peak=nbytes.backward_peak - shared,
         recomputed_activation=nbytes.recomputed_activation - shared,
         recomputed_backward_peak=nbytes.recomputed_backward_peak - shared,
+        offloaded=max(nbytes.offloaded - shared, nbytes.offloaded_input),  # which counts as if it stayed
+        offloaded_backward_peak=nbytes.offloaded_backward_peak - shared,
     )

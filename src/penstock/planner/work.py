@@ -56,6 +56,9 @@ class PartBytes(NamedTuple):
     forward_peak, backward_peak: the most while F runs, and while I or B runs
     recomputed_activation, recomputed_backward_peak: the same where the layer's forward runs again
     sent: the result, for the next part
+    offloaded: of `activation`, what waits in host memory where activations are offloaded
+    offloaded_input: of that, what the part before it made; it stays where that is on another rank
+    offloaded_backward_peak: `backward_peak` with all that was offloaded, of a whole backward
     """
 
     activation: int
@@ -65,6 +68,9 @@ class PartBytes(NamedTuple):
     recomputed_activation: int
     recomputed_backward_peak: int
     sent: int
+    offloaded: int = 0
+    offloaded_input: int = 0
+    offloaded_backward_peak: int = 0
 
 
 class PartWork(NamedTuple):

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from penstock.batch.head_logits import are_large
+from penstock.batch.liger import Chunked
 from penstock.errors import ConfigError, ModelError
 from penstock.models.source import Source, open_without_flash
 from penstock.models.split.balanced_split import ranges
@@ -22,9 +24,10 @@ from penstock.models.tracing.chain import Chain, built_alike, find_chain, under_
 from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import check_model
+from penstock.parallel.tensor.plan import assigned, logits_plan
 from penstock.pipeline.building.build_plan import BuildPlan, plan_stages
 from penstock.planner.candidate import COMPUTED, DTYPES, Candidate, Precision, Recomputed
-from penstock.planner.tracing import Measurement, measured_work, selective_work, with_own_head
+from penstock.planner.tracing import Measurement, measured_work, own_head, selective_work, with_own_head
 from penstock.planner.traffic import Traffic, traffic
 from penstock.planner.weights import PartMemory
 from penstock.planner.work import ModelWork, OpWork, PartBytes, PartWork
@@ -33,6 +36,7 @@ from penstock.schedule import Schedule, build, verify
 
 _ROWS = (2, 3)  # of the microbatches that are run: ops on one row may leave out copies
 _RECOMPUTED: tuple[Recomputed, ...] = ("full", "selective")  # which differ in what is run
+_CHUNKS: tuple[Chunked, ...] = (True, False, "liger")
 _REMEMBERED = 4096  # runs, of a few kB each
 _runs: dict[Hashable, Any] = {}  # that all workloads of this process have measured
 
@@ -120,14 +124,30 @@ class Workload:
 
     def measured(self, candidate: Candidate) -> Measurement:
         """The same, with the bytes that all layers of a stage share."""
+        if candidate.chunks is True and not self._is_large(candidate):  # small logits are never in chunks
+            return self.measured(replace(candidate, chunked_loss=False))
         key = "work", candidate.rows, _shape_key(candidate), candidate.recomputed == "selective"
         if key not in self._known:
             few, more = (self._measured(replace(candidate, rows=rows)) for rows in _ROWS)
             work = _with_rows(few.work, more.work, candidate.rows)
+            if candidate.chunks is True and not self._is_large(replace(candidate, rows=_ROWS[0])):
+                work = replace(work, head=own_head(self._any_plan, candidate))  # of few rows it is another
             shared = round(_grown(few.shared, more.shared, candidate.rows))
             self._known[key] = Measurement(work, shared)
         measured: Measurement = self._known[key]
         return measured
+
+    def _is_large(self, candidate: Candidate) -> bool:
+        """Whether logits of a microbatch on one process are large enough for chunks."""
+        model, (rows, length) = self.source.model, candidate.axes.local_shape(candidate.shape)
+        head = model.get_output_embeddings()
+        if head is None:
+            return False
+        key, tp = ("sharded head", candidate.axes.tp), candidate.axes.tp
+        if key not in self._known:
+            self._known[key] = tp > 1 and logits_plan(model, assigned(model, tp)).head is not None
+        vocabulary = int(head.weight.shape[0])
+        return are_large(rows * length, vocabulary // tp if self._known[key] else vocabulary)
 
     def measure(self, candidates: Iterable[Candidate], processes: int) -> None:
         """Run what all of these need without values, at once and in so many processes."""
@@ -169,8 +189,8 @@ class Workload:
         """What was measured of all models that are built as this one; of this workload alone for a user's."""
         return self._known if self._kind is None else _runs
 
-    def _key(self, candidate: Candidate, fsdp: bool | None = None) -> Hashable:
-        return self._kind, self.precision, candidate.precision, _run_key(candidate, fsdp)
+    def _key(self, candidate: Candidate, chunks: Chunked | None = None) -> Hashable:
+        return self._kind, self.precision, candidate.precision, _run_key(candidate, chunks)
 
     @cached_property
     def _kind(self) -> Hashable | None:
@@ -178,7 +198,8 @@ class Workload:
 
     def _run(self, candidate: Candidate) -> Measurement:
         plan = self._any_plan
-        alike: Measurement | None = self._runs.get(self._key(candidate, not candidate.axes.uses_fsdp))
+        keys = (self._key(candidate, chunks) for chunks in _CHUNKS)
+        alike: Measurement | None = next((self._runs[key] for key in keys if key in self._runs), None)
         if candidate.recomputed != "selective":
             return measured_work(plan, candidate) if alike is None else with_own_head(plan, candidate, alike)
         whole = self._measured(replace(candidate, recomputed="full"))
@@ -189,6 +210,12 @@ class Workload:
     @cached_property
     def _any_plan(self) -> BuildPlan:
         return self.plan(build("gpipe", ranks=1, microbatches=1), (self.layers,))
+
+    def losses(self, candidate: Candidate) -> tuple[Candidate, ...]:
+        """The candidate with whole logits, and in chunks where these are another computation."""
+        whole = replace(candidate, chunked_loss=False)
+        same = candidate.chunks == whole.chunks or self.work(candidate).head == self.work(whole).head
+        return (candidate,) if same else (whole, candidate)
 
     def traffic(self, candidate: Candidate) -> Traffic:
         """The collectives of tp, cp and ep within each part."""
@@ -238,14 +265,14 @@ def _layers_key(candidate: Candidate) -> tuple[Hashable, ...]:
     return candidate.length, axes.tp, axes.cp, axes.ep, candidate.context, candidate.sequence_parallel
 
 
-def _shape_key(candidate: Candidate, fsdp: bool | None = None) -> tuple[Hashable, ...]:
-    """Equal for candidates whose parts do the same work for a row. fsdp: if so, logits are not chunked"""
-    return *_layers_key(candidate), candidate.axes.uses_fsdp if fsdp is None else fsdp
+def _shape_key(candidate: Candidate, chunks: Chunked | None = None) -> tuple[Hashable, ...]:
+    """Equal for candidates whose parts do the same work for a row. chunks: in place of the candidate's own"""
+    return *_layers_key(candidate), candidate.chunks if chunks is None else chunks
 
 
-def _run_key(candidate: Candidate, fsdp: bool | None = None) -> tuple[Hashable, ...]:
+def _run_key(candidate: Candidate, chunks: Chunked | None = None) -> tuple[Hashable, ...]:
     """Equal for candidates for which the same is run."""
-    return "runs", candidate.rows, _shape_key(candidate, fsdp), candidate.recomputed == "selective"
+    return "runs", candidate.rows, _shape_key(candidate, chunks), candidate.recomputed == "selective"
 
 
 def _grown(few: float, more: float, rows: int) -> float:

@@ -20,6 +20,7 @@ if copies took no time; where the link is slow, the rank waits for it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Literal, NamedTuple, get_args
 
 from penstock.errors import ScheduleError
@@ -54,13 +55,16 @@ def host_copies(schedule: Schedule, ahead: int = 1) -> tuple[HostCopies, ...]:
 
 
 def _of_rank(schedule: Schedule, program: Sequence[Op], ahead: int) -> HostCopies:
-    steps: list[dict[OffloadStep, list[HostCopy]]] = [{step: [] for step in STEPS} for _ in program]
+    steps: list[tuple[int, int, HostCopy]] = []  # position, which of STEPS, the step
     for (stage, microbatch), forward, backward in _spans(schedule, program):
         positions = forward + 1, forward + 1 + ahead, backward - ahead, backward
         if positions[1] < positions[2]:
-            for step, position in zip(STEPS, positions, strict=True):
-                steps[position][step].append(HostCopy(step, stage, microbatch))
-    return [[copy for step in STEPS for copy in at[step]] for at in steps]
+            copies = (HostCopy(step, stage, microbatch) for step in STEPS)
+            steps += zip(positions, range(len(STEPS)), copies, strict=True)
+    in_front: list[list[HostCopy]] = [[] for _ in program]
+    for position, _, copy in sorted(steps, key=itemgetter(0, 1)):
+        in_front[position].append(copy)
+    return in_front
 
 
 def _spans(schedule: Schedule, program: Sequence[Op]) -> Iterator[tuple[tuple[int, int], int, int]]:

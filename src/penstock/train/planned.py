@@ -112,7 +112,7 @@ def _wrong(config: TrainConfig) -> Iterator[tuple[str, str, str]]:
         if is_set:
             yield value, unknown, "Name a schedule, such as 1f1b"
     if config.train.activation_offloading is not None:
-        rule = "its predictions leave copies to host memory out"
+        rule = "the planner keeps activations on the device, or recomputes them"
         yield "train.activation_offloading", rule, "Leave it out, or name a schedule, such as 1f1b"
     if _precision(config) is None:
         rule = f"its predictions are of {', '.join(dict.fromkeys(_PRECISIONS.values()))}"
@@ -139,6 +139,7 @@ def _mesh(config: TrainConfig) -> Candidate:
         context=parallel.context,
         sequence_parallel=parallel.sequence_parallel,
         reshard=parallel.reshard_after_forward,
+        chunked_loss=config.train.chunked_loss,
     )
 
 

@@ -64,11 +64,13 @@ class StageSizes(NamedTuple):
 
     kept: between ops
     in_forward, in_backward: the most while its F runs, and while its I or B runs
+    input_stays: of `kept.activation`, what would be offloaded if it were not the stage's input
     """
 
     kept: MicrobatchBytes
     in_forward: int
     in_backward: int
+    input_stays: int = 0
 
 
 def stage_sizes(
@@ -127,10 +129,12 @@ def stage_sizes(
         kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         of_casts = measured.nbytes - measured.own_bytes
         in_forward = measured.peak - of_casts + (0 if received is None else incoming.nbytes)
-        offloaded = 0
+        offloaded = input_stays = 0
         if offload is not None:
             staying = stage.staying(0, microbatch) | {storage._cdata for storage in casts()}
+            inputs = {tensor.untyped_storage()._cdata for tensor in incoming.tensors}
             offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
+            input_stays = sum(storage.nbytes for storage in offload.leaving(0, staying - inputs)) - offloaded
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent
         grown = _growth_in_backward(stage, gradients, measured, watch)
@@ -139,7 +143,7 @@ def stage_sizes(
             with watch("W"):
                 stage.weight_backward(0)
         sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
-        return StageSizes(sizes, max(in_forward, kept.activation), kept.activation + grown)
+        return StageSizes(sizes, max(in_forward, kept.activation), kept.activation + grown, input_stays)
 
 
 def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured, watch: AroundOp) -> int:

@@ -330,7 +330,7 @@ class Account:
                         return None
                     known[key] = sizes
                 by_stage.append(known[key])
-        kept, in_forward, in_backward = zip(*by_stage, strict=True)
+        kept, in_forward, in_backward, _ = zip(*by_stage, strict=True)
         columns = zip(MicrobatchBytes._fields, zip(*kept, strict=True), strict=True)
         rows: dict[str, Any] = {name: list(column) for name, column in columns}
         rows |= {"bytes": rows["buffer"], "held_in_forward": in_forward, "held_in_backward": in_backward}
@@ -449,12 +449,15 @@ class Account:
         stage: int,
         checkpointing: Checkpointing | None = None,
         watch: AroundOp | None = None,
+        *,
+        split: bool = True,
     ) -> StageSizes:
-        """Bytes of a microbatch on one part of the model, with split backwards.
+        """Bytes of a microbatch on one part of the model.
 
         Args:
             layers: of the part, none for the embedding or the head
             stage: 0 for the embedding, 1 for layers, 2 for the head
+            split: whether its backward is split
 
         Raises ModelError where the activations are unknown before a step.
         """
@@ -463,7 +466,7 @@ class Account:
         with nullcontext() if self.axes.tp == 1 else imagined("tp", self.axes.tp) as mesh:
             part = cut(model, chain, layers, info, values=False)
             local = self.axes.local_shape(shape)
-            sizes = self._of_part(part, info, layers, ends, local, True, checkpointing, mesh, watch)
+            sizes = self._of_part(part, info, layers, ends, local, split, checkpointing, mesh, watch)
         if sizes is None:
             raise self._unknown()
         return sizes
@@ -492,7 +495,7 @@ class Account:
         if estimate is None:
             raise self._unknown()
         weights, _ = self._weights(dict(part.named_parameters()), adamw)
-        sizes, in_forward, in_backward = estimate
+        sizes, in_forward, in_backward, _ = estimate
         activation = max(sizes.activation, sizes.held_for_weight)
         return weights.fixed, activation, max(in_forward - activation, in_backward - activation, 0)
 

@@ -9,9 +9,11 @@ Each direction is a queue: one copy at a time, in the order in which they begin.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING
 
-from penstock.schedule.offload import HostCopy, host_copies
+from penstock.schedule.offload import HostCopies, HostCopy, host_copies
 from penstock.schedule.op_arrays import OpArrays
 from penstock.schedule.simulation.costs import Costs
 from penstock.schedule.simulation.timeline import Copy
@@ -48,8 +50,7 @@ class HostLinks:
         self._sizes = costs.rows("offloaded", schedule.placement, schedule.microbatches)
         self._bandwidth = costs.host_bandwidth
         self._links = [_Link(rank, self) for rank in range(schedule.ranks)]
-        steps = host_copies(schedule, costs.offload_ahead)
-        in_front = [at for rank in steps for at in rank]
+        in_front = in_front_of(arrays, costs.offload_ahead)
         columns = (arrays.rank, arrays.source, arrays.before, delays, durations, pauses)
         ops = list(zip(*(column.tolist() for column in columns), strict=True))
         end, gate = [0.0] * (len(order) + 1), [0.0] * len(order)  # the last end is that of NOTHING
@@ -71,6 +72,12 @@ class HostLinks:
 
     def size(self, key: tuple[int, int]) -> float:
         return self._sizes[key[0]][key[1]]
+
+
+@lru_cache(maxsize=16)  # a search simulates a schedule in several forms
+def in_front_of(arrays: OpArrays, ahead: int) -> HostCopies:
+    """The steps of the copies in front of each op, by its index."""
+    return [*chain.from_iterable(host_copies(arrays.schedule, ahead))]
 
 
 class _Link:

@@ -37,6 +37,11 @@ def first_in_flight(schedule: Schedule, counts: Counts) -> StageMicrobatches:
         return frozenset()
     recomputed: set[tuple[int, int]] = set()
     for program, count in zip(schedule.programs, _per_rank(counts, schedule.ranks), strict=True):
+        if count in (0, inf):
+            recomputed.update(
+                (stage, microbatch) for stage, kind, microbatch in program if count and kind == "F"
+            )
+            continue
         live: set[tuple[int, int]] = set()
         for stage, kind, microbatch in program:
             if kind == "F" and len(live) < count:
@@ -61,10 +66,12 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: StageMicro
     def rows(costs: Costs, name: str) -> list[Row]:
         return costs.rows(name, placement, microbatches)
 
+    again = [[(stage, i) in places for i in range(microbatches)] for stage in range(placement.stages)]
+
     def chosen(there: list[Row], elsewhere: list[Row]) -> list[Row]:
         return [
-            [a if (stage, i) in places else b for i, (a, b) in enumerate(zip(*pair, strict=True))]
-            for stage, pair in enumerate(zip(there, elsewhere, strict=True))
+            [a if is_again else b for a, b, is_again in zip(*row, strict=True)]
+            for row in zip(there, elsewhere, again, strict=True)
         ]
 
     def size(name: str) -> list[Row]:
@@ -73,8 +80,8 @@ def mixed(schedule: Schedule, kept: Costs, recomputed: Costs, places: StageMicro
 
     plain = (kept.held_in_forward, recomputed.held_in_forward) == (None, None)
     in_forward = None if plain else chosen(rows(recomputed, "held_in_forward"), rows(kept, "held_in_forward"))
-    once, again = rows(kept, "input_grad"), rows(kept, "recomputed")
-    longer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(once, again, strict=True)]
+    once, more = rows(kept, "input_grad"), rows(kept, "recomputed")
+    longer = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(once, more, strict=True)]
     return replace(
         kept,
         input_grad=chosen(longer, once),

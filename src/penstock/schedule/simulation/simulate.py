@@ -223,7 +223,7 @@ def delays_of(arrays: OpArrays, costs: Costs) -> Floats:
 def _memory(proof: Proof, costs: Costs, run: _Run) -> tuple[Curve, ...]:
     """By rank, what it holds over time."""
     arrays, schedule, held = proof.arrays, proof.schedule, _Held(proof.arrays, costs)
-    if not costs.counts_buffers and run.links is None:
+    if not costs.counts_buffers:
         return held.activations(run)
     times = [run.of_rank(rank) for rank in range(schedule.ranks)]
     all_posts = [posts(proof, rank) for rank in range(schedule.ranks)]
@@ -239,6 +239,21 @@ def _memory(proof: Proof, costs: Costs, run: _Run) -> tuple[Curve, ...]:
         )
         curves.append(curve([time for time, _ in changes], [change for _, change in changes]))
     return tuple(curves)
+
+
+def _with_copies(times: Floats, changes: Floats, copies: Sequence[Sequence[Change]]) -> tuple[Floats, Floats]:
+    """The changes of a rank's ops and of the copies in front of each. Those at one time keep their order.
+
+    times, changes: of the start and the end of each op
+    """
+    import numpy as np
+
+    in_front = [(at, *change) for at, of_op in enumerate(copies) for change in of_op]
+    positions, when, sizes = np.array(in_front, float).reshape(-1, 3).T
+    turns = np.concatenate([2 * positions - 0.5, np.arange(len(times))])
+    times, changes = np.concatenate([when, times]), np.concatenate([sizes, changes])
+    order = np.lexsort((turns, times))
+    return times[order], changes[order]
 
 
 class _Held:
@@ -279,8 +294,11 @@ class _Held:
 
         times = np.stack([run.start, run.end], axis=1)
         changes = np.stack([self._at_start, self._at_end], axis=1)
-        by_rank = ((times[a:b], changes[a:b]) for a, b in pairwise(self._arrays.bounds))
-        return tuple(curve(time.ravel(), change.ravel()) for time, change in by_rank)
+        by_rank = [(times[a:b].ravel(), changes[a:b].ravel()) for a, b in pairwise(self._arrays.bounds)]
+        if run.links is not None:
+            copied = (run.links.of_rank(self._arrays, rank) for rank in range(self._schedule.ranks))
+            by_rank = [_with_copies(*ops, copies) for ops, copies in zip(by_rank, copied, strict=True)]
+        return tuple(curve(time, change) for time, change in by_rank)
 
     def of_rank(self, rank: int) -> list[Change]:
         """By position, what the start and the end of the op change."""
