@@ -87,7 +87,7 @@ def row_logps(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     Arguments as for `token_logps`.
     """
-    of_tokens, counted = token_logps(logits, labels)
+    of_tokens, counted = _of_following(logits, labels)
     return of_tokens.sum(1), counted.sum(1)
 
 
@@ -98,12 +98,18 @@ def token_logps(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     labels: unshifted (rows, sequence); those of -100, and the first of a row, have 0
     Returns two tensors (rows, sequence), of the labels' positions.
     """
+    of_tokens, counted = _of_following(logits, labels)
+    return of_tokens.roll(1, 1), counted.roll(1, 1)  # nothing follows the last one
+
+
+def _of_following(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """As `token_logps`, at the position before each label. Sums of these do not depend on the padding."""
     logits = wide(whole(logits))
     following = ahead(labels.to(logits.device, torch.int64), 1, IGNORED)
     of_tokens = -F.cross_entropy(
         logits.flatten(0, 1), following.flatten(), ignore_index=IGNORED, reduction="none"
     ).view(following.shape)
-    return of_tokens.roll(1, 1), (following != IGNORED).roll(1, 1)  # nothing follows the last one
+    return of_tokens, following != IGNORED
 
 
 def wide(logits: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
-_SIMULATED = 75  # runs of a search that fit
+_SIMULATED = 50  # runs of a search that fit
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
 _COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from penstock.batch.loss import OwnLoss, check_labels, labels_of
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
-from penstock.batch.row_loss import token_logps
+from penstock.batch.row_loss import row_logps, token_logps
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.models.adapters import without_adapters
@@ -110,7 +110,7 @@ class Evaluations:
     def logprobs(self, batch: BatchLike, adapters: bool, by_token: bool) -> Tensor:
         """The log-probability of each row's labels, on every process. See Pipeline.logprobs"""
         part = RowLogprobs([stage.module for stage in self._built.stages], adapters)
-        collect: Collect = part.of if by_token else lambda output, index: part.of(output, index).sum(1)
+        collect: Collect = part.of_tokens if by_token else part.of_rows
         _, collected, _ = self.run(batch, collect, scored=False, parts=(part,))
         results = send_to_all(collected, self._built.world)
         rows = [of_rows.to(self._built.world.device) for _, of_rows in sorted(results.items())]
@@ -216,10 +216,17 @@ class RowLogprobs(StepPart):
     def around(self, step: Step) -> AbstractContextManager[object]:
         return nullcontext() if self._adapters else without_adapters(*self._modules)
 
-    def of(self, output: Any, microbatch: int) -> Tensor:
-        """Those of a microbatch (rows, sequence). output: logits, or a mapping with "logits" """
-        logits = output["logits"] if isinstance(output, Mapping) else output
-        return token_logps(logits, self._microbatches[microbatch]["labels"])[0]
+    def of_rows(self, output: Any, microbatch: int) -> Tensor:
+        """Those of a microbatch (rows,). output: logits, or a mapping with "logits" """
+        return row_logps(_logits(output), self._microbatches[microbatch]["labels"])[0]
+
+    def of_tokens(self, output: Any, microbatch: int) -> Tensor:
+        """Those of a microbatch (rows, sequence). output: as for `of_rows`"""
+        return token_logps(_logits(output), self._microbatches[microbatch]["labels"])[0]
+
+
+def _logits(output: Any) -> Any:
+    return output["logits"] if isinstance(output, Mapping) else output
 
 
 # ---- the experts that the last step chose
