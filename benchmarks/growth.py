@@ -70,10 +70,9 @@ def point(config: LlamaConfig, hosts: int) -> Point:
 
 
 def table(points: Iterable[Point]) -> Iterator[str]:
-    yield (
-        "| GPUs | run: mesh, schedule, microbatches x rows | s/step | MFU | " + " | ".join(PARTS) + " | GiB |"
-    )
-    yield "|---:|---|---:|---:|" + "---:|" * len(PARTS) + "---:|"
+    of_run = "| GPUs | run: mesh, schedule, microbatches x rows | s/step | MFU | "
+    yield of_run + " | ".join(PARTS) + " | GiB | gap |"
+    yield "|---:|---|---:|---:|" + "---:|" * len(PARTS) + "---:|---:|"
     for of in points:
         shares = " | ".join(f"{of.spent[name]:.1%}" for name in PARTS)
         times = f"{of.seconds:,.2f} | {of.mfu:.1%}"

@@ -46,6 +46,7 @@ def test_the_page_gets_a_row_and_a_bar_for_each_point(
     assert text.startswith("# Page\n")
     assert text.endswith("\n\ntext\n")
     assert "old" not in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
     assert [line.split(" | ")[0] for line in text.splitlines() if "`," in line] == ["| 8", "| 16"]
     bars = [title.text or "" for title in ElementTree.parse(drawn).iter() if title.tag.endswith("title")]
     assert sum(text.startswith("16 GPUs: compute") for text in bars) == 1
