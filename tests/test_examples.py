@@ -96,6 +96,15 @@ def test_a_classifier_learns_and_opens_in_transformers(run: Run) -> None:
     assert len((EXAMPLES / "classify.py").read_text().splitlines()) < 60
 
 
+def test_a_reward_model_learns_which_row_is_preferred(run: Run) -> None:
+    code, out, err = run("reward.py")
+    assert code == 0, err
+    share = re.search(r"(\d+)% of the unseen pairs are in order", out)
+    assert share is not None, out
+    assert int(share[1]) > 90
+    assert len((EXAMPLES / "reward.py").read_text().splitlines()) < 60
+
+
 def test_dpo_prefers_what_was_chosen(run: Run) -> None:
     code, out, err = run("dpo.py")
     assert code == 0, err
