@@ -69,8 +69,8 @@ def test_nothing_listens_to_other_machines(store: GuardedStore) -> None:
 
 
 # _inner: the address that is drawn at random, which an attacker would read in /proc/net/tcp
-def test_torchs_socket_hears_the_door_alone(store: GuardedStore) -> None:
-    """Also where this very user connects: the door alone says who may."""
+def test_torchs_socket_hears_the_proxy_alone(store: GuardedStore) -> None:
+    """Also where this very user connects: the proxy alone says who may."""
     with pytest.raises(TimeoutError):
         socket.create_connection(store._inner.getsockname(), timeout=0.5)
     client(store).set("key", "value")
@@ -87,7 +87,7 @@ def test_another_user_is_turned_away(store: GuardedStore) -> None:
 
 
 @as_root
-def test_another_user_would_be_answered_without_the_door(
+def test_another_user_would_be_answered_without_the_proxy(
     store: GuardedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That the test before can fail."""

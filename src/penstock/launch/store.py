@@ -1,11 +1,11 @@
 """The store of an attempt: torch's TCPStore, for processes of this user on this machine alone.
 
-    rank -> door 127.0.0.1:port -> TCPStore 127.a.b.c:port
+    rank -> proxy 127.0.0.1:port -> TCPStore 127.a.b.c:port
 
 Whoever connects to a TCPStore may read, list and delete every key, and ranks connect by code of torch that
-has no secret to show. But the kernel knows the user of every local connection. So the door takes connections
+has no secret to show. But the kernel knows the user of every local connection. So the proxy takes connections
 of its own user alone, and passes their bytes on. Torch accepts at an address of its own, drawn at random, and
-a filter of that socket drops all packets but those from the one port that the door has just bound.
+a filter of that socket drops all packets but those from the one port that the proxy has just bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LIMIT = timedelta(seconds=60)
 
 
 class GuardedStore:
-    """A store and its door. A context manager, which closes the door.
+    """A store and its proxy. A context manager, which closes the proxy.
 
     Attributes:
         port: of 127.0.0.1, for ranks
@@ -54,8 +54,8 @@ class GuardedStore:
         self.full = False
         self._closed = False
         self._sockets = ExitStack()
-        self._door = self._sockets.enter_context(_listening(_HERE, 0))
-        self.port: int = self._door.getsockname()[1]
+        self._proxy = self._sockets.enter_context(_listening(_HERE, 0))
+        self.port: int = self._proxy.getsockname()[1]
         try:
             self._inner = self._sockets.enter_context(_listening(_drawn_address(), self.port))
             _hear_only(self._inner, 0)
@@ -63,8 +63,8 @@ class GuardedStore:
             self._sockets.close()
             rule = f"other users could reach it, as a socket cannot be filtered here ({error.strerror})"
             raise RunError("the store of the ranks", rule, "Start the ranks with torchrun") from error
-        Thread(target=self._let_in, name="penstock-door", daemon=True).start()
-        # its own first connection goes through the door, as it has the port of the other socket
+        Thread(target=self._let_in, name="penstock-proxy", daemon=True).start()
+        # its own first connection goes through the proxy, as it has the port of the other socket
         descriptor = os.dup(self._inner.fileno())
         self._store = TCPStore(
             _HERE, self.port, None, True, _LIMIT, wait_for_workers=False, master_listen_fd=descriptor
@@ -73,12 +73,12 @@ class GuardedStore:
     def _let_in(self) -> None:
         while not self._closed:
             try:
-                client, address = self._door.accept()
-                if user_of(address, self._door.getsockname()) == os.getuid():
+                client, address = self._proxy.accept()
+                if user_of(address, self._proxy.getsockname()) == os.getuid():
                     self._connect(client)
                 else:
                     client.close()
-            except OSError as error:  # or the door is closed
+            except OSError as error:  # or the proxy is closed
                 self.full = self.full or error.errno in (errno.EMFILE, errno.ENFILE)
                 time.sleep(_PAUSE)
 
@@ -97,7 +97,7 @@ class GuardedStore:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        self._door.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
+        self._proxy.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
         self._sockets.close()
         del self._store
 
