@@ -134,6 +134,7 @@ def test_a_model_of_ones_own_learns(run: Run) -> None:
     assert int(share[1]) > 90
 
 
+@pytest.mark.sweep  # tests/integrations has its parts in each run
 def test_transformers_trainer_learns_under_torchrun(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command = [*launch, str(EXAMPLES / "trainer.py"), "--out", str(tmp_path)]
