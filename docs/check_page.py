@@ -16,7 +16,8 @@ PHONE = 390
 _TOOLTIP_INSIDE = """(({left, right, top, bottom}) =>
   left >= 0 && right <= innerWidth && top >= 0 && bottom <= innerHeight)(tooltip.getBoundingClientRect())"""
 
-# texts with less contrast to what is behind them than WCAG AA asks of small letters
+# texts with less contrast to what is behind them than WCAG AA asks of small letters; not those of a picture,
+# which lie on its shapes
 _FAINT = """(() => {
   const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
   const light = (rgb) => rgb.slice(0, 3).map((c) => c / 255)
@@ -29,7 +30,7 @@ _FAINT = """(() => {
   const found = [];
   for (const node of document.querySelectorAll("body *")) {
     const own = [...node.childNodes].some((each) => each.nodeType === 3 && each.textContent.trim());
-    if (!own || !node.getClientRects().length || node.disabled) continue;
+    if (!own || !node.getClientRects().length || node.disabled || node.closest("svg")) continue;
     const [a, b] = [light(channels(getComputedStyle(node).color)), light(behind(node))];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     if (ratio < 4.5) found.push([node.textContent.slice(0, 40), ratio]);

@@ -20,7 +20,7 @@ from penstock.schedule.render.svg import svg
 _WIDE, _HIGH, _LEFT, _BELOW = 900, 300, 60, 40  # of a picture, and of its axes
 _COLOURS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e")
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1f2430; --faint: #8a90a0; --line: #d8dbe3; --paper: #ffffff;
+:root { color-scheme: light dark; --ink: #1f2430; --faint: #5d6474; --line: #d8dbe3; --paper: #ffffff;
   --mark: #d1495b }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e6e8ee; --faint: #9aa1b2; --line: #3a3f4b; --paper: #16181d; --mark: #ff8a9a }
@@ -34,11 +34,11 @@ th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(
 th { color: var(--faint); font-weight: 500 } td.text, th.text { text-align: left }
 tr.first td { font-weight: 600 }
 .scroll { overflow-x: auto }
-svg { max-width: 100%; height: auto }
+svg { width: 100%; max-width: 1000px; min-width: 640px; height: auto }
 svg.chart text { font: 12px system-ui, sans-serif; fill: var(--ink) }
 svg.chart .axis { stroke: var(--line); fill: none }
 svg.chart .limit { stroke: var(--mark); stroke-dasharray: 5 4 }
-svg.chart .faint { fill: var(--faint) } .drawn { background: #ffffff; border-radius: 6px; padding: 6px }
+svg.chart .faint { fill: var(--faint) }
 ul.legend { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; font-size: 13px }
 ul.legend span { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .4em }
 """
@@ -90,7 +90,7 @@ def _table(best: Sequence[Estimate]) -> str:
 def _timeline(run: Estimate) -> str:
     drawing = Drawing(title="", panels=(Panel("", run.timeline),), unit="s", width=120)
     picture = svg(drawing)
-    return f'<div class="scroll drawn">{picture[picture.index("<svg") :]}</div>'
+    return f'<div class="scroll">{picture[picture.index("<svg") :]}</div>'
 
 
 def _memory(run: Estimate, limit: float) -> str:
@@ -133,7 +133,7 @@ def _spent(run: Estimate) -> str:
         (f"{name} {time:.3g} s, {time / run.seconds:.1%}", colour)
         for (name, time), colour in zip(ordered, cycle(_COLOURS), strict=False)
     )
-    return f'<svg class="chart" viewBox="0 0 {_WIDE} 40" role="img">{"".join(parts)}</svg>{_legend(names)}'
+    return _picture(40, "".join(parts)) + _legend(names)
 
 
 def _field(plans: Plans) -> str:
@@ -187,7 +187,13 @@ def _chart(marks: Iterable[str], across: tuple[float, float, str], up: tuple[flo
         lines.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{value:g}</text>')
     lines.append(f'<text class="faint" x="{_WIDE - 10}" y="{_HIGH - 4}" text-anchor="end">{across[2]}</text>')
     lines.append(f'<text class="faint" x="4" y="16">{up[2]}</text>')
-    return f'<svg class="chart" viewBox="0 0 {_WIDE} {_HIGH}" role="img">{"".join((*lines, *marks))}</svg>'
+    return _picture(_HIGH, "".join((*lines, *marks)))
+
+
+def _picture(high: int, marks: str) -> str:
+    """One that a narrow window scrolls, so that its words stay readable."""
+    drawn = f'<svg class="chart" viewBox="0 0 {_WIDE} {high}" role="img">{marks}</svg>'
+    return f'<div class="scroll">{drawn}</div>'
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:
