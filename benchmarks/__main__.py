@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks import (
     corpus,
     default_split,
+    generation,
     hooks,
     host,
     in_memory,
@@ -58,6 +59,7 @@ BENCHMARKS = {
     "default_split": default_split.measure,
     "corpus": corpus.measure,
     "local_plans": local_plans.measure,
+    "generation": generation.measure,
 }
 WIDTH = 150  # of the tables where the output is no terminal
 

@@ -72,6 +72,8 @@ ABOUT = {
     "the size of its corpus, and how long the corpus takes to tokenise once.",
     "local_plans": "Eight plans of a model, by two ranks and by four: what the planner predicts for a step "
     "and for memory, beside what `penstock train` takes for it. The machine is calibrated in the same round.",
+    "generation": "New tokens by `pipe.generate` over two ranks, beside transformers' `generate` of the "
+    "whole model in one process. The tokens are the same.",
 }
 
 _CENTRE = "8 layers of 256, 2 x 128 tokens, m="
