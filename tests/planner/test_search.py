@@ -55,7 +55,7 @@ def test_the_best_of_all_runs_is_the_best_of_the_search() -> None:
     assert 0 <= plans.gap < 1
     assert plans.least <= plans.best[0].seconds
     assert plans.gap_of_field == 0
-    few = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=1)
+    few = plan(workload(), SMALL, 16, LENGTH, limit=limit, keep=3, most=0.1)
     assert len(few.fitting) < len(plans.fitting)
     assert few.left < plans.left
     assert min(seconds for _, seconds in everything) >= min(few.left, few.best[0].seconds * (1 - 1e-9))

@@ -102,6 +102,11 @@ class Candidate:
         return Offloading(ahead=self.offload_ahead) if self.offload_ahead else None
 
     @property
+    def saves(self) -> bool:
+        """Whether anything runs again or leaves the device to save memory."""
+        return self.recomputed != "none" or self.offload_ahead > 0
+
+    @property
     def chunks(self) -> Chunked:
         """How logits are chunked: FSDP has them whole."""
         return not self.axes.uses_fsdp and self.chunked_loss

@@ -1,9 +1,10 @@
 """Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
 
 1. Each schedule of a mesh gets a lower bound, for any split and anything recomputed (bound.py).
-2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation; when
-   half of them fit, in that of their bounds. A draft simulates a few microbatches a rank, and lengthens the
-   step evenly.
+2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation. A
+   draft simulates a few microbatches a rank, and lengthens the step evenly. What a mesh's drafts take longer
+   than they promised, its other runs are taken to, too: a promise knows no communication but that of
+   gradients. When half of the search's time is used, the order is that of the bounds.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
@@ -14,7 +15,7 @@ drafted takes less than the least of theirs: most often that is above the tenth 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import nsmallest
@@ -34,7 +35,10 @@ from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
-_SIMULATED = 50  # runs of a search that fit
+_SIMULATED = 40  # long runs of a search that fit; of short ones more
+_LONG = 2400  # F of the forms of a run that counts as one, as any longer run does
+_SHORTEST = 100  # F: what a form costs beside its own
+_FORMS = 3  # simulated of a run whose activations do not fit as they are
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
 _COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far
@@ -43,11 +47,20 @@ _FEW = 12  # runs of a search for what would fit
 
 
 class Promise(NamedTuple):
-    """A run before it is simulated. least: seconds that it takes at least; likely: about"""
+    """A run before it is simulated.
+
+    likely, least: seconds that it takes about, and at least
+    size: what to simulate it costs, in long runs
+    """
 
     likely: float
     least: float
     candidate: Candidate
+    size: float
+
+    @property
+    def mesh(self) -> Hashable:
+        return self.candidate.ranks, self.candidate.axes
 
 
 _Form = Draft | Estimate | Miss | None  # None where there is no such schedule
@@ -92,7 +105,7 @@ def plan(
     *,
     limit: float | None = None,
     keep: int = 10,
-    most: int = _SIMULATED,
+    most: float = _SIMULATED,
     processes: int = 1,
 ) -> Plans:
     """Search for the fastest runs.
@@ -100,7 +113,8 @@ def plan(
     Args:
         batch: rows of a step; length: tokens of a row
         limit: bytes of a device; None takes its memory but for `RESERVED`
-        keep: how many runs to return; most: about how many to simulate
+        keep: how many runs to return; most: about how many long ones to simulate, or more that
+            are short
         processes: that work at the same time; the result is the same for any number
 
     Raises ConfigError where no mesh takes such a batch, or nothing fits.
@@ -185,28 +199,42 @@ def _formed(model: Workload, cluster: Cluster, limit: float, job: _Job) -> _Form
 
 
 def _simulated(
-    forms: Callable[[Sequence[_Job]], list[_Form]], promises: Sequence[Promise], keep: int, most: int
+    forms: Callable[[Sequence[_Job]], list[_Form]], promises: Sequence[Promise], keep: int, most: float
 ) -> tuple[list[Draft], Miss | None, float]:
     """The runs that fit; of the others the one that misses least; and the least bound of the rest."""
     fitting: list[Draft] = []
     missed: Miss | None = None
-    left, waiting, by_bound = math.inf, list(promises), False
+    left, waiting, used = math.inf, list(promises), 0.0
+    later = dict[Hashable, float]()  # by mesh: the least that a draft took, over what it promised
     while waiting:
         times = nsmallest(keep, (run.seconds for run in fitting))
-        enough = len(fitting) >= most
         slowest = times[-1] if len(times) == keep else math.inf
-        if not by_bound and 2 * len(fitting) >= most:
-            waiting.sort(key=lambda promise: promise.least)
-            by_bound = True
+        waiting.sort(key=_by_bound if 2 * used >= most else partial(_by_promise, later))
         some, waiting = waiting[:_AT_ONCE], waiting[_AT_ONCE:]
-        chosen = [promise for promise in some if promise.least < slowest and not enough]
+        chosen = [promise for promise in some if promise.least < slowest and used < most]
         left = min([left, *(promise.least for promise in some if promise not in chosen)])
-        for run in forms([(drafted, promise.candidate) for promise in chosen]):
+        runs = forms([(drafted, promise.candidate) for promise in chosen])
+        for promise, run in zip(chosen, runs, strict=True):
             if isinstance(run, Draft):
                 fitting.append(run)
+                used += min(1.0, promise.size * (_FORMS if run.candidate.saves else 1))
+                later[promise.mesh] = min(later.get(promise.mesh, math.inf), run.seconds / promise.likely)
             elif isinstance(run, Miss) and (missed is None or run.nbytes < missed.nbytes):
                 missed = run
     return fitting, missed, left
+
+
+def _by_bound(promise: Promise) -> float:
+    return promise.least
+
+
+def _by_promise(later: Mapping[Hashable, float], promise: Promise) -> float:
+    return promise.likely * later.get(promise.mesh, 1.0)
+
+
+def _size(run: Candidate, kind: ScheduleKind) -> float:
+    short = shortened(run) or run
+    return (_SHORTEST + run.ranks * kind.stages * short.microbatches) / _LONG
 
 
 def promised(
@@ -221,7 +249,7 @@ def promised(
             likely = _likely(loads[0], kind, run, limit, host)
             least = min(one.least(kind, run.ranks, run.microbatches, limit, host) for one in loads)
             if max(likely, least) < math.inf:
-                yield Promise(max(likely, least), least, run)
+                yield Promise(max(likely, least), least, run, _size(run, kind))
 
 
 def _likely(full: Loads, kind: ScheduleKind, run: Candidate, limit: float, host: HostRoom | None) -> float:

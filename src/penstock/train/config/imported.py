@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -507,7 +506,7 @@ def _finish(draft: OurKeys, gpus: int, defaults: Mapping[str, Any]) -> list[With
     parts = gpus // ranks
     rows = draft.rows * draft.calls * gpus
     draft.set("pipeline.ranks", ranks)
-    draft.set("pipeline.microbatches", ceil(rows / parts / draft.rows))
+    draft.set("pipeline.microbatches", -(-rows // (parts * draft.rows)))
     if parts > 1:
         draft.set("parallel.dp_shard", parts)
         if states := draft.sections.get("optimizer", {}).pop("states", None):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 import io
-import textwrap
+import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from functools import cache
 from typing import NamedTuple
 
 from penstock.options import sentences
@@ -48,12 +49,9 @@ def meanings_of(section: type[Section]) -> dict[str, Meaning]:
 
 def _comments(section: type[Section]) -> Iterator[tuple[str, Meaning]]:
     """Each key that the class names."""
-    source = textwrap.dedent(inspect.getsource(section))
-    lines, comments = source.splitlines(), _comment_lines(source)
+    lines, comments, classes = _source(section.__module__)
     group = ""
-    statement = ast.parse(source).body[0]
-    assert isinstance(statement, ast.ClassDef)
-    for node in statement.body:
+    for node in classes[section.__name__].body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
         first = node.lineno
@@ -67,6 +65,11 @@ def _comments(section: type[Section]) -> Iterator[tuple[str, Meaning]]:
         yield node.target.id, Meaning(group, " ".join([above, *own]).strip())
 
 
-def _comment_lines(source: str) -> dict[int, str]:
+@cache
+def _source(module: str) -> tuple[list[str], dict[int, str], dict[str, ast.ClassDef]]:
+    """Its lines, its comments by line, and its classes by name."""
+    source = inspect.getsource(sys.modules[module])
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    comments = {of.start[0]: of.string.lstrip("# ") for of in tokens if of.type == tokenize.COMMENT}
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    return source.splitlines(), comments, classes
