@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _gives_way(item: pytest.Item) -> None:
     """A worker of xdist that does not run the pool's tests takes the time that they leave.
 
-    They are the longest chain, as one runs after another; with equal shares the suite would end with them alone.
+    They are the longest chain, as one runs after another: with equal shares they would be left at the end.
     """
     group = item.get_closest_marker("xdist_group")
     if hasattr(item.config, "workerinput") and group and group.args != ("pool",) and os.nice(0) < GIVES_WAY:
