@@ -184,19 +184,19 @@ def test_losses_and_gradients_by_liger_are_those_of_one_process(fact: str, resul
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "dtype", "rule"),
+    ("family", "changes", "dtype", "value", "rule"),
     [
-        ("gemma2", {"final_logit_softcapping": 2.0}, torch.float32, ": its forward changes the head"),
-        ("granite", {}, torch.float32, ": its forward changes the head"),
-        ("cohere2", {"logit_scale": 0.25}, torch.float32, ": its forward changes the head"),
-        ("llama", {}, torch.float64, " in float64: Liger computes in float32"),
+        ("gemma2", {"final_logit_softcapping": 2.0}, torch.float32, "for Gemma2", "its forward changes"),
+        ("granite", {}, torch.float32, "for Granite", "its forward changes"),
+        ("cohere2", {"logit_scale": 0.25}, torch.float32, "for Cohere2", "its forward changes"),
+        ("llama", {}, torch.float64, "in float64", "in float32"),
     ],
 )
 def test_logits_that_liger_cannot_make_are_refused(
-    family: str, changes: dict[str, Any], dtype: torch.dtype, rule: str
+    family: str, changes: dict[str, Any], dtype: torch.dtype, value: str, rule: str
 ) -> None:
     auto = AutoPipeline(ranks=2, microbatches=4, chunked_loss="liger")
-    with pytest.raises(ModelError, match=f"chunked_loss='liger' for .*{rule}"):
+    with refuses(ModelError, value, rule):
         auto.build_plan(tiny_model(family, dtype, **changes))
 
 
@@ -212,22 +212,20 @@ def test_a_head_that_is_no_plain_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal"),
+    ("options", "value", "rule"),
     [
-        (
-            {"chunked_loss": "triton"},
-            r"chunked_loss='triton': large logits .* Take True, False or",
-        ),
+        ({"chunked_loss": "triton"}, "chunked_loss='triton'", "large logits"),
         (
             {"loss_fn": lambda output, batch: output.sum()},
-            r"with a loss_fn: Liger's kernel computes the next",
+            "chunked_loss='liger' with a loss_fn",
+            "next-token loss",
         ),
-        ({"axes": Axes(tp=2)}, r"with the axes .*tp=2.*: Liger takes whole weights"),
-        ({"axes": Axes(dp_shard=2, cp=-1)}, r"with the axes .*dp_shard=2.*: Liger takes whole weights"),
+        ({"axes": Axes(tp=2)}, "tp=2", "whole weights"),
+        ({"axes": Axes(dp_shard=2, cp=-1)}, "dp_shard=2", "whole weights"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options: dict[str, Any], refusal: str) -> None:
-    with pytest.raises(ConfigError, match=refusal):
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         AutoPipeline(**{"ranks": 2, "microbatches": 4, "chunked_loss": "liger", **options}).build_plan(
             tiny_config("llama")
         )
@@ -243,20 +241,20 @@ def test_a_provider_is_refused() -> None:
 
 # a model that is made fails at _Build._model, before any public call returns
 @pytest.mark.parametrize(
-    ("found", "refusal"),
+    ("found", "value", "rule"),
     [
-        (None, r"chunked_loss='liger': it needs Liger, .*\. pip install 'penstock\[liger\]'"),
-        (object(), r"chunked_loss='liger' on a CPU: Liger's kernels are Triton's, for GPUs"),
+        (None, "chunked_loss='liger'", "needs Liger"),
+        (object(), "chunked_loss='liger' on a CPU", "for GPUs"),
     ],
 )
 def test_a_machine_without_it_is_told_before_weights_are_loaded(
-    found: object, refusal: str, monkeypatch: pytest.MonkeyPatch
+    found: object, value: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     monkeypatch.setattr(build_stages.StagesBuild, "_model", lambda self, index: pytest.fail("too late"))
     auto = AutoPipeline(ranks=2, microbatches=4, chunked_loss="liger", device="cpu")
     auto.build_plan(tiny_config("llama"))  # a plan is for another machine, perhaps
-    with pytest.raises(ConfigError, match=refusal):
+    with refuses(ConfigError, value, rule):
         auto.build(tiny_config("llama"))
 
 

@@ -127,20 +127,16 @@ def test_rows_of_a_group_stay_in_one_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "message"),
+    ("batch", "count", "value", "rule"),
     [
-        (
-            {"x": torch.arange(7)},
-            3,
-            "of 7 rows in 3 microbatches: all microbatches have the same number of rows",
-        ),
-        ({"x": torch.arange(7)}, 0, "microbatches=0"),
-        ({"x": torch.arange(2)}, 3, "a batch of 2 rows"),
-        ({"x": [1, 2, 3]}, 3, "x given as list"),
+        ({"x": torch.arange(7)}, 3, "7 rows in 3 microbatches", "same number of rows"),
+        ({"x": torch.arange(7)}, 0, "microbatches=0", "one microbatch or more"),
+        ({"x": torch.arange(2)}, 3, "a batch of 2 rows", "3 microbatches"),
+        ({"x": [1, 2, 3]}, 3, "x given as list", "only tensors"),
     ],
 )
-def test_a_batch_that_is_not_split(batch: dict[str, object], count: int, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
+def test_a_batch_that_is_not_split(batch: dict[str, object], count: int, value: str, rule: str) -> None:
+    with refuses(BatchError, value, rule):
         split_batch(batch, count, even=True)
 
 

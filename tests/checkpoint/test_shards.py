@@ -91,7 +91,7 @@ def test_a_changed_byte_is_noticed() -> None:
     write(slots, 1)
     found = only()
     flip(found.file)
-    with pytest.raises(CheckpointError, match=r"rank-00000.*of step 1: its contents differ"):
+    with refuses(CheckpointError, "rank-00000", "contents differ"):
         found.read()
 
 
@@ -142,7 +142,7 @@ def test_too_little_room_is_found_before_a_byte_is_written(monkeypatch: pytest.M
 
     slots = slots_of()
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ConfigError, match=r"two shards of 0 MiB.*No space left.*--shm-size"):
+    with refuses(ConfigError, "train.memory_checkpoint_every", "No space left", "--shm-size"):
         slots.begin(128)
     assert not list(folder_of(RUN).glob("rank-00000.?"))
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.batch.microbatches import split_batch
 from penstock.errors import BatchError
 from penstock.integrations.rows import microbatches_of, own_rows
+from support.refusals import refuses
 
 
 def batch(rows: int) -> dict[str, Tensor]:
@@ -42,7 +43,7 @@ def test_rows_are_not_added_without_labels() -> None:
     given = {"input_ids": batch(3)["input_ids"]}
     assert own_rows(given, 0, 1).keys() == {"input_ids"}
     assert len(own_rows(given, 2, 3)["input_ids"]) == 1
-    with pytest.raises(BatchError, match="Give a batch size that 2 divides"):
+    with refuses(BatchError, "a batch without labels", "2 data-parallel parts"):
         own_rows(given, 0, 2)
 
 

@@ -22,6 +22,7 @@ from support.mesh import later
 from support.pool import Pool
 from support.ragged import ragged
 from support.reference import assert_every_gradient, gradients_of, plain_steps
+from support.refusals import refuses
 from support.schedules import FORMS, built
 
 ALL = Offloading(min_bytes=0)
@@ -262,24 +263,24 @@ def compile_whole(module: nn.Module) -> nn.Module:
     return compiled
 
 
-@pytest.mark.parametrize(("made", "message"), [
+@pytest.mark.parametrize(("made", "value", "rule"), [
     (lambda: pipeline("1f1b", Offloading(("mpl",))),
-     r"modules='mpl': no layer has a module of that name; they have input_layernorm, mlp, .*self_attn"),
-    (lambda: provided(Part, Offloading(("mlp",))), r"='mlp': no layer has .* they have act, narrow, wide"),
-    (lambda: pipeline("1f1b", ALL, ranks=2), "fewer than 3 other ops"),
-    (lambda: pipeline("1f1b", Offloading(ahead=2), ranks=3), "fewer than 5 other ops"),
+     "modules='mpl'", "they have input_layernorm, mlp, "),
+    (lambda: provided(Part, Offloading(("mlp",))), "modules='mlp'", "they have act, narrow, wide"),
+    (lambda: pipeline("1f1b", ALL, ranks=2), "2 ranks", "fewer than 3 other ops"),
+    (lambda: pipeline("1f1b", Offloading(ahead=2), ranks=3), "3 ranks", "fewer than 5 other ops"),
     (lambda: pipeline("1f1b", Offloading(("mlp",)), activation_checkpointing=True),
-     r"modules=\('mlp',\): every layer runs again, and saves nothing but its inputs"),
+     "modules=('mlp',)", "every layer runs again"),
     (lambda: provided(Part, Offloading(("act",)), parallelize_fn=compile_whole),
-     "activation_offloading of .*act within the stage, which is compiled"),
+     "act within the stage, which is compiled", "hides the modules"),
     (lambda: pipeline("1f1b", Offloading(("mlp",)), compile=True),
-     r"modules=\('mlp',\): compile compiles whole layers, and hides the modules inside"),
-    (lambda: Offloading("mlp"), r"modules='mlp': it lists names of modules"),
-    (lambda: Offloading(layers=0), "layers=0: it is a whole number from 1 on"),
-    (lambda: Offloading(ahead=0), "ahead=0: it is a whole number from 1 on"),
-    (lambda: Offloading(min_bytes=-1), "min_bytes=-1: it is a whole number from 0 on"),
-    (lambda: pipeline("gpipe", "host"), "activation_offloading='host': it is true or false, or an Offl"),
+     "modules=('mlp',)", "compiles whole layers"),
+    (lambda: Offloading("mlp"), "modules='mlp'", "names of modules"),
+    (lambda: Offloading(layers=0), "layers=0", "whole number from 1"),
+    (lambda: Offloading(ahead=0), "ahead=0", "whole number from 1"),
+    (lambda: Offloading(min_bytes=-1), "min_bytes=-1", "whole number from 0"),
+    (lambda: pipeline("gpipe", "host"), "activation_offloading='host'", "true or false"),
 ])  # fmt: skip
-def test_what_is_refused(made: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_is_refused(made: Any, value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         made()

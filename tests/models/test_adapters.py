@@ -231,27 +231,26 @@ def test_frozen_stages_have_no_w_and_cost_no_gradients(layers: list[int]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "refusal"),
+    ("config", "value", "rule"),
     [
         (
             PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-            r"PROMPT_TUNING: its prompt is put before",
+            "PROMPT_TUNING",
+            "before the tokens",
         ),
         (
             IA3Config(task_type="CAUSAL_LM", target_modules=["q_proj"], feedforward_modules=[]),
-            r"a IA3 adapter: it is",
+            "a IA3 adapter",
+            "not known to be exact",
         ),
-        (
-            lora(alora_invocation_tokens=[4]),
-            r"ALora\w+ of PEFT: of LoRA's variants only plain LoRA, rsLoRA and DoRA",
-        ),
+        (lora(alora_invocation_tokens=[4]), "ALoraLinearVariant of PEFT", "only plain LoRA"),
     ],
 )
-def test_other_kinds_are_refused(config: Any, refusal: str) -> None:
+def test_other_kinds_are_refused(config: Any, value: str, rule: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         peft = get_peft_model(zoo.tiny_model("llama"), config)
-    with pytest.raises(ModelError, match=refusal):
+    with refuses(ModelError, value, rule):
         pipeline(peft)
 
 
@@ -309,22 +308,27 @@ def test_a_merged_adapter_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal"),
+    ("options", "value", "rule"),
     [
-        ({"target_modules": ["q_proj", "qproj"]}, r"'qproj' in the adapter's target_mod.* Take some of"),
-        ({"target_modules": r".*\.nothing"}, r"PEFT refuses them: Target modules .*nothing not found"),
-        ({"target_modules": "all_linear"}, r"PEFT refuses them: Target modules all_linear not found"),
-        ({"target_modules": "("}, r"the adapter's settings: PEFT refuses them: "),
-        ({"modules_to_save": ["score"]}, r"'score' in the adapter's modules_to_save"),
-        ({"target_parameters": ["experts.up"]}, r"'experts\.up' in the adapter's target_parameters"),
-        ({"trainable_token_indices": [3, 64]}, r"64 in the adapter's trainable_token_indi.* rows 0 to 63"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa': it is computed from values"),
-        ({"target_modules": ["input_layernorm"]}, r"PEFT refuses them: .*is not supported"),
+        ({"target_modules": ["q_proj", "qproj"]},
+         "'qproj' in the adapter's target_modules", "nothing in LlamaForCausalLM"),
+        ({"target_modules": r".*\.nothing"}, "the adapter's settings", "nothing not found"),
+        ({"target_modules": "all_linear"}, "the adapter's settings", "all_linear not found"),
+        ({"target_modules": "("}, "the adapter's settings", "PEFT refuses them"),
+        ({"modules_to_save": ["score"]},
+         "'score' in the adapter's modules_to_save", "nothing in LlamaForCausalLM"),
+        ({"target_parameters": ["experts.up"]},
+         "'experts.up' in the adapter's target_parameters", "nothing in LlamaForCausalLM"),
+        ({"trainable_token_indices": [3, 64]}, "64 in the adapter's trainable_token_indices", "rows 0 to 63"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'", "values of the whole model"),
+        ({"target_modules": ["input_layernorm"]}, "the adapter's settings", "is not supported"),
     ],
 )  # fmt: skip
-def test_targets_that_match_nothing_are_named_before_any_weight_is_loaded(options: Any, refusal: str) -> None:
+def test_targets_that_match_nothing_are_named_before_any_weight_is_loaded(
+    options: Any, value: str, rule: str
+) -> None:
     auto = AutoPipeline(ranks=2, microbatches=2, adapter=lora(**options))
-    with pytest.raises(ConfigError, match=refusal):
+    with refuses(ConfigError, value, rule):
         auto.build_plan(zoo.tiny_config("llama"))
 
 

@@ -143,17 +143,17 @@ def test_what_is_no_name_is_a_path(name: object) -> None:
 
 
 REFUSED = {
-    "unknown": ("makers/none", None, "has no such model that this user may see", "Fix the name"),
-    "no name": ("makers/a--b", None, "no name on the Hub is like it", "Fix the name"),
-    "private": ("makers/private", None, "has no such model that this user may see", "log in: hf auth login"),
-    "gated": ("makers/gated", None, "only to those who were granted access", "Ask for access on its page"),
-    "forbidden": ("makers/forbidden", None, "only to those who were granted access", "set HF_TOKEN"),
-    "revision": (NAME, "v2", "has no such revision of it", "Give a branch, a tag or a commit of it"),
-    "no commit": (NAME, "0" * 40, "has no such revision of it", "Give a branch"),
-    "no weights": ("makers/bin", None, "it has no weights in safetensors", "model.weights=random"),
-    "no config": ("makers/bare", None, "it has no config.json", "Take another revision"),
-    "incomplete": ("makers/torn", None, "it has no model-00001-of-", "Take another revision"),
-    "failing": ("makers/failing", None, "HTTPStatusError|HfHubHTTPError", "hf download makers/failing"),
+    "unknown": ("makers/none", None, "no such model", "Fix the name"),
+    "no name": ("makers/a--b", None, "no name on the Hub", "Fix the name"),
+    "private": ("makers/private", None, "no such model", "log in: hf auth login"),
+    "gated": ("makers/gated", None, "granted access", "Ask for access on its page"),
+    "forbidden": ("makers/forbidden", None, "granted access", "set HF_TOKEN"),
+    "revision": (NAME, "v2", "no such revision", "Give a branch, a tag or a commit of it"),
+    "no commit": (NAME, "0" * 40, "no such revision", "Give a branch"),
+    "no weights": ("makers/bin", None, "no weights", "model.weights=random"),
+    "no config": ("makers/bare", None, "no config.json", "Take another revision"),
+    "incomplete": ("makers/torn", None, "no model-00001-of-", "Take another revision"),
+    "failing": ("makers/failing", None, "HTTP", "hf download makers/failing"),
 }  # fmt: skip
 
 
@@ -165,10 +165,8 @@ def test_what_cannot_be_had_is_one_error(hub: Hub, files: dict[str, bytes], case
     hub.add("makers/bin", {"config.json": files["config.json"], "pytorch_model.bin": b"x"})
     hub.add("makers/bare", {"model.safetensors": b"x"})
     hub.add("makers/torn", {each: held for each, held in files.items() if "-00001-" not in each})
-    with pytest.raises(HubError, match=rule) as caught:
+    with refuses(HubError, name, rule, remedy) as caught:
         hubs.fetch(name, revision)
-    assert remedy in caught.value.remedy
-    assert caught.value.value.startswith(name)
     assert "\n" not in str(caught.value)
 
 
@@ -178,15 +176,15 @@ def test_without_a_network_the_cache_is_enough(
     folder = hubs.fetch(NAME)
     hubs.fetch(NAME, part="config")
     before = len(hub.asked)
-    for url, offline in ((hub.url, True), ("http://127.0.0.1:9", False)):
+    for url, offline, rule in (
+        (hub.url, True, "HF_HUB_OFFLINE is set"),
+        ("http://127.0.0.1:9", False, "does not answer"),
+    ):
         use(monkeypatch, url, tmp_path / "cache", offline=offline)
         assert hubs.fetch(NAME) == hubs.fetch(NAME, folder.name) == folder
-        with pytest.raises(
-            HubError, match="HF_HUB_OFFLINE is set" if offline else "does not answer"
-        ) as caught:
+        with refuses(HubError, "makers/none", rule, "hf download makers/none") as caught:
             hubs.fetch("makers/none")
         assert str(tmp_path / "cache") in caught.value.rule
-        assert "hf download makers/none" in caught.value.remedy
     assert len(hub.asked) == before
 
 
@@ -196,12 +194,12 @@ def test_a_part_in_the_cache_is_not_taken_for_all(
     """With huggingface_hub before 2, a folder of the cache is all that is known."""
     folder = hubs.fetch(NAME, part="config")
     use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
-    with pytest.raises(HubError, match=r"the cache .* has not all of its files"):
+    with refuses(HubError, NAME, "not all of its files"):
         hubs.fetch(NAME)
     shutil.copytree(tmp_path / "cache", tmp_path / "older", symlinks=True)
     next((tmp_path / "older").rglob(f"trees/{folder.name}.json")).unlink()
     use(monkeypatch, hub.url, tmp_path / "older", offline=True)
-    with pytest.raises(HubError, match=r"the cache .* has not all of its files"):
+    with refuses(HubError, NAME, "not all of its files"):
         hubs.fetch(NAME)
 
 
@@ -314,7 +312,7 @@ def test_a_killed_fetch_is_not_taken_for_whole_offline(
     process.kill()
     process.join()
     use(monkeypatch, hub.url, tmp_path / "cache", offline=True)
-    with pytest.raises(HubError, match=r"HF_HUB_OFFLINE is set, and the cache .* has not all of its files"):
+    with refuses(HubError, NAME, "not all of its files"):
         hubs.fetch(NAME)
 
 

@@ -13,7 +13,7 @@ import pytest
 from transformers import PretrainedConfig
 
 from penstock import AutoPipeline
-from penstock.errors import DataError, InputError, ModelError
+from penstock.errors import CheckpointError, DataError, ModelError
 from penstock.models.model_folder import check_folder, config_from, config_of, other_files
 from penstock.models.source import open_source
 from penstock.train.encoding.tokenizer import byte_level_tokenizer, open_tokenizer
@@ -96,40 +96,48 @@ def test_code_of_a_tokenizer_runs_only_where_it_is_trusted(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "value", "rule"),
     [
-        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers=1000000: a model has at most 10,000 layers"),
-        ({"num_hidden_layers": 10**30}, "a model has at most 10,000 layers"),
-        ({"text_config": {"num_hidden_layers": 10**9}}, "text_config.num_hidden_layers=1000000000"),
-        ({"vision_config": {"depth": 10**9}}, "vision_config.depth=1000000000"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers=-1: a model has one layer or more"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers=0: a model has one layer or more"),
+        ({"num_hidden_layers": 1_000_000}, "num_hidden_layers=1000000", "at most 10,000 layers"),
+        (
+            {"num_hidden_layers": 10**30},
+            "num_hidden_layers=1000000000000000000000000000000",
+            "at most 10,000 layers",
+        ),
+        (
+            {"text_config": {"num_hidden_layers": 10**9}},
+            "text_config.num_hidden_layers=1000000000",
+            "at most 10,000 layers",
+        ),
+        ({"vision_config": {"depth": 10**9}}, "vision_config.depth=1000000000", "at most 10,000 layers"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1", "one layer or more"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0", "one layer or more"),
     ],
 )
 def test_numbers_of_layers_that_no_model_has_are_refused(
-    tmp_path: Path, keys: dict[str, Any], message: str
+    tmp_path: Path, keys: dict[str, Any], value: str, rule: str
 ) -> None:
     """0.5.0: a million layers were built one by one, and -1 was "no list of layers": none was looked at."""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **keys}))
-    with pytest.raises(ModelError, match=message):
+    with refuses(ModelError, value, rule):
         config_of(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "value", "rule"),
     [
-        ({"attention_dropout": 2.0}, r"config\.json: attention_dropout=2\.0: it is a share, from 0 to 1"),
-        ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob=nan: it is a share"),
-        ({"text_config": {"attn_pdrop": -1}}, r"text_config\.attn_pdrop=-1: it is a share"),
-        ({"max_position_embeddings": 0}, "max_position_embeddings=0: a row has one token or more"),
+        ({"attention_dropout": 2.0}, "config.json: attention_dropout=2.0", "a share, from 0 to 1"),
+        ({"hidden_dropout_prob": float("nan")}, "hidden_dropout_prob=nan", "a share, from 0 to 1"),
+        ({"text_config": {"attn_pdrop": -1}}, "text_config.attn_pdrop=-1", "a share, from 0 to 1"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0", "one token or more"),
     ],
 )
 def test_numbers_that_only_a_step_would_have_stumbled_over_are_refused(
-    tmp_path: Path, keys: dict[str, Any], message: str
+    tmp_path: Path, keys: dict[str, Any], value: str, rule: str
 ) -> None:
     """0.5.0: a traceback of torch's dropout, and "Give 0 or less" for a row: nobody looked at the numbers."""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **keys}))
-    with pytest.raises(ModelError, match=message):
+    with refuses(ModelError, value, rule):
         config_of(tmp_path)
 
 
@@ -148,9 +156,9 @@ def test_json_without_keys_is_refused(tmp_path: Path, name: str) -> None:
     byte_level_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / name).write_text("[]")
-    with pytest.raises(ModelError, match=f"{name}: it is not JSON of a model: it holds no keys"):
+    with refuses(ModelError, name, "no keys"):
         open_source(tmp_path, None, None)
-    with pytest.raises(DataError, match=f"{name}: .*it holds no keys"):
+    with refuses(DataError, name, "no keys"):
         open_tokenizer(str(tmp_path))
 
 
@@ -160,7 +168,7 @@ def test_what_is_no_file_is_refused_before_transformers_opens_it(tmp_path: Path,
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ModelError, match=f"{name}: .*it is a pipe, and no regular file. Replace it"):
+    with refuses(ModelError, name, "a pipe"):
         config_of(tmp_path)
 
 
@@ -173,7 +181,7 @@ def test_json_that_cannot_be_read_is_refused_by_the_name_of_its_file(
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     (tmp_path / name).write_text(text)
     for kind in (ModelError, DataError):
-        with pytest.raises(kind, match=f"{name}: it is not JSON of a model"):
+        with refuses(kind, name, "not JSON"):
             check_folder(tmp_path, kind)
 
 
@@ -196,16 +204,16 @@ def test_other_files_may_be_what_they_like(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "rule"),
     [
-        ("model.safetensors.index.json", "[" * 100_000, "no index of weight files .*nest deeper"),
+        ("model.safetensors.index.json", "[" * 100_000, "nest deeper"),
         ("model.safetensors", 1 << 26, "header has 67,108,864 bytes"),
         ("model.safetensors", 10**15, "no complete safetensors file"),
     ],
     ids=["a deep index", "a large header", "a header beyond the file"],
 )
 def test_headers_and_indices_of_weights_are_read_within_limits(
-    tmp_path: Path, name: str, content: str | int, message: str
+    tmp_path: Path, name: str, content: str | int, rule: str
 ) -> None:
     """0.5.0: a deep index was a RecursionError, and a header of 90 MB took 1.7 GB: both were parsed unseen.
 
@@ -217,7 +225,7 @@ def test_headers_and_indices_of_weights_are_read_within_limits(
     else:
         (tmp_path / name).write_bytes(content.to_bytes(8, "little"))
         os.truncate(tmp_path / name, 1 << 27)
-    with pytest.raises(InputError, match=message):
+    with refuses(CheckpointError, name, rule):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
 
 

@@ -7,6 +7,7 @@ import pytest
 from penstock.errors import PartitionError
 from penstock.models.module_names import ModuleNames, named_split
 from support.layer_counts import counts
+from support.refusals import refuses
 
 NAMES = ModuleNames(
     ("model.embed_tokens",), tuple(f"model.layers.{i}" for i in range(3)), ("model.norm", "lm_head")
@@ -35,24 +36,31 @@ def test_the_names_on_each_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("modules", "message"),
+    ("modules", "value", "rule", "remedy"),
     [
-        ([FIRST], "modules_per_stage with 1 stages: the schedule has 2"),
-        ([FIRST, LAST], r"without model.layers.1, model.layers.2: .* Name them"),
-        ([FIRST, [*MIDDLE, "model.norm"]], "without lm_head: .* Name it"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.0"]], "'model.layers.0': stage 0 has it already"),
-        ([[*FIRST, "lm_head"], [*MIDDLE, "model.norm"]], "'lm_head': it runs after .* Move it to stage 1"),
-        ([FIRST[1:], [*MIDDLE, *LAST, FIRST[0]]], "'model.embed_tokens': it runs before .* stage 0"),
-        ([[FIRST[0], *MIDDLE], [FIRST[1], *LAST]], "'model.layers.1': model.layers.0 runs before it"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]], "the model's last layer is model.layers.2. Remove"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]], r"stage\[1\] .* part of model.layers.1, which"),
-        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]], "Name model.layers.1"),
-        ([FIRST, ["model.layers", *LAST]], "it has modules of several stages. Name each, such"),
-        ([["model.embed_token"], [*MIDDLE, *LAST]], "no such module. Did you mean 'model.embed_tokens'"),
-        ([["model.rotary"], []], "no such module. Did you mean 'model.rotary_emb'"),
-        ([["zzz"], []], "The modules are model.embed_tokens, "),
+        ([FIRST], "modules_per_stage with 1 stages", "the schedule has 2", ""),
+        ([FIRST, LAST], "without model.layers.1, model.layers.2", "on one stage", "Name them"),
+        ([FIRST, [*MIDDLE, "model.norm"]], "without lm_head", "on one stage", "Name it"),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.0"]],
+         "[1] with 'model.layers.0'", "stage 0 has it already", ""),
+        ([[*FIRST, "lm_head"], [*MIDDLE, "model.norm"]], "[0] with 'lm_head'", "after the layers", "stage 1"),
+        ([FIRST[1:], [*MIDDLE, *LAST, FIRST[0]]],
+         "[1] with 'model.embed_tokens'", "before the layers", "stage 0"),
+        ([[FIRST[0], *MIDDLE], [FIRST[1], *LAST]],
+         "[0] with 'model.layers.1'", "model.layers.0 runs before it", ""),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.3"]],
+         "[1] with 'model.layers.3'", "last layer is model.layers.2", ""),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp"]],
+         "[1] with 'model.layers.1.mlp'", "part of model.layers.1", ""),
+        ([FIRST, [*MIDDLE, *LAST, "model.layers.1.mlp.act_fn"]],
+         "[1] with 'model.layers.1.mlp.act_fn'", "part of model.layers.1", "Name model.layers.1"),
+        ([FIRST, ["model.layers", *LAST]], "[1] with 'model.layers'", "modules of several stages", ""),
+        ([["model.embed_token"], [*MIDDLE, *LAST]],
+         "[0] with 'model.embed_token'", "no such module", "'model.embed_tokens'"),
+        ([["model.rotary"], []], "[0] with 'model.rotary'", "no such module", "'model.rotary_emb'"),
+        ([["zzz"], []], "[0] with 'zzz'", "no such module", "The modules are model.embed_tokens, "),
     ],
 )  # fmt: skip
-def test_names_that_are_refused(modules: list[list[str]], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
+def test_names_that_are_refused(modules: list[list[str]], value: str, rule: str, remedy: str) -> None:
+    with refuses(PartitionError, value, rule, remedy):
         named_split(modules, 2, NAMES, KNOWN)

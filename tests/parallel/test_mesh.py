@@ -70,15 +70,15 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         world = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in world.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: .* another process .* --master-port"):
+        with refuses(ConfigError, f"MASTER_PORT={port}", "another process", "--master-port"):
             init_process_group(torch.device("cpu"), 1.0)
 
 
 def test_a_network_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: "Unable to find interface for", in a traceback of torch."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense")
-    with pytest.raises(
-        ConfigError, match=rf"{socket.gethostname()} has no network interface nonsense; it has .*lo"
+    with refuses(
+        ConfigError, "GLOO_SOCKET_IFNAME=nonsense", f"{socket.gethostname()} has no network interface"
     ):
         init_process_group(torch.device("cpu"), 1.0)
 
@@ -93,7 +93,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_named(monkeypatch: pytest.
         world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in world.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: rank 0 does not answer there"):
+        with refuses(ConfigError, f"MASTER_PORT={port}", "rank 0 does not answer"):
             init_process_group(torch.device("cpu"), 0.3)
 
 

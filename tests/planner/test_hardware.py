@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def test_peaks_are_of_dense_products() -> None:
     assert (h100.peak("bfloat16"), a100.peak("bfloat16")) == (989.4e12, 312e12)
     assert h100.peak("float8_e4m3fn") == 1979e12
     assert read_cluster("HGX H800").device.peaks == h100.peaks
-    with pytest.raises(ConfigError, match=re.escape("it has no peak for float8_e5m2")):
+    with refuses(ConfigError, "device A100", "no peak for float8_e5m2"):
         a100.peak("float8_e5m2")
 
 
@@ -86,39 +85,40 @@ def test_hosts_of_a_users_own_need_no_known_name() -> None:
     assert read_cluster(cluster.model_dump()) == cluster
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"hosts": 0}, "hosts=0: it should be greater than or equal to 1. Give 1 or more"),
-    ({"hosts": 10**7}, "hosts: 1e+07 is more than any run has"),
-    ({"hosts": True}, "hosts=True: it should be a valid integer. Write a whole number"),
-    ({"inside": {"latency": 0, "bandwidth": 0}}, "inside.bandwidth: 0 is outside of what hardware has"),
-    ({"inside": {"latency": "2", "bandwidth": 1e9}}, "inside.latency: '2' is no amount in seconds. Write 2"),
-    ({"between": {"latency": 4, "bandwidth": 1e9}}, "between.latency: 4 is outside of"),
-    ({"disk": "400 gb/s"}, "disk: '400 gb/s' is no amount in bytes/s. Write 3.35 TB/s or 400 Gbit/s"),
-    ({"host_memory": -1}, "host_memory: -1 is outside of what hardware has, 1e+06 to 1e+16 bytes"),
-    ({"host_memory": float("nan")}, "host_memory: nan is outside of what hardware has"),
-    ({"host_memory": float("inf")}, "host_memory: inf is outside of what hardware has"),
-    ({"oversubscription": 0.5}, "oversubscription=0.5: it should be greater than or equal to 1"),
-    ({"device": "H101"}, "device 'H101': no such device is known. Take H100, H800, H200, or give"),
-    ({"device": {"name": "H100", "memory": 80}}, "device.memory: 80 is outside of what hardware has"),
-    ({"device": {"name": "H100", "bandwith": 1}}, "device.bandwith=1: device has no such key. Did"),
+REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
+    ({"hosts": 0}, "hosts=0", "equal to 1", ""),
+    ({"hosts": 10**7}, "hosts", "1e+07 is more", ""),
+    ({"hosts": True}, "hosts=True", "integer", ""),
+    ({"inside": {"latency": 0, "bandwidth": 0}}, "inside.bandwidth", "0 is outside of what hardware has", ""),
+    ({"inside": {"latency": "2", "bandwidth": 1e9}}, "inside.latency", "'2' is no amount", "Write 2 us"),
+    ({"between": {"latency": 4, "bandwidth": 1e9}}, "between.latency", "4 is outside", ""),
+    ({"disk": "400 gb/s"}, "disk", "'400 gb/s' is no amount", "Gbit/s"),
+    ({"host_memory": -1}, "host_memory", "-1 is outside", ""),
+    ({"host_memory": float("nan")}, "host_memory", "nan is outside", ""),
+    ({"host_memory": float("inf")}, "host_memory", "inf is outside", ""),
+    ({"oversubscription": 0.5}, "oversubscription=0.5", "equal to 1", ""),
+    ({"device": "H101"}, "device 'H101'", "no such device", "Take H100"),
+    ({"device": {"name": "H100", "memory": 80}}, "device.memory", "80 is outside", ""),
+    ({"device": {"name": "H100", "bandwith": 1}}, "device.bandwith=1", "no such key", "you mean bandwidth"),
     (
         {"device": {"name": "H100", "peaks": {"bf16": 1e12}}},
-        "device.peaks: 'bf16' is no dtype of a peak. Did you mean bfloat16?",
+        "device.peaks", "'bf16' is no dtype", "you mean bfloat16",
     ),
-    ({"device": {"name": "H100", "peaks": {"float32": 989}}}, "device.peaks.float32: 989 is outside of what"),
-    ({"device": {"name": "H100", "efficiencies": {"half": -1}}}, "device.efficiencies.half=-1: it should"),
-    ({"device": 3}, "device=3: it holds keys. Write name, peaks, memory"),
-    ({"device": {"name": "mine", "memory": 1e9}}, "device.peaks is missing: the prediction needs it"),
-    ({"inside": None}, "cluster: devices of one host need inside. Write {latency: 2 us"),
-    ({"between": None}, "cluster: several hosts need between. Write {latency: 4 us"),
-    ({"gpus": 8}, "gpus=8: a cluster has no such key. Take one of hosts, host, devices"),
-    ({"host": "DGX H10", "device": None}, "device=None: it holds keys"),
+    ({"device": {"name": "H100", "peaks": {"float32": 989}}}, "device.peaks.float32", "989 is outside", ""),
+    ({"device": {"name": "H100", "efficiencies": {"half": -1}}},
+     "device.efficiencies.half=-1", "equal to 0", ""),
+    ({"device": 3}, "device=3", "holds keys", ""),
+    ({"device": {"name": "mine", "memory": 1e9}}, "cluster", "device.peaks is missing", ""),
+    ({"inside": None}, "cluster", "need inside", ""),
+    ({"between": None}, "cluster", "need between", ""),
+    ({"gpus": 8}, "gpus=8", "no such key", ""),
+    ({"host": "DGX H10", "device": None}, "device=None", "holds keys", ""),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "complaint"), REFUSED)
-def test_what_no_hardware_has_is_refused(changes: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(complaint)):
+@pytest.mark.parametrize(("changes", "value", "rule", "remedy"), REFUSED)
+def test_what_no_hardware_has_is_refused(changes: dict[str, Any], value: str, rule: str, remedy: str) -> None:
+    with refuses(ConfigError, value, rule, remedy):
         round_cluster(**changes)
 
 
@@ -129,19 +129,19 @@ def test_everything_wrong_is_said_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("source", "value", "rule"),
     [
-        ("8 x DGX H10", "host 'DGX H10': no such host is known. Take DGX H100"),
-        ("dgx h900", "it is neither a known host nor a file. Take DGX H"),
-        ("nothing.yaml", "the cluster file cannot be read (No such file or directory)"),
-        ("", "an empty path would be the working folder"),
-        ("0 x DGX H100", "hosts=0"),
-        ({"host": "mine"}, "host 'mine': no such host is known"),
-        ({}, "devices is missing"),
+        ("8 x DGX H10", "host 'DGX H10'", "no such host"),
+        ("dgx h900", "host 'dgx h900'", "neither a known host nor a file"),
+        ("nothing.yaml", "cluster nothing.yaml", "cannot be read (No such file or directory)"),
+        ("", "cluster ''", "empty path"),
+        ("0 x DGX H100", "hosts=0", "equal to 1"),
+        ({"host": "mine"}, "host 'mine'", "no such host"),
+        ({}, "cluster", "devices is missing"),
     ],
 )
-def test_what_names_no_cluster_is_refused(source: Any, complaint: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(complaint)):
+def test_what_names_no_cluster_is_refused(source: Any, value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         read_cluster(source)
 
 
@@ -154,7 +154,7 @@ def test_a_file_without_keys_is_refused(tmp_path: Path) -> None:
 def test_a_link_that_the_cluster_lacks_is_an_error() -> None:
     alone = round_cluster(hosts=1, devices=1, inside=None, between=None)
     for between, key in ((False, "inside"), (True, "between")):
-        with pytest.raises(ConfigError, match=f"Give {key} in the cluster's file"):
+        with refuses(ConfigError, "cluster of 1 x host", "no link", f"Give {key}"):
             alone.link(between)
 
 

@@ -108,7 +108,7 @@ def test_a_failed_step_leaves_nothing_behind(schedule: ScheduleLike, ranks: int)
 
 @pytest.mark.parametrize(
     ("change", "gave"),
-    [(lambda out: out[:, :2], r"float64\[4, 2\]"), (lambda out: out.float(), r"float32\[4, 3\]")],
+    [(lambda out: out[:, :2], "float64[4, 2]"), (lambda out: out.float(), "float32[4, 3]")],
     ids=["shape", "dtype"],
 )
 def test_an_output_that_the_next_rank_does_not_expect_is_not_sent(
@@ -120,7 +120,7 @@ def test_an_output_that_the_next_rank_does_not_expect_is_not_sent(
             return out if x.device.type == "meta" else change(out)
 
     pipe = Pipeline.from_provider(Changing, schedule="1f1b", ranks=2, microbatches=2, loss_fn=squares)
-    with pytest.raises(ShapeError, match=rf"0F0 gave {gave}: the next rank expects float64\[4, 3\]"):
+    with refuses(ShapeError, f"0F0 gave {gave}", "expects float64[4, 3]"):
         pipe.step(batch())
 
 

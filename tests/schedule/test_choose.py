@@ -112,15 +112,22 @@ def test_what_is_neither_name_nor_mapping_is_refused() -> None:
         schedule_config(None)
 
 
-@pytest.mark.parametrize("sizes", [(10**9, 8), (4, 10**9)])
-def test_a_schedule_that_would_fill_the_memory_is_refused(sizes: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "value", "rule"),
+    [
+        (10**9, 8, "1000000000 ranks", "at most 4,096 stages"),
+        (4, 10**9, "1000000000 microbatches", "fill the memory"),
+    ],
+)
+def test_a_schedule_that_would_fill_the_memory_is_refused(
+    ranks: int, microbatches: int, value: str, rule: str
+) -> None:
     """Version 0.2.0 built it until it was killed."""
-    ranks, microbatches = sizes
-    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
+    with refuses(ConfigError, value, rule):
         build("gpipe", ranks=ranks, microbatches=microbatches)
-    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
+    with refuses(ConfigError, value, rule):
         compare(ranks=ranks, microbatches=microbatches)
-    with pytest.raises(ConfigError, match=r"would fill the memory|at most 4,096 stages"):
+    with refuses(ConfigError, "4 ranks with 2000000000 stages each", "at most 4,096 stages"):
         build("hanayo", ranks=4, microbatches=8, waves=10**9)
 
 
@@ -145,19 +152,21 @@ def test_a_file_brings_numbers_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("name", "options", "value", "rule", "remedy"),
     [
-        ("GPipes", {}, "schedule 'GPipes': .*Did you mean 'gpipe'"),
-        ("zzz", {}, "the known schedules are inference, gpipe, .*searched, file"),
-        ("gpipe", {"stages_per_rank": 2}, "schedule 'gpipe' takes ranks, microbatches"),
-        ("file", {}, "schedule 'file' without path: .*Give path"),
-        ("dualpipe", {"ranks": 3}, "ranks=3: .*2 or 4"),
+        ("GPipes", {}, "schedule 'GPipes'", "the known schedules are inference, gpipe, ", "'gpipe'"),
+        ("zzz", {}, "schedule 'zzz'", "searched, file", ""),
+        ("gpipe", {"stages_per_rank": 2}, "stages_per_rank=2", "takes ranks, microbatches", ""),
+        ("file", {}, "schedule 'file' without path", "no default", "Give path"),
+        ("dualpipe", {"ranks": 3}, "ranks=3", "ranks is even", "2 or 4"),
         # version 0.2.0 built GPipe here
-        ("1f1b", {"schedule": "gpipe"}, "schedule='gpipe': the name is '1f1b' already"),
+        ("1f1b", {"schedule": "gpipe"}, "schedule='gpipe'", "the name is '1f1b'", ""),
     ],
 )
-def test_what_cannot_be_built_is_refused(name: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_built_is_refused(
+    name: str, options: dict[str, Any], value: str, rule: str, remedy: str
+) -> None:
+    with refuses(ConfigError, value, rule, remedy):
         build(name, **{"ranks": 2, "microbatches": 2, **options})
 
 

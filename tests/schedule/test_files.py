@@ -216,27 +216,27 @@ HOSTILE_CSV = [
     (b"0F0,,0B\n", "row 1, column 3: '0B' is no op; the microbatch is missing"),
     (b"0f0\n", "row 1, column 1: '0f0' is no op; 0F0 is"),
     (b"0F0;0B0\n", "'0F0;0B0' is no op; cells are separated by commas"),
-    (b"0F0\t0B0\n", r"'0F0\\t0B0' is no op; cells are separated by commas"),
+    (b"0F0\t0B0\n", "'0F0\\t0B0' is no op; cells are separated by commas"),
     (b"0F0,-1F0\n", "row 1, column 2: '-1F0' is no op"),
     (b"0F0,0F0.5\n", "'0F0.5' is no op"),
     ("٣F0\n".encode(), "'٣F0' is no op"),
-    (b"1" * 6000 + b"F0\n", r"row 1, column 1: '1{37}\.\.\. is no op"),
+    (b"1" * 6000 + b"F0\n", "row 1, column 1: '" + "1" * 37 + "... is no op"),
     (b"0F99999999999\n", "is no op"),
     (b"0F0,0SEND_X0\n", "'0SEND_X0' is no op"),
     (b"0F0,0SEND_F\n", "'0SEND_F' is no op"),
-    (b"0F0,(0F1;0B0)\n", r"'\(0F1;0B0\)' is no op"),
+    (b"0F0,(0F1;0B0)\n", "'(0F1;0B0)' is no op"),
     (b"0F0,(0F1;0B0;0W0)OVERLAP_F_B\n", "is no op"),
-    (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
-    (b"(0B1;0B0)OVERLAP_F_B\n", "overlaps other kinds than a forward and then a backward"),
+    (b"(0F1;0F0)OVERLAP_F_B\n", "overlaps other kinds"),
+    (b"(0B1;0B0)OVERLAP_F_B\n", "overlaps other kinds"),
     (b"0F0,0B0,,0F0\n", "row 1, column 4: 0F0 is already at row 1, column 1"),
     (b"0F0,(0F1;0B0)OVERLAP_F_B,0B0\n", "row 1, column 3: 0B0 is already at row 1, column 2"),
     (
         b"0F0,1F0\n,2F0,,1B0\n",
-        "row 2, column 4: 1B0 is of stage 1, which is at row 1, column 2 on rank 0; a stage is on one",
+        "row 2, column 4: 1B0 is of stage 1, which is at row 1, column 2 on rank 0",
     ),
     (b"0F0\n2F0\n", "row 2, column 1: 2F0 is of stage 2, and no op is of stage 1"),
     (b"0F0\n999999999F0\n", "no op is of stage 999999998"),
-    (b"\n" * 200_000 + b"0F0\n", "more than 4,096 rows or stages"),
+    (b"\n" * 200_000 + b"0F0\n", "more than 4,096 rows"),
     (b"no,csv\nat,all\n", "4 cells are wrong:\n  row 1, column 1: 'no' is no op\n  row 1, column 2"),
     (b"x\n" * 50, "and 40 more"),
     (b"0F0," * 1_000_001, "more than 1,000,000 ops"),
@@ -246,9 +246,8 @@ HOSTILE_CSV = [
 @pytest.mark.parametrize(("content", "said"), HOSTILE_CSV, ids=[said for _, said in HOSTILE_CSV])
 def test_what_is_no_schedule_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "s.csv").write_bytes(content)
-    with pytest.raises(ConfigError, match=said) as caught:
+    with refuses(ConfigError, "s.csv", said) as caught:
         load(tmp_path / "s.csv")
-    assert "s.csv" in str(caught.value)
     assert len(str(caught.value)) < 2000
 
 
@@ -258,36 +257,36 @@ GOOD: dict[str, Any] = {
 }  # fmt: skip
 
 HOSTILE_JSON: list[tuple[bytes | dict[str, Any], str]] = [
-    ({"format": "else"}, 'it does not say "format": "penstock schedule"'),
+    ({"format": "else"}, 'does not say "format"'),
     ({"version": 2}, "its version is 2, and this penstock reads 1"),
     ({"version": None}, "its version is None"),
-    ({"program": []}, r"the key 'program' is unknown; 'programs'\?"),
+    ({"program": []}, "the key 'program' is unknown; 'programs'?"),
     ({"name": 3}, "name is 3; it is to be of type str"),
     ({"microbatches": True}, "microbatches is True; it is to be of type int"),
     ({"microbatches": 1.0}, "microbatches is 1.0"),
     ({"rank_of": "0,1"}, "rank_of is '0,1'; it is to be of type list"),
-    ({"rank_of": [0, True]}, r"rank_of\[1\] is True"),
-    ({"rank_of": [0, 10**12]}, r"rank_of\[1\] is 1000000000000; it is to be a rank"),
-    ({"rank_of": [1, 1]}, "each rank from 0 to the highest one hosts at least one stage"),
+    ({"rank_of": [0, True]}, "rank_of[1] is True"),
+    ({"rank_of": [0, 10**12]}, "rank_of[1] is 1000000000000; it is to be a rank"),
+    ({"rank_of": [1, 1]}, "hosts at least one stage"),
     ({"rank_of": []}, "hosts at least one stage"),
-    ({"replicas": 3}, "divides the stages"),
-    ({"programs": ["0F0", "1F0"]}, r"programs\[0\] is no list of ops"),
-    ({"programs": [["0F0", 1]]}, r"programs\[0\] is no list of ops"),
-    ({"programs": [["0F0"], ["1F0", "1Q0"]]}, r"programs\[1\]\[1\]: '1Q0' is no op"),
+    ({"replicas": 3}, "the same number of stages"),
+    ({"programs": ["0F0", "1F0"]}, "programs[0] is no list of ops"),
+    ({"programs": [["0F0", 1]]}, "programs[0] is no list of ops"),
+    ({"programs": [["0F0"], ["1F0", "1Q0"]]}, "programs[1][1]: '1Q0' is no op"),
     (
         {"programs": [["0F0"], ["1F0", "0F0"]]},
-        r"programs\[1\]\[1\]: 0F0 is already at programs\[0\]\[0\]",
+        "programs[1][1]: 0F0 is already at programs[0][0]",
     ),
     ({"programs": [["0SEND_F0"], []]}, "'0SEND_F0' is no op"),
     (b"", "it is empty"),
     (b"[1, 2", "line 1, column 6: Expecting"),
-    (b"[]", "it does not say"),
+    (b"[]", 'does not say "format"'),
     (b"[" * 100_000, "cannot be read as JSON"),
     (b'{"microbatches": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
     (b'{"format": "penstock schedule", "version": 1}', "the key 'name' is missing"),
     (b"[" + b"1," * 1_000_001, "more than 1,000,000 ops"),
-    ({"rank_of": list(range(5000))}, "more than 4,096 rows or stages"),
-    ({"programs": [[]] * 5000}, "more than 4,096 rows or stages"),
+    ({"rank_of": list(range(5000))}, "more than 4,096 rows"),
+    ({"programs": [[]] * 5000}, "more than 4,096 rows"),
 ]
 
 
@@ -299,7 +298,7 @@ def test_json_that_is_no_schedule_is_refused(
     (tmp_path / "s.json").write_bytes(
         content if isinstance(content, bytes) else json.dumps({**GOOD, **content}).encode()
     )
-    with pytest.raises(ConfigError, match=said):
+    with refuses(ConfigError, rule=said):
         load(tmp_path / "s.json")
 
 
@@ -333,13 +332,13 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         (tmp_path / "a.csv", "cannot be read: it is a folder"),
         (tmp_path / "pipe.json", "cannot be read: it is a pipe"),
         ("zero\0byte.csv", "cannot be read"),
-        (tmp_path / "s.txt", r"\.txt chooses none. End the path in \.json or in \.csv"),
+        (tmp_path / "s.txt", ".txt chooses none"),
         (tmp_path / "s", "no ending chooses none"),
     ]
     (tmp_path / "a.csv").mkdir()
     os.mkfifo(tmp_path / "pipe.json")
     for path, said in unreadable:
-        with pytest.raises(ConfigError, match=said):
+        with refuses(ConfigError, repr(str(path)), said):
             load(path)
     unwritable: list[tuple[str | Path, str]] = [
         (tmp_path / "no" / "s.csv", "cannot be written: No such file or directory"),
@@ -348,7 +347,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path) -> None:
         (tmp_path / "s.txt", "chooses none"),
     ]
     for path, said in unwritable:
-        with pytest.raises(ConfigError, match=said):
+        with refuses(ConfigError, repr(str(path)), said):
             dump(PAIRED, path)
     with refuses(ConfigError, rule="there is no folder"):
         check_path(tmp_path / "no" / "s.csv")
@@ -373,10 +372,10 @@ def test_a_schedule_that_would_not_come_back_is_not_written(tmp_path: Path) -> N
             dump(strays, tmp_path / f"s{ending}")
     unwritable = [
         (written(loop(2), 1, "0F0 1F0", "0B0 1B0"), "a stage is on one rank"),
-        (written(loop(2), 1, "", "1F0 1B0"), "each rank hosts at least one stage"),
+        (written(loop(2), 1, "", "1F0 1B0"), "hosts at least one stage"),
         (written(loop(1), 2, "0F0 0B0"), "do not come back as they are"),  # microbatch 1 has no op
     ]
     for schedule, said in unwritable:
-        with pytest.raises(ConfigError, match=said):
+        with refuses(ConfigError, "schedule 'mine' as 's.csv'", said):
             dump(schedule, tmp_path / "s.csv")
     assert not list(tmp_path.iterdir())

@@ -326,7 +326,7 @@ def test_a_value_that_no_run_has_is_refused(tmp_path: Path, name: str, value: An
     read_state(path)
     (path / "state.json").write_text(json.dumps({**state, name: value}))
     relist(path)
-    with pytest.raises(CheckpointError, match=rf"state\.json: {name}=.*: no run has such a value"):
+    with refuses(CheckpointError, f"state.json: {name}=", "no run has such a value"):
         read_state(path)
 
 

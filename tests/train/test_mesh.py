@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock import Pipeline
-from penstock.errors import CheckpointError
+from penstock.errors import UnfitError
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
@@ -22,6 +22,7 @@ from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support import jobs_train
 from support.pool import Pool
+from support.refusals import refuses
 from support.tiny import GPT2_WITH_DROPOUT, QWEN3, checkpoint, metrics, tree, write_documents
 
 STEPS = 4
@@ -174,7 +175,7 @@ def test_state_of_another_optimizer_is_refused_before_anything_is_started(tmp_pa
     run(preflight(TrainConfig.model_validate(made)))
     made["train"]["steps"] = 6
     made["optimizer"] = {}
-    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by Muon: here AdamW trains it"):
+    with refuses(UnfitError, "proj.weight was trained by Muon", "AdamW trains it"):
         preflight(TrainConfig.model_validate(made), NEWEST)
 
 
@@ -188,7 +189,7 @@ def test_state_that_0_3_0_wrote_is_adamw_s_and_refused_as_early(tmp_path: Path) 
     for file in path.glob("optimizer-*.json"):
         file.unlink()
     check_fits(path, prepared.plan.source.model, (), prepared.kinds)
-    with pytest.raises(CheckpointError, match=r"proj\.weight was trained by AdamW: here Muon trains it"):
+    with refuses(UnfitError, "proj.weight was trained by AdamW", "Muon trains it"):
         check_fits(path, prepared.plan.source.model, (), muon.kinds)
 
 

@@ -49,5 +49,6 @@ def test_a_folder_is_read_for_its_weights_or_for_its_config_alone(tmp_path: Path
 def test_the_folder_of_a_run_is_refused_with_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (8, 16):
         (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-    with pytest.raises(ModelError, match=r"holds no config\.json\. It is a run's folder: .*/step-00000016$"):
+    with refuses(ModelError, str(tmp_path), "no config.json", "It is a run's folder") as caught:
         named_model(ModelSection(path=str(tmp_path), weights="random"))
+    assert caught.value.remedy.endswith("/step-00000016")

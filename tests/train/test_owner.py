@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from penstock.errors import ConfigError, FolderInUseError, PenstockError, RunError
+from penstock.errors import ConfigError, FolderInUseError, RunError
 from penstock.runtime.health import notes
 from penstock.runtime.ranks import Ranks
 from penstock.train import owner
@@ -201,7 +201,7 @@ def test_a_run_asks_before_each_step_whether_the_folder_is_still_its_own(
             raise RunError("folder", "it is taken", "Go")
 
     monkeypatch.setattr(Owner, "check", check)
-    with pytest.raises(PenstockError, match="it is taken"):
+    with refuses(RunError, "folder", "it is taken"):
         run(preflight(config(tmp_path)))
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2]
     assert facts(tmp_path / "out")["ended"]

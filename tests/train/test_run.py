@@ -265,18 +265,19 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "model", "train"),
+    ("step", "value", "model", "train"),
     [
-        ("step 0: held_out_loss=nan", {"rms_norm_eps": float("nan")}, {}),
-        ("step 3: loss=.*, grad_norm=nan", {}, {"clip_norm": None}),
+        ("step 0", "held_out_loss=nan", {"rms_norm_eps": float("nan")}, {}),
+        ("step 3", "grad_norm=nan", {}, {"clip_norm": None}),
     ],
 )
 def test_a_loss_that_is_not_finite_ends_the_run(
-    tmp_path: Path, step: str, model: dict[str, Any], train: dict[str, Any]
+    tmp_path: Path, step: str, value: str, model: dict[str, Any], train: dict[str, Any]
 ) -> None:
     wild = config(tmp_path, {**QWEN3, **model}, {"optimizer.learning_rate": 1e30}, **train)
-    with pytest.raises(RunError, match=rf"{step}.*Lower optimizer\.learning_rate"):
+    with refuses(RunError, value, "finite numbers", "Lower optimizer.learning_rate") as caught:
         run(preflight(wild))
+    assert caught.value.value.startswith(f"{step}: ")
 
 
 # ---- Data that changes between a checkpoint and the run that goes on from it
@@ -295,12 +296,10 @@ def with_a_checkpoint(folder: Path, **keys: Any) -> TrainConfig:
 def test_a_run_does_not_go_on_with_other_data(tmp_path: Path) -> None:
     """0.5.0: bytes appended to a text changed all later batches, and a note said it: rows were drawn anew."""
     more = with_a_checkpoint(tmp_path)
-    counts = f"{tmp_path / 'text'} has 776 tokens \\(was 760\\)"
-    with pytest.raises(
-        CheckpointError, match=rf"all later batches would be others: {counts}.*data\.changed=accept"
-    ):
+    counts = f"{tmp_path / 'text'} has 776 tokens (was 760)"
+    with refuses(CheckpointError, "the data of a resumed run", counts, "data.changed=accept"):
         preflight(more, NEWEST)
-    with pytest.raises(CheckpointError, match=counts):
+    with refuses(CheckpointError, "the data of a resumed run", counts):
         preflight(more, str(checkpoint(tmp_path, 2)))
     assert preflight(more).data.batch(1)  # a fresh start takes what is there
     text = (tmp_path / "text").read_bytes()

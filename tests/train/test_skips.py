@@ -158,7 +158,7 @@ def test_a_checkpoint_has_the_losses_and_the_rows_that_were_left_out(tmp_path: P
     assert state.data["rows"] == STEPS * ROWS + state.seen.rows
     for wrong in ([["a"], []], [[math.nan], []], [[1.0], [[4, 0]]], [[], [[0, 4], [2, 6]]], [[], [[0.5, 4]]]):
         alter_state(checkpoint(tmp_path, STEPS), seen=wrong)
-        with pytest.raises(CheckpointError, match=r"state\.json: (seen=|a run goes on)"):
+        with refuses(CheckpointError, "state.json: seen=", "no run has such a value"):
             read_state(checkpoint(tmp_path, STEPS))
 
 
@@ -301,7 +301,7 @@ class Judged:
 
 @pytest.mark.parametrize(("loss", "norm"), [(NAN, 1.0), (1.0, INF), (-INF, NAN)])
 def test_loss_and_norm_are_both_judged(loss: float, norm: float) -> None:
-    with pytest.raises(RunError, match=rf"step 3: loss={loss}, grad_norm={norm}: these are finite numbers"):
+    with refuses(RunError, f"step 3: loss={loss}, grad_norm={norm}", "finite numbers"):
         Judged("stop").step(3, loss, norm)
     skips = Judged("skip", skipped=2)
     assert skips.step(3, loss, norm) == f"loss={loss}, grad_norm={norm}"

@@ -23,7 +23,7 @@ from transformers import (
 
 from penstock import AutoPipeline
 from penstock.batch.loss import NextToken, OwnLoss, ProblemType, RowLabels
-from penstock.errors import BatchError, ConfigError, EquivalenceError, InputError, ModelError
+from penstock.errors import BatchError, ConfigError, DifferenceError, InputError, ModelError
 from penstock.models.huggingface.own_loss import own_loss
 from penstock.models.tracing.chain import find_chain
 from penstock.parallel.axes import Axes
@@ -192,7 +192,7 @@ def test_a_comparison_takes_the_models_own_loss() -> None:
     for loss_fn in (None, NextToken()):
         pipe = AutoPipeline(ranks=2, microbatches=2, loss_fn=loss_fn).build(model)
         assert pipe.verify_against(model, ragged_batch()).note == ""
-        with pytest.raises(EquivalenceError, match="loss: "):
+        with refuses(DifferenceError, "loss: "):
             pipe.verify_against(other, ragged_batch())
 
 
@@ -213,14 +213,14 @@ def test_a_microbatch_without_labels_counts_for_nothing_in_a_comparison() -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "model_type", "said"),
+    ("kind", "model_type", "value"),
     [
-        (LlamaForQuestionAnswering, "llama", "LlamaForQuestionAnswering: .*returns no logits.*start_logits"),
-        (BertForQuestionAnswering, "bert", "BertForQuestionAnswering: .*returns no logits.*start_logits"),
+        (LlamaForQuestionAnswering, "llama", "LlamaForQuestionAnswering"),
+        (BertForQuestionAnswering, "bert", "BertForQuestionAnswering"),
     ],
 )
-def test_other_heads_are_refused(kind: type[PreTrainedModel], model_type: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_other_heads_are_refused(kind: type[PreTrainedModel], model_type: str, value: str) -> None:
+    with refuses(ModelError, value, "no logits, but start_logits"):
         AutoPipeline(ranks=2, microbatches=2).build(heads.built(kind, model_type))
 
 
@@ -231,7 +231,7 @@ def test_rows_need_a_padding_token_as_in_transformers() -> None:
     batch = heads.row_batch(CLASS_NUMBERS)
     with pytest.raises(ValueError, match="no padding token is defined") as whole:
         model(**batch)
-    with pytest.raises(BatchError, match=str(whole.value).rstrip(".")):
+    with refuses(BatchError, "a batch of 7 rows", str(whole.value).rstrip(".")):
         pipe.step(batch)
     one = {name: value[:1] for name, value in batch.items()}
     exact(AutoPipeline(ranks=2, microbatches=1).build(model), model, one)
@@ -248,19 +248,23 @@ def test_a_model_of_two_sentences_takes_class_numbers_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "said"),
+    ("labels", "value", "rule"),
     [
-        (torch.tensor([0, 1, 2, 3, 4, 5, 0]), "labels with 5: the model's head has 5 classes"),
-        (torch.tensor([0, 1, 2, 3, 4, -1, 0]), "labels with -1"),
-        (torch.rand(7, 1), r"multi_label_classification reads floats of shape \[7, 5\]"),
-        (torch.rand(7), r"multi_label_classification reads floats of shape \[7, 5\]"),
-        (torch.zeros(7, 5, dtype=torch.int64), r"single_label_classification reads int64 of shape \[7\]"),
-        (torch.zeros(7, 4), r"shape \[7, 5\]"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 0]), "labels with 5", "5 classes"),
+        (torch.tensor([0, 1, 2, 3, 4, -1, 0]), "labels with -1", "or -100"),
+        (torch.rand(7, 1), "labels of torch.float32 and shape [7, 1]", "floats of shape [7, 5]"),
+        (torch.rand(7), "labels of torch.float32 and shape [7]", "floats of shape [7, 5]"),
+        (
+            torch.zeros(7, 5, dtype=torch.int64),
+            "labels of torch.int64 and shape [7, 5]",
+            "int64 of shape [7]",
+        ),
+        (torch.zeros(7, 4), "labels of torch.float32 and shape [7, 4]", "shape [7, 5]"),
     ],
 )
-def test_labels_are_those_of_the_loss(labels: Tensor, said: str) -> None:
+def test_labels_are_those_of_the_loss(labels: Tensor, value: str, rule: str) -> None:
     pipe = AutoPipeline(ranks=2, microbatches=2).build(heads.tiny("LlamaForSequenceClassification", "llama"))
-    with pytest.raises(BatchError, match=said):
+    with refuses(BatchError, value, rule):
         pipe.step(heads.row_batch(labels))
 
 

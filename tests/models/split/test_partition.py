@@ -78,32 +78,43 @@ def test_each_description(layers: int, stages: int, said: dict[str, Any], expect
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "said", "message"),
+    ("layers", "stages", "said", "value", "rule", "remedy"),
     [
-        (4, 5, {}, "5 stages for 4 layers: .* Use at most 4 stages"),
-        (4, 3, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 3. Write 2 [|], or change"),
-        (4, 1, {"layout": "Ett|ttL"}, "it has 2 stages, and the schedule has 1"),
-        (5, 2, {"layout": "Ett|ttL"}, "it has 4 layers, and the model has 5. Write 5 t"),
-        (4, 2, {"layout": "Ett|ttmL"}, "built with none. Set mtp_loss_scaling_factor .* or remove m"),
-        (5, 2, {"layout": "Ett|ttL", "prediction_layers": 1}, "built with 1. Write 1 m behind the last t"),
-        (5, 2, {"layout": "Ett|tmL", "prediction_layers": 1}, "3 layers, and the model has 4. Write 4 t"),
-        (4, 2, {"layout": "Ett|ttx"}, "layout, character 7: unknown symbol 'x'"),
-        (10, 4, {"layers_per_stage": 4}, "10 layers make 3 stages of it, and the schedule has 4. Give 3, or"),
-        (10, 7, {"layers_per_stage": 4}, "has 7. Give a number for each stage, or"),
-        (10, 2, {"layers_per_stage": 4}, r"Give 5 or 6 or 7 or 8 or 9, or change ranks"),
-        (4, 2, {"layers_per_stage": [1, 2, 1]}, "it has 3 stages, and the schedule has 2. Give 2 numbers"),
-        (4, 2, {"layers_per_stage": [1, 2]}, "3 layers, and the model has 4. Give numbers that add up to 4"),
-        (4, 2, {"first_stage_layers": 4}, "leaves 0 of 4 layers for 1 other stage. .* cannot be more than 3"),
-        (4, 2, {"first_stage_layers": 5}, "leaves -1 of 4 layers"),
-        (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2}, "leaves 1 .* be other than 4 layers"),
-        (4, 1, {"first_stage_layers": 2, "last_stage_layers": 2}, "the first stage is the last one here"),
-        (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage: each of them"),
-        (4, 2, {"layout": "tt|tt", "last_stage_layers": 2}, "layout and last_stage_layers"),
-        (4, 2, {"balance": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1}, "Give one of them"),
+        (4, 5, {}, "5 stages for 4 layers", "without layers", "at most 4 stages"),
+        (4, 3, {"layout": "Ett|ttL"}, "layout 'Ett|ttL'", "the schedule has 3", "Write 2 |"),
+        (4, 1, {"layout": "Ett|ttL"}, "layout 'Ett|ttL'", "the schedule has 1", ""),
+        (5, 2, {"layout": "Ett|ttL"}, "layout 'Ett|ttL'", "the model has 5", "Write 5 t"),
+        (4, 2, {"layout": "Ett|ttmL"}, "layout 'Ett|ttmL'", "built with none", "remove m"),
+        (5, 2, {"layout": "Ett|ttL", "prediction_layers": 1},
+         "layout 'Ett|ttL'", "built with 1", "Write 1 m"),
+        (5, 2, {"layout": "Ett|tmL", "prediction_layers": 1},
+         "layout 'Ett|tmL'", "the model has 4", "Write 4 t"),
+        (4, 2, {"layout": "Ett|ttx"}, "layout, character 7", "unknown symbol 'x'", ""),
+        (10, 4, {"layers_per_stage": 4}, "layers_per_stage=4", "the schedule has 4", "Give 3, or"),
+        (10, 7, {"layers_per_stage": 4},
+         "layers_per_stage=4", "the schedule has 7", "Give a number for each stage"),
+        (10, 2, {"layers_per_stage": 4},
+         "layers_per_stage=4", "the schedule has 2", "Give 5 or 6 or 7 or 8 or 9,"),
+        (4, 2, {"layers_per_stage": [1, 2, 1]},
+         "layers_per_stage=[1, 2, 1]", "the schedule has 2", "Give 2 numbers"),
+        (4, 2, {"layers_per_stage": [1, 2]}, "layers_per_stage=[1, 2]", "the model has 4", "add up to 4"),
+        (4, 2, {"first_stage_layers": 4}, "first_stage_layers=4", "leaves 0 of 4 layers", "more than 3"),
+        (4, 2, {"first_stage_layers": 5}, "first_stage_layers=5", "leaves -1 of 4 layers", ""),
+        (4, 2, {"first_stage_layers": 1, "last_stage_layers": 2},
+         "first_stage_layers=1, last_stage_layers=2", "leaves 1 of 4 layers", "other than 4"),
+        (4, 1, {"first_stage_layers": 2, "last_stage_layers": 2},
+         "first_stage_layers=2, last_stage_layers=2", "the last one here", ""),
+        (4, 2, {"layout": "tt|tt", "layers_per_stage": 2}, "layout and layers_per_stage", "each of them", ""),
+        (4, 2, {"layout": "tt|tt", "last_stage_layers": 2},
+         "layout and last_stage_layers", "each of them", ""),
+        (4, 2, {"balance": [1] * 4, "first_stage_layers": 1, "last_stage_layers": 1},
+         "first_stage_layers and last_stage_layers and balance", "each of them", ""),
     ],
 )  # fmt: skip
-def test_descriptions_that_do_not_fit(layers: int, stages: int, said: dict[str, Any], message: str) -> None:
-    with pytest.raises(PartitionError, match=message):
+def test_descriptions_that_do_not_fit(
+    layers: int, stages: int, said: dict[str, Any], value: str, rule: str, remedy: str
+) -> None:
+    with refuses(PartitionError, value, rule, remedy):
         split_as(layers, stages, **said)
 
 
@@ -123,7 +134,7 @@ def test_a_size_makes_stages_for_each_rank(
 
 
 def test_a_size_that_nothing_fits() -> None:
-    with pytest.raises(PartitionError, match=r"4 stages of it, .* multiples of 6. Use at most 4 stages"):
+    with refuses(PartitionError, "layers_per_stage=1", "multiples of 6", "at most 4 stages"):
         stages_of_size(1, 4, 6)
     with refuses(ConfigError, "layers_per_stage=0", remedy="Give 1"):
         stages_of_size(0, 4, 2)

@@ -154,19 +154,21 @@ def test_images_that_do_not_fit_their_tokens() -> None:
     (batch,) = microbatches(model)[:1]
     pipe = AutoPipeline(ranks=2, microbatches=1).build(model)
     fitting = pipe.step([batch]).loss
-    for wrong, message in (
+    for wrong, value, rule in (
+        (without(batch, "pixel_values", "image_grid_thw"), "5 tokens of images", "has no pixel_values"),
+        ({**batch, "input_ids": batch["input_ids"] % 60}, "no tokens of images", "its pixel_values"),
         (
-            without(batch, "pixel_values", "image_grid_thw"),
-            "with 5 tokens of images .* it has no pixel_value",
+            without(batch, "mm_token_type_ids"),
+            "image_grid_thw without mm_token_type_ids",
+            "positions of text and images",
         ),
-        ({**batch, "input_ids": batch["input_ids"] % 60}, "with no tokens of images"),
-        (without(batch, "mm_token_type_ids"), "image_grid_thw without mm_token_type_ids"),
         (
             {**batch, "image_grid_thw": batch["image_grid_thw"][:2]},
-            "with 5 tokens .* the 2 images in .* have 3 tokens",
+            "5 tokens of images",
+            "2 images in image_grid_thw have 3 tokens",
         ),
     ):
-        with pytest.raises(BatchError, match=message):
+        with refuses(BatchError, value, rule):
             pipe.step([wrong])
     pipe.zero_grad()
     assert pipe.step([batch]).loss == pytest.approx(fitting)
@@ -199,10 +201,9 @@ def test_the_split_counts_the_towers_work() -> None:
     model.model.visual.requires_grad_(False)
     frozen = multiply_adds(model, chain, 64, 64).embedding
     assert frozen - text == pytest.approx((whole - text) / 3, rel=1e-3)
-    rule = "it is the number of image tokens in a row, which has 64"
     wrong: Any
     for wrong in (65, -1, "x", 2.5, True):
-        with pytest.raises(ConfigError, match=f"image_tokens={wrong!r}: {rule}"):
+        with refuses(ConfigError, f"image_tokens={wrong!r}", "a row, which has 64"):
             multiply_adds(model, chain, 64, wrong)
 
 

@@ -134,7 +134,7 @@ def test_damaged_files_are_found_before_any_weight_is_read(tmp_path: Path) -> No
     shard = next(iter(sorted(tmp_path.glob("model-*"))))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-10])
-    with pytest.raises(CheckpointError, match=r"it is no complete safetensors file .*not fully covered"):
+    with refuses(CheckpointError, shard.name, "not fully covered"):
         auto.build_plan(tmp_path)
     shard.write_bytes(b"")
     with refuses(CheckpointError, rule="header too small"):
@@ -186,7 +186,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "thin" / "config.json").write_text(
         tiny_config("llama", intermediate_size=40).to_json_string()
     )
-    with pytest.raises(CheckpointError, match=r"12 of another shape .*down_proj.weight is \[32, 48\], not"):
+    with refuses(CheckpointError, "thin", "down_proj.weight is [32, 48], not [32, 40]"):
         AutoPipeline(ranks=2, microbatches=2).build(tmp_path / "thin")
 
 
@@ -260,41 +260,43 @@ def test_an_index_of_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_name_that_no_file_has_is_refused(tmp_path: Path, name: str) -> None:
     """0.5.0: a traceback of OSError: the file system was asked for a name of 5,000 characters."""
     (tmp_path / weights.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": name}}))
-    with pytest.raises(CheckpointError, match=r"no (safetensors file of this folder|index of weight files)"):
+    with refuses(CheckpointError, weights.INDEX, "no safetensors file"):
         weights.weight_files(tmp_path)
 
 
-REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], dict[str, Any], str, str]] = {
     "two layers of four": (
         same, {"num_hidden_layers": 2},
-        r"18 that the model has no place for: model\.layers\.2.*json has 2 layers and the files have 4",
+        "has no place for: model.layers.2", "has 2 layers and the files have 4",
     ),
     "four layers of six": (
         same, {"num_hidden_layers": 6},
-        r"it lacks 18 of the model's weights: model\.layers\.4.*has 6 layers and the files have 4",
+        "lacks 18 of the model's weights: model.layers.4", "has 6 layers and the files have 4",
     ),
     "an unknown tensor": (
         lambda tensors: {**tensors, "model.gate.weight": torch.ones(2)}, {},
-        r"1 that the model has no place for: model\.gate\.weight\. Take",
+        "has no place for: model.gate.weight", "save the model anew",
     ),
     "a missing tensor": (
         without("model.norm.weight"), {},
-        r"it lacks 1 of the model's weights: model\.norm\.weight.*new_weights=\(\"model\.norm\.weight\",\)",
+        "lacks 1 of the model's weights: model.norm.weight", 'new_weights=("model.norm.weight",)',
     ),
     "scales of float8": (
         lambda tensors: {
             **{n: t.to(torch.float8_e4m3fn) if "_proj" in n else t for n, t in tensors.items()},
             **{f"{n}_scale_inv": torch.ones(1, 1) for n in tensors if "_proj" in n},
         }, {},
-        r"28 that the model has no place for.*The weights are quantized.*quantization_config",
+        "28 that the model has no place for", "quantization_config",
     ),
     "torch.compile": (
         lambda tensors: {f"_orig_mod.{name}": value for name, value in tensors.items()}, {},
-        r"have _orig_mod\.lm_head\.weight for lm_head\.weight: save the model without torch\.compile",
+        "lacks 39 of the model's weights",
+        "_orig_mod.lm_head.weight for lm_head.weight: save the model without torch.compile",
     ),
     "PEFT": (
         lambda tensors: {name.replace("q_proj.", "q_proj.base_layer."): t for name, t in tensors.items()}, {},
-        r"q_proj\.base_layer\.weight for model\.layers\.0\.self_attn\.q_proj\.weight: .* without PEFT",
+        "lacks 4 of the model's weights",
+        "q_proj.base_layer.weight for model.layers.0.self_attn.q_proj.weight: save the model without PEFT",
     ),
 }  # fmt: skip
 
@@ -305,11 +307,11 @@ def test_files_that_do_not_fit_the_whole_model_are_refused(tmp_path: Path, case:
 
     So four layers were built as two, and float8 weights were read without their scales.
     """
-    change, config, message = REFUSED[case]
+    change, config, rule, remedy = REFUSED[case]
     folder = changed(tmp_path / "model", change, **config)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "the weights in", rule, remedy):
         open_source(folder, None, None)
-    with pytest.raises(CheckpointError, match=message):
+    with refuses(CheckpointError, "the weights in", rule, remedy):
         AutoPipeline(ranks=2, microbatches=2).build(folder)
 
 
@@ -360,17 +362,17 @@ def test_new_weights_are_those_that_the_files_lack(tmp_path: Path, caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("patterns", "message"),
+    ("patterns", "value"),
     [
-        (("lm_head.*", "score.*"), "new_weights='score"),
-        (("model.norm.*", "lm_head.*"), "new_weights='model.norm"),
+        (("lm_head.*", "score.*"), "new_weights='score.*'"),
+        (("model.norm.*", "lm_head.*"), "new_weights='model.norm.*'"),
     ],
 )
 def test_a_pattern_that_is_not_needed_is_refused(
-    tmp_path: Path, patterns: tuple[str, ...], message: str
+    tmp_path: Path, patterns: tuple[str, ...], value: str
 ) -> None:
     folder = changed(tmp_path / "model", without("lm_head.weight"))
-    with pytest.raises(ConfigError, match=message):
+    with refuses(ConfigError, value, "no such weight is missing"):
         AutoPipeline(ranks=2, microbatches=2, new_weights=patterns).build_plan(folder)
     with refuses(CheckpointError, rule="it lacks 1"):
         AutoPipeline(ranks=2, microbatches=2, new_weights=("model.norm.*",)).build_plan(folder)

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from penstock import AutoPipeline
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
-from penstock.errors import CheckpointError, ModelError
+from penstock.errors import CheckpointError, ModelError, UnfitError
 from penstock.models.source import open_source
 from penstock.models.weights.tensor_file import fingerprint_of_files, fingerprint_of_tensors
 from support import zoo
@@ -134,9 +134,7 @@ def test_another_base_model_is_refused(tmp_path: Path) -> None:
     peft = adapted(zoo.tiny_model("llama", seed=5), lora(**options))
     pipe = AutoPipeline(ranks=2, microbatches=2).build(peft)
     before = {n: p.detach().clone() for n, p in pipe.named_parameters()}
-    with pytest.raises(
-        CheckpointError, match=r"it was trained on another base model \(\w{12}, and here is \w{12}\)"
-    ):
+    with refuses(UnfitError, f"adapter {folder}", "another base model"):
         load_checkpoint(folder, pipe, _adamw(pipe))
     assert all(torch.equal(p, before[n]) for n, p in pipe.named_parameters())
 
@@ -149,17 +147,17 @@ def plain_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("options", "refusal"),
+    ("options", "value", "rule"),
     [
-        ({"lora_alpha": 7}, r"adapter with lora_alpha=6: the model has 7"),
-        ({"r": 2}, r"adapter with r=4: the model has 2"),
-        ({"target_modules": r".*(_proj|lm_head)"}, r"adapter_model.safetensors: it lacks base_model.model"),
-        ({"target_modules": ["q_proj"]}, r"adapter_model.safetensors: it holds base_model.*mlp\.down_proj"),
+        ({"lora_alpha": 7}, "lora_alpha=6", "the model has 7"),
+        ({"r": 2}, "r=4", "the model has 2"),
+        ({"target_modules": r".*(_proj|lm_head)"}, "it lacks base_model.model", "other tensors"),
+        ({"target_modules": ["q_proj"]}, "it holds base_model", "no such tensor"),
     ],
 )
-def test_another_adapter_is_refused(options: dict[str, Any], refusal: str, plain_lora: Path) -> None:
+def test_another_adapter_is_refused(options: dict[str, Any], value: str, rule: str, plain_lora: Path) -> None:
     other = AutoPipeline(ranks=2, microbatches=2).build(adapted(zoo.tiny_model("llama"), lora(**options)))
-    with pytest.raises(CheckpointError, match=refusal):
+    with refuses(UnfitError, value, rule):
         other.load_weights(plain_lora)
 
 
@@ -186,7 +184,7 @@ def test_a_tensor_that_the_adapter_has_no_place_for_is_refused(tmp_path: Path) -
     file = tmp_path / "saved" / "adapter_model.safetensors"
     more = {"base_model.model.model.embed_tokens.weight": torch.ones(64, 32)}
     save_file({**load_file(file), **more}, file)
-    with pytest.raises(CheckpointError, match=r"it holds .*embed_tokens\.weight: the model's adapter has no"):
+    with refuses(UnfitError, "embed_tokens.weight", "no such tensor"):
         pipe.load_weights(tmp_path / "saved")
 
 

@@ -204,7 +204,7 @@ def halved(
 
 def test_another_loss_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     check_load_balancing(modeling_mixtral.load_balancing_loss_func, 4, 2)
-    with pytest.raises(ModelError, match=r"halved, which gives .* and not "):
+    with refuses(ModelError, "halved, which gives", "load_balancing_loss_func"):
         check_load_balancing(halved, 4, 2)
     with refuses(ModelError, "which takes (logits)"):
         check_load_balancing(lambda logits: logits, 4, 2)

@@ -142,7 +142,7 @@ def test_balance_within_memory() -> None:
     )
     assert min(plenty.activations) > 4 * 64 * 32 * 4
     assert balance(plan, memory=plenty) == "E(tt|)*3ttL"
-    with pytest.raises(PartitionError, match=r"Give [\d,]+ or more") as caught:
+    with refuses(PartitionError, "memory.limit=10,000.0", "some stage holds") as caught:
         balance(plan, memory=replace(plenty, limit=1e4))
     least = float(caught.value.remedy.split()[1].replace(",", ""))
     assert balance(plan, memory=replace(plenty, limit=least)) == "Et|t|tt|t*4L"
@@ -162,7 +162,7 @@ def test_recomputation_keeps_the_memory_limit(share: float) -> None:
     for rank, held in enumerate(predicted):
         assert held + Account(plan).ranks()[rank].fixed <= limit * (1 + 1e-9)
     too_small = Checkpointing(memory_limit=2**19, shape=shape)
-    with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank 0 takes .* MiB for weights"):
+    with refuses(ConfigError, "memory_limit=0.5 MiB", "rank 0 takes"):
         AutoPipeline(ranks=2, microbatches=8, activation_checkpointing=too_small).build_plan(model)
 
 
@@ -179,10 +179,10 @@ def test_the_default_split_keeps_the_memory_limit() -> None:
     plan = limited.build_plan(config)
     assert counts(plan) == [4, 4]
     assert max(rank.total for rank in limited.account(plan).ranks(shape)) <= limit
-    with pytest.raises(ConfigError, match="rank 0 takes"):  # what was asked for stays
+    with refuses(ConfigError, "memory_limit=1 MiB", "rank 0 takes"):  # what was asked for stays
         replace(limited, layout="Et*5|t*3L").build_plan(config)
     how = Checkpointing(memory_limit=2**19, shape=shape)
-    with pytest.raises(ConfigError, match=r"memory_limit=0.5 MiB: rank \d takes .* Give 1 MiB or more"):
+    with refuses(ConfigError, "memory_limit=0.5 MiB", "takes", "Give 1 MiB or more"):
         replace(auto, activation_checkpointing=how).build_plan(config)
 
 

@@ -72,6 +72,6 @@ def test_the_key_of_the_trainer(tmp_path: Path) -> None:
     prepared = preflight(given)
     assert implementations(prepared.auto.build(prepared.model)) == {"batched_mm"}
     run(prepared)
-    for name, message in (("fast", f"knows {known_experts()[0]}, "), ("sonicmoe", "kernels for GPUs")):
-        with pytest.raises(ConfigError, match=message):
+    for name, rule in (("fast", f"knows {known_experts()[0]}, "), ("sonicmoe", "kernels for GPUs")):
+        with refuses(ConfigError, name, rule):
             check_machine(config(tmp_path, MIXTURE, {"model.experts": name}))

@@ -117,7 +117,7 @@ def test_a_memory_limit_chooses_anew_for_each_count() -> None:
     """The model that the limit is computed from does not live on: the caller's may be dropped."""
     model = tiny_model("llama", torch.float64, layers=4)
     limit = Checkpointing(memory_limit=1.6 * 2**20, shape=(3, 12))
-    with pytest.raises(ConfigError, match="rank 1 takes"):
+    with refuses(ConfigError, "memory_limit=", "rank 1 takes"):
         made(model, "gpipe", activation_checkpointing=replace(limit, memory_limit=1000.0))
     pipe = made(model, "gpipe", activation_checkpointing=limit)
     again = []
@@ -269,7 +269,7 @@ def test_tokens_of_a_loss_of_ones_own_are_counted_by_microbatch() -> None:
 @pytest.mark.parametrize("total", [0, -1, 2.5, True, "8"])
 def test_a_total_that_nothing_can_be_divided_by_is_refused(total: Any) -> None:
     pipe = made(tiny_model("llama"))
-    with pytest.raises(ConfigError, match=f"total_tokens={total!r}: the loss is divided by it"):
+    with refuses(ConfigError, f"total_tokens={total!r}", "divided by it"):
         pipe.step(ragged_batch(), total_tokens=total)
     with refuses(BatchError, "a batch given as NoneType"):
         pipe.count_tokens(ragged_batch(), None)  # type: ignore[arg-type]

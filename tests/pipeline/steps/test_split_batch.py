@@ -42,22 +42,22 @@ def built() -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("batch", "count", "error", "said"),
+    ("batch", "count", "error", "value", "rule"),
     [
-        (ragged_batch(3), 5, BatchError, "a batch of 3 rows: it is to be split into 5 microbatches"),
-        (ragged_batch(3), 10**6, BatchError, "a batch of 3 rows"),  # before a schedule is made
-        (ragged_batch(3), 0, ConfigError, "microbatches=0: a schedule has a whole number"),
-        (ragged_batch(3), "2", ConfigError, "microbatches='2': a schedule has a whole number"),
-        (ragged(3), 2, BatchError, "a list of 3 microbatches: this call has 2"),
-        ([], None, BatchError, "a list of 0 microbatches"),
-        (None, None, BatchError, "a batch given as NoneType"),
+        (ragged_batch(3), 5, BatchError, "a batch of 3 rows", "5 microbatches"),
+        (ragged_batch(3), 10**6, BatchError, "a batch of 3 rows", "1000000"),  # before a schedule is made
+        (ragged_batch(3), 0, ConfigError, "microbatches=0", "whole number"),
+        (ragged_batch(3), "2", ConfigError, "microbatches='2'", "whole number"),
+        (ragged(3), 2, BatchError, "a list of 3 microbatches", "this call has 2"),
+        ([], None, BatchError, "a list of 0 microbatches", "at least 1"),
+        (None, None, BatchError, "a batch given as NoneType", "a mapping from names"),
     ],
 )
 def test_a_number_that_is_none_or_that_a_batch_does_not_have(
-    built: tuple[Any, Any], batch: Any, count: Any, error: type[InputError], said: str
+    built: tuple[Any, Any], batch: Any, count: Any, error: type[InputError], value: str, rule: str
 ) -> None:
     model, pipe = built
-    with pytest.raises(error, match=said):
+    with refuses(error, value, rule):
         pipe.step(batch, microbatches=count)
     assert_exact(pipe, model, ragged(5))
 

@@ -56,26 +56,25 @@ def peak_of_1f1b(ranks: int, microbatches: int, rank: int) -> int:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (crossed, "deadlock: rank 0 is at 0B0, which waits for 1B0"),
-        (with_first(lambda program: program[:-1]), "verify refuses it: rank 0: 0B2: it is in no program"),
+        (crossed, "0B0: deadlock: rank 0 is at 0B0, which waits for 1B0"),
+        (with_first(lambda program: program[:-1]), "verify refuses it: rank 0: 0B2"),
         (with_first(lambda program: ()), "rank 0 has an empty program"),
-        (lambda built: gpipe(1, 3), "its schedule is for 1 ranks"),
-        (lambda built: gpipe(2, 4), "its schedule is for 4 microbatches"),
-        (reversed_placement, r"its stages are placed on the ranks \[1, 0\] instead of \[0, 1\]"),
-        (with_first(list), "its schedule is not frozen .*tuples of tuples"),
-        (with_first(lambda program: tuple(map(tuple, program))), r"\(0, 'F', 0\) is no op"),
-        (with_first(lambda program: (*program, STRAY)), "0Z0 is no op, or is not read back"),
-        (lambda built: built, "rank 0 holds 3 live activations at its peak instead of 2"),
-        (str, "it returns str; a builder returns a penstock.schedule.Schedule"),
+        (lambda built: gpipe(1, 3), "is for 1 ranks"),
+        (lambda built: gpipe(2, 4), "is for 4 microbatches"),
+        (reversed_placement, "on the ranks [1, 0] instead of [0, 1]"),
+        (with_first(list), "is not frozen"),
+        (with_first(lambda program: tuple(map(tuple, program))), "(0, 'F', 0) is no op"),
+        (with_first(lambda program: (*program, STRAY)), "0Z0 is no op"),
+        (lambda built: built, "3 live activations at its peak instead of 2"),
+        (str, "it returns str"),
     ],
 )
 def test_the_error_says_why_a_builder_does_not_conform(change: Callable[[Schedule], Any], rule: str) -> None:
     def mine(ranks: int, microbatches: int) -> Any:
         return change(gpipe(ranks, microbatches))
 
-    with pytest.raises(ConformanceError, match=rule) as caught:
+    with refuses(ConformanceError, "builder mine", rule) as caught:
         check_builder(mine, ranks=[2], microbatches=[3], placement=loop, peak_live=peak_of_1f1b)
-    assert caught.value.value == "builder mine"
     assert caught.value.exit_code == 2
 
 

@@ -208,17 +208,17 @@ def _two_stages_a_rank(ranks: int, microbatches: int) -> list[Schedule]:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "value", "rule"),
     [
-        ({"ranks": 0}, "ranks=0: a schedule has a whole number of them"),
-        ({"microbatches": 2.5}, "microbatches=2.5"),
-        ({"memory_limit": 0}, "memory_limit=0"),
-        ({"memory_limit": float("nan")}, "memory_limit=nan"),
-        ({"costs": Costs(forward=[1, 2, 3])}, r"Costs\(forward=...\) with 3 numbers: for a comparison"),
+        ({"ranks": 0}, "ranks=0", "whole number"),
+        ({"microbatches": 2.5}, "microbatches=2.5", "whole number"),
+        ({"memory_limit": 0}, "memory_limit=0", "may hold"),
+        ({"memory_limit": float("nan")}, "memory_limit=nan", "may hold"),
+        ({"costs": Costs(forward=[1, 2, 3])}, "Costs(forward=...) with 3 numbers", "there are 2 ranks"),
     ],
 )
-def test_what_no_schedule_can_have_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_no_schedule_can_have_is_refused(given: dict[str, object], value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         compare(**{"ranks": 2, "microbatches": 2, **given})  # type: ignore[arg-type]
 
 

@@ -222,24 +222,24 @@ def test_a_schedule_without_time_loses_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "value", "rule"),
     [
-        ({"jitter": -0.1}, "jitter=-0.1: it is a share"),
-        ({"jitter": 0.31}, "Give 0 to 0.3"),
-        ({"jitter": float("nan")}, "jitter=nan"),
-        ({"spread": True}, "spread=True"),
-        ({"slow": {2: 1.01}}, "slow rank 2: the schedule has ranks 0 to 1"),
-        ({"slow": {0: 0.0}}, "slow rank 0 with 0.0"),
-        ({"slow": {0: float("inf")}}, "slow rank 0 with inf"),
-        ({"replicas": 0}, "replicas=0"),
-        ({"replicas": 10**7}, "would fill the memory"),
-        ({"samples": 1.5}, "samples=1.5"),
-        ({"seed": -1}, "seed=-1"),
-        ({"costs": Costs(offloaded=0.5)}, "not sampled"),
+        ({"jitter": -0.1}, "jitter=-0.1", "a share of an op's time"),
+        ({"jitter": 0.31}, "jitter=0.31", "a share of an op's time"),
+        ({"jitter": float("nan")}, "jitter=nan", "a share of an op's time"),
+        ({"spread": True}, "spread=True", "a share of an op's time"),
+        ({"slow": {2: 1.01}}, "slow rank 2", "ranks 0 to 1"),
+        ({"slow": {0: 0.0}}, "slow rank 0 with 0.0", "a factor of the rank's times"),
+        ({"slow": {0: float("inf")}}, "slow rank 0 with inf", "a factor of the rank's times"),
+        ({"replicas": 0}, "replicas=0", "whole number"),
+        ({"replicas": 10**7}, "replicas=10000000", "fill the memory"),
+        ({"samples": 1.5}, "samples=1.5", "whole number"),
+        ({"seed": -1}, "seed=-1", "whole number"),
+        ({"costs": Costs(offloaded=0.5)}, "Costs(offloaded=...)", "not sampled"),
     ],
 )
-def test_refusals(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_refusals(options: dict[str, object], value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         sample(build("1f1b", ranks=2, microbatches=2), **options)  # type: ignore[arg-type]
 
 

@@ -159,24 +159,27 @@ def test_parameters_of_a_group_step_as_in_one_of_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("section", "value", "rule"),
     [
         (
             AdamWSection(groups=(GroupSection(match="q_porj", weight_decay=0.0),)),
-            r"optimizer\.groups\[0\]\.match=q_porj: no parameter that AdamW trains has such a name\. Names",
+            "optimizer.groups[0].match=q_porj",
+            "no parameter that AdamW trains",
         ),
         (
             AdamWSection(groups=(*GROUPS[:1], GroupSection(match="lm_head", weight_decay=0.0))),
-            r"optimizer\.groups\[1\]\.match=lm_head: earlier groups have all that it matches\. Put it before",
+            "optimizer.groups[1].match=lm_head",
+            "earlier groups",
         ),
         (
             MuonSection(adamw=AdamWKeys(groups=(GroupSection(match="q_proj", weight_decay=0.0),))),
-            r"optimizer\.adamw\.groups\[0\]\.match=q_proj: no parameter that AdamW trains has such a name",
+            "optimizer.adamw.groups[0].match=q_proj",
+            "no parameter that AdamW trains",
         ),
     ],
 )
-def test_a_group_without_parameters_is_refused(section: OptimizerSection, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_group_without_parameters_is_refused(section: OptimizerSection, value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         trained_by(section, tiny_model("llama", layers=2), "model.layers")
 
 
@@ -190,15 +193,15 @@ def test_a_group_of_a_tied_weight_goes_by_its_first_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "message"),
+    ("group", "value", "rule"),
     [
-        ({"match": "q_proj"}, r"match='q_proj' sets nothing\. Give learning_rate, weight_decay, or both"),
-        ({"match": "(", "weight_decay": 0.0}, r"'\(' is no regular expression"),
-        ({"learning_rate": 1.0}, "match"),
+        ({"match": "q_proj"}, "optimizer.groups.0", "match='q_proj' sets nothing"),
+        ({"match": "(", "weight_decay": 0.0}, "optimizer.groups.0.match", "'(' is no regular expression"),
+        ({"learning_rate": 1.0}, "optimizer.groups.0.match is missing", "needs it"),
     ],
 )
-def test_a_group_that_says_too_little_is_refused(tmp_path: Path, group: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_group_that_says_too_little_is_refused(tmp_path: Path, group: Any, value: str, rule: str) -> None:
+    with refuses(ConfigError, value, rule):
         load_config(config_file(tmp_path, optimizer={"groups": [group]}))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
 from penstock.train.optimizers.optimizer import AdamWSection, MuonSection
 from penstock.train.optimizers.rates import RateKeys, learning_rate
+from support.refusals import refuses
 from support.tiny import config_file
 
 FULL, WARMUP, STEPS = 2.0, 4, 17
@@ -115,31 +115,40 @@ def test_a_ratio_makes_as_many_steps_of_warm_up_as_in_transformers(
     assert rates(by_ratio, steps) == rates(by_count, steps)
 
 
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": "cosine_with_restarts"}, "has no default of cycles. Give cycles, 1 or more"),
-    ({"schedule": "warmup_stable_decay"}, "has no default of decay_steps. Give decay_steps, 1 or more"),
-    ({"cycles": 2}, "cycles=2 belongs to schedule=cosine_with_restarts, and here schedule=cosine. Leave one"),
-    ({"schedule": "linear", "decay_type": "1-sqrt"}, "decay_type=1-sqrt belongs to schedule=warmup_stable"),
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"schedule": "cosine_with_restarts"}, "optimizer", "no default of cycles"),
+    ({"schedule": "warmup_stable_decay"}, "optimizer", "no default of decay_steps"),
+    ({"cycles": 2}, "optimizer", "cycles=2 belongs to schedule=cosine_with_restarts"),
+    (
+        {"schedule": "linear", "decay_type": "1-sqrt"},
+        "optimizer",
+        "decay_type=1-sqrt belongs to schedule=warmup_stable_decay",
+    ),
     (
         {"schedule": "warmup_stable_decay", "warmup_steps": 2, "decay_steps": 3},
-        "optimizer.warmup_steps=2 and optimizer.decay_steps=3 are more than train.steps=4 together",
+        "config",
+        "optimizer.warmup_steps=2 and optimizer.decay_steps=3 are more",
     ),
-    ({"schedule": "wsd"}, "cosine"),
+    ({"schedule": "wsd"}, "optimizer.schedule='wsd'", "'cosine', "),
     (
         {"warmup_ratio": 0.5, "warmup_steps": 3},
-        "optimizer: warmup_ratio=0.5 and warmup_steps=3 are two warm-ups. Leave one of them out",
+        "optimizer",
+        "warmup_ratio=0.5 and warmup_steps=3",
     ),
     (
         {"schedule": "warmup_stable_decay", "warmup_ratio": 0.5, "decay_steps": 3, "warmup_steps": 0},
-        "optimizer.warmup_ratio=0.5, of 2 steps, and optimizer.decay_steps=3 are more than train.steps=4",
+        "config",
+        "optimizer.warmup_ratio=0.5, of 2 steps, and optimizer.decay_steps=3 are more",
     ),
-    ({"warmup_ratio": 1.5}, "optimizer.warmup_ratio=1.5"),
+    ({"warmup_ratio": 1.5}, "optimizer.warmup_ratio=1.5", "equal to 1"),
 ]
 
 
-@pytest.mark.parametrize(("keys", "message"), WRONG, ids=str)
-def test_keys_that_do_not_fit_are_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(message)):
+@pytest.mark.parametrize(("keys", "value", "rule"), WRONG, ids=str)
+def test_keys_that_do_not_fit_are_refused(
+    tmp_path: Path, keys: dict[str, Any], value: str, rule: str
+) -> None:
+    with refuses(ConfigError, value, rule):
         load_config(config_file(tmp_path, optimizer=keys))
 
 
