@@ -266,6 +266,7 @@ def differing() -> str:
     [
         ({"num_beams": 2}, ConfigError, "num_beams=2: a pipeline generates by greedy search or by sampling"),
         ({"do_sample": True, "temperature": 0.0}, ConfigError, "transformers refuses it: .*temperature"),
+        ({"do_sample": True, "temperature": 5e-324}, ConfigError, "temperature=4.94066e-324: .* overflow"),
         ({"max_new_tokens": 0}, ConfigError, "max_new_tokens=0"),
         ({"max_new_tokens": 60}, ConfigError, "positions for 64 tokens .* Take max_new_tokens=59"),
         ({"num_return_sequences": 2, "do_sample": True}, ConfigError, "num_return_sequences=2"),
