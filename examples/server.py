@@ -39,6 +39,7 @@ from penstock import AutoPipeline, Pipeline
 from penstock.checkpoint.save_load import load_checkpoint, save_checkpoint
 from penstock.errors import CheckpointError, ConfigError, PeerError, PenstockError, RunError
 from penstock.launch.start import relaunch
+from penstock.models.huggingface.generation import COLDEST
 from penstock.models.weights.hashes import hashed_meanwhile
 from server_front import Front
 from server_requests import Limits
@@ -48,9 +49,6 @@ SMALL = {
     "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 512, "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-COLD = 1e-4  # logits over a lower temperature overflow
 
 
 class Calls:
@@ -164,8 +162,8 @@ def as_batch(microbatches: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
 
 
 def drawing(temperature: float) -> dict[str, Any]:
-    """How `Pipeline.generate` chooses: from the whole vocabulary, or below COLD the likeliest token."""
-    if temperature < COLD:
+    """How `Pipeline.generate` chooses: from the whole vocabulary, or below COLDEST the likeliest token."""
+    if temperature < COLDEST:
         return {"do_sample": False}
     whole = {"do_sample": True, "top_k": 0, "top_p": 1.0}
     return {**whole, "temperature": temperature, "remove_invalid_values": True}  # else a NaN ended the server

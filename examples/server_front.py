@@ -3,32 +3,34 @@
     a thread for each connection:   token -> size -> arguments -> queue, then it waits for the answer
     the main thread:                takes one request after the other, in the order of arrival
 
-A connection carries one request. It has READING seconds to arrive, so that a client that sends slowly, or
-nothing, does not keep a thread. The answer to a wrong request is JSON: value, rule and remedy.
+A connection carries one request. Its headers have HEADERS seconds to arrive and its body has BODY, so that a
+client that sends slowly, or nothing, does not keep a thread; and one address has a part of the connections at
+most. The answer to a wrong request is JSON: value, rule and remedy.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-import queue
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import suppress
+from concurrent.futures import CancelledError, Future
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from queue import Full
+from socket import socket
+from typing import Any
 
 from penstock.errors import ConfigError, InputError, PenstockError
+from server_queue import Connections, Job, Requests
 from server_requests import CALLS, Limits, arguments_of
 
-CONNECTIONS = 64  # at a time; more are closed at once
+CONNECTIONS = 256  # at a time; more are closed at once
+OF_ADDRESS = 64  # of them, from one address
 QUEUE = 32  # requests that wait; status is answered also when it is full
-READING = 30.0  # seconds for a request to arrive, and for its answer to be taken
+HEADERS = 10.0  # seconds for the headers of a request to arrive
+BODY = 30.0  # seconds for its body, and for its answer to be taken
 IDLE = 0.5  # seconds after which `take` returns without a request
 FORGOTTEN = 1 << 24  # bytes of a refused request that are read, so that its client reads the answer
 
@@ -39,14 +41,6 @@ class RequestError(PenstockError):
     def __init__(self, status: HTTPStatus, value: str, rule: str, remedy: str) -> None:
         super().__init__(value, rule, remedy)
         self.status = status
-
-
-class Job(NamedTuple):
-    """A request in the queue, and the future of its answer."""
-
-    call: str
-    arguments: dict[str, Any]
-    answer: Future[dict[str, Any]]
 
 
 class Front(ThreadingHTTPServer):
@@ -71,65 +65,61 @@ class Front(ThreadingHTTPServer):
             raise ConfigError(where, f"nothing can listen there: {error}", "Take another --port") from error
         self.token, self.limits, self.facts = token, limits, facts
         self.stopping = False  # set it to end `serve` after the request under way
-        self._free = threading.BoundedSemaphore(CONNECTIONS)
-        self._queue: queue.Queue[Job] = queue.Queue(QUEUE)
+        self.connections = Connections(CONNECTIONS, OF_ADDRESS)
+        self._requests = Requests(QUEUE)
         self._current: Job | None = None
-        self._lock, self._closed = threading.Lock(), False
         threading.Thread(target=self.serve_forever, args=(0.1,), name="front", daemon=True).start()
+
+    def service_actions(self) -> None:
+        """In the thread that accepts connections, every tenth of a second."""
+        self.connections.cut_late()
+        self._requests.drop_left()
 
     # ---- the main thread
 
     def take(self) -> Job | None:
         """The next request, or None after IDLE seconds without one."""
         self._current = None
-        with suppress(queue.Empty):
-            self._current = self._queue.get(timeout=IDLE)
+        self._current = self._requests.take(IDLE)
         return self._current
 
     def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._closed = True
+        waiting = self._requests.end()
         self.shutdown()
-        waiting = [self._current] if self._current else []
-        while not self._queue.empty():
-            waiting.append(self._queue.get())
-        for job in waiting:
-            if not job.answer.done():
+        for job in (self._current, *waiting):
+            if job and not job.answer.done():
                 job.answer.set_exception(ending())
-        until = time.monotonic() + 1
-        for _ in range(CONNECTIONS):  # all are free when the last answers have gone out
-            self._free.acquire(timeout=max(0, until - time.monotonic()))
+        self.connections.wait_for_end(1)  # when the last answers have gone out
         self.server_close()
 
     # ---- the threads of connections
 
-    def submit(self, call: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def submit(self, call: str, arguments: dict[str, Any], connection: socket) -> dict[str, Any]:
         """Queue a request, wait, and return the answer. Raises what the call raises."""
-        job = Job(call, arguments, Future())
-        with self._lock:
-            if self._closed:
-                raise ending()
-            try:
-                self._queue.put_nowait(job)
-            except queue.Full:
-                rule = f"{QUEUE} requests wait at most"
-                raise RequestError(
-                    HTTPStatus.SERVICE_UNAVAILABLE, "a full queue", rule, "Try again"
-                ) from None
-        return job.answer.result()
+        job = Job(call, arguments, connection, Future())
+        try:
+            self._requests.put(job)
+            return job.answer.result()
+        except Full:
+            rule = f"{QUEUE} requests wait at most"
+            raise RequestError(HTTPStatus.SERVICE_UNAVAILABLE, "a full queue", rule, "Try again") from None
+        except CancelledError:
+            if self._requests.ended:
+                raise ending() from None
+            raise ConnectionAbortedError("the client left while its request waited") from None
 
     def status(self) -> dict[str, Any]:
         job = self._current
-        return {**self.facts(), "busy": job and job.call, "queued": self._queue.qsize()}
+        return {**self.facts(), "busy": job and job.call, "queued": len(self._requests)}
 
-    def verify_request(self, *_: object) -> bool:
-        return self._free.acquire(blocking=False)
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return self.connections.admit(request, client_address[0])
 
-    def process_request_thread(self, *arguments: Any) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(*arguments)
+            super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self.connections.end(request)
 
     def handle_error(self, *arguments: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # a client that has gone away
@@ -142,21 +132,14 @@ class Handler(BaseHTTPRequestHandler):
     server: Front
     server_version, sys_version = "penstock", ""
     default_request_version = "HTTP/1.0"  # of a first line that cannot be read: its answer has a head too
-    timeout = READING
+    timeout = BODY
 
     def setup(self) -> None:
         super().setup()
-        self._late = threading.Timer(READING, self._stop_reading)
-        self._late.daemon = True
-        self._late.start()
+        self._expect(HEADERS)
 
-    def finish(self) -> None:
-        self._late.cancel()
-        super().finish()
-
-    def _stop_reading(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RD)
+    def _expect(self, seconds: float | None) -> None:
+        self.server.connections.expect(self.connection, seconds)
 
     def do_GET(self) -> None:
         self._answer(self._get)
@@ -176,8 +159,8 @@ class Handler(BaseHTTPRequestHandler):
         if call not in CALLS or call == self.path:
             raise unknown(self.path)
         arguments = arguments_of(call, self._body(), self.server.limits)
-        self._late.cancel()
-        return self.server.submit(call, arguments)
+        self._expect(None)
+        return self.server.submit(call, arguments, self.connection)
 
     def _check_token(self) -> None:
         """In a time that does not depend on how much of the token is right."""
@@ -210,6 +193,7 @@ class Handler(BaseHTTPRequestHandler):
         return int(length) if length.isascii() and length.isdigit() and len(length) < 16 else None
 
     def _answer(self, respond: Callable[[], dict[str, Any]]) -> None:
+        self._expect(BODY)
         self._unread = min(self._length or 0, FORGOTTEN)
         try:
             self._send(HTTPStatus.OK, respond())

@@ -204,9 +204,16 @@ _NOT_HERE = {  # options of transformers' generate, and what to do instead
 }
 
 
+COLDEST = 1e-4  # logits over a lower temperature overflow float32, and the first token is drawn, always
+
+
 def _refuse_options(generating: Generating) -> None:
     """Raise ConfigError for options that a pipeline cannot follow."""
     config, rule = generating.config, "a pipeline generates by greedy search or by sampling"
+    if config.do_sample and config.temperature is not None and config.temperature < COLDEST:
+        cold = f"samples have one of {COLDEST:g} or more: logits over a lower one overflow"
+        remedy = "Take do_sample=False, for the likeliest tokens"
+        raise ConfigError(f"temperature={config.temperature:g}", cold, remedy)
     if config.num_beams != 1:
         raise ConfigError(f"num_beams={config.num_beams}", rule, "Take num_beams=1")
     if (mode := config.get_generation_mode()) not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
