@@ -294,7 +294,7 @@ def test_a_signal_to_the_command_stops_the_run_with_a_checkpoint(
     done = max(row["step"] for row in metrics(tmp_path) if "loss" in row)
     assert f"after step {done} of 2000: the launcher got {number.name}" in out
     (row,) = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
-    assert (row["exit_code"], row["checkpoint"], row["lost_seconds"]["steps_again"]) == (75, done, 0)
+    assert (row["exit_code"], row["checkpoint"]) == (75, done)
     code, out, err = finish(start("train", file, "--resume", f"train.steps={done + 2}"))
     assert code == 0, err
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == list(range(1, done + 3))
@@ -312,7 +312,7 @@ def test_a_signal_to_one_rank_stops_all_and_names_it_and_restarts_go_on(tmp_path
     wait_for_rows(tmp_path, len(metrics(tmp_path)) + 3)
     os.kill(ranks_of(process.pid)["1"], signal.SIGTERM)
     assert process.stderr is not None
-    assert "restart 1 in 1 s" in process.stderr.readline()
+    assert "restart 1 at once" in process.stderr.readline()
     wait_for_rows(tmp_path, len(metrics(tmp_path)) + 3)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)

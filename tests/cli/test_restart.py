@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from penstock.train.report.lost_time import lost_time
+from penstock.train.report.recorded import read_run
 from support.pool import alive
 from support.started import finish, ranks_of, start, wait_for_rows
 from support.tiny import assert_same_tensors, checkpoint, config_file, metrics
@@ -113,6 +115,7 @@ def test_a_killed_rank_costs_no_more_than_a_step_where_steps_are_kept_in_memory(
     memory = tmp_path / "memory"
     memory.mkdir()
     file = config_file(tmp_path, train={"steps": 30, "memory_checkpoint_every": 1})
+    began = time.monotonic()
     process = start("train", file, "--restarts", "2", PENSTOCK_MEMORY=str(memory))
     lost = []
     for step, rank in ((3, "1"), (9, "0")):
@@ -125,7 +128,16 @@ def test_a_killed_rank_costs_no_more_than_a_step_where_steps_are_kept_in_memory(
             time.sleep(0.01)
         lost.append(max(row["step"] for row in rows_so_far(tmp_path)))
     code, out, err = finish(process)
+    seconds = time.monotonic() - began
     assert code == 0, err
+    recorded = read_run(tmp_path / "out")
+    assert [begin["end"]["how"] for begin in recorded.starts] == ["failed", "killed", "finished"]
+    account = lost_time(recorded)
+    assert account is not None
+    assert f"time        {account}" in out
+    assert seconds - 3 < account.seconds < seconds
+    assert min(account.lost[cause] for cause in ("start-up", "waiting", "checkpoints", "evaluation")) > 0
+    assert account.lost["steps again"] < 1
     failures = [json.loads(line) for line in (tmp_path / "out" / "restarts.jsonl").read_text().splitlines()]
     assert [each["exit_code"] for each in failures] == [137, 137]
     for failure, step in zip(failures, lost, strict=True):

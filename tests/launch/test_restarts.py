@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Told(Launcher):
         return self._signal
 
     def _newest(self) -> Saved:
-        return Saved(self._step, 0.0, self._step == self._last)
+        return Saved(self._step, self._step == self._last)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -58,13 +57,13 @@ def test_a_run_goes_on_after_failures(tmp_path: Path, capsys: pytest.CaptureFixt
     found = [(row["attempt"], row["exit_code"], row["cause"], row["checkpoint"]) for row in rows(tmp_path)]
     assert found == [(0, 137, "rank 1 was killed", 4), (1, 1, "rank 0 stalled", 8)]
     said = capsys.readouterr().err
-    assert "restart 1 in 1 s, from the checkpoint of step 4" in said
+    assert "restart 1 at once, from the checkpoint of step 4" in said
     assert "restarted 2 times" in said
 
 
 def test_waits_grow_until_there_is_a_new_checkpoint(tmp_path: Path) -> None:
     story = [*[(KILLED, 0)] * 8, (KILLED, 4), (KILLED, 4), (Ended(0), 4)]
-    assert Told(story, 8, tmp_path).waits == [1, 2, 4, 8, 16, 32, 60, 60, 1, 2]
+    assert Told(story, 8, tmp_path).waits == [0, 1, 2, 4, 8, 16, 32, 60, 0, 1]
 
 
 def test_a_failure_after_the_last_checkpoint_ends_a_run_that_is_done(
@@ -104,14 +103,13 @@ def test_a_run_that_was_asked_to_stop_is_not_started_again_and_the_file_says_so(
     assert Told([(STOPPED._replace(asked=True), 4)], 3, tmp_path).code == 75
     (row,) = rows(tmp_path)
     assert (row["exit_code"], row["cause"], row["checkpoint"]) == (75, STOPPED.cause, 4)
-    assert row["lost_seconds"]["steps_again"] == row["lost_seconds"]["wait"] == 0
 
 
-def test_a_run_one_rank_of_which_was_asked_to_stop_goes_on_and_does_no_step_again(tmp_path: Path) -> None:
+def test_a_run_one_rank_of_which_was_asked_to_stop_goes_on(tmp_path: Path) -> None:
     """Somebody ended that rank, and not the run."""
     assert Told([(STOPPED, 4), (Ended(0), 9)], 1, tmp_path).code == 0
     (row,) = rows(tmp_path)
-    assert (row["exit_code"], row["lost_seconds"]["steps_again"], row["lost_seconds"]["wait"]) == (75, 0, 1)
+    assert (row["exit_code"], row["checkpoint"]) == (75, 4)
 
 
 @pytest.mark.parametrize(("step", "code"), [(4, 75), (0, 143)])
@@ -119,34 +117,5 @@ def test_a_signal_between_two_attempts_ends_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], step: int, code: int
 ) -> None:
     told = Told([(KILLED, step)], 3, tmp_path, signal=15)
-    assert (told.code, told.waits) == (code, [1])
+    assert (told.code, told.waits) == (code, [0])
     assert "restarted once" in capsys.readouterr().err
-
-
-def test_time_is_lost_to_start_up_steps_done_again_and_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(time, "time", lambda: now[0])
-    at = "1970-01-01T00:{:02}:{:02}+0000"
-
-    class Timed(Launcher):
-        def __init__(self) -> None:
-            """It needs no server."""
-
-        def attempt(self, ranks: int, command: list[str], number: int = 0) -> Ended:
-            began = int(now[0]) + 5  # seconds of start-up
-            starts = {"starts": [{"at": at.format(began // 60, began % 60)}]}
-            (tmp_path / "run.json").write_text(json.dumps(starts))
-            now[0] += 100
-            return KILLED if now[0] < 1200 else Ended(0)
-
-        def wait(self, seconds: float) -> int:
-            now[0] += seconds
-            return 0
-
-    newest = iter([Saved(), Saved(8, 1070.0), Saved(9, 1200.0)])
-    assert keep_running(Timed(), 2, lambda _: [], 1, lambda: next(newest), tmp_path) == 0
-    assert rows(tmp_path)[0]["lost_seconds"] == {"start_up": 5.0, "steps_again": 30.0, "wait": 1.0}
-    said = "of 201 s 80% were effective (start-up 10 s, steps done again 30 s, waits 1 s)"
-    assert said in capsys.readouterr().err

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.launch import server as server_of_ranks
+from penstock.launch.server import Rehearsal
 from penstock.launch.start import Launcher, Server, launch
 from support.pool import start
 
@@ -54,6 +56,44 @@ def test_where_an_import_has_begun_a_thread_each_rank_begins_anew(
     with Server(["shared_by_ranks"]) as server, Launcher(server) as launcher:
         assert launcher.attempt(1, command).code == 0
     assert capfd.readouterr().out == "('0', '0', False, ['--word'])\n"
+
+
+REHEARSES = """
+def rehearse(words):
+    open("rehearsed", "a").write(f"{words} ")
+"""
+
+
+def test_a_call_is_made_once_ahead_of_all_ranks(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And once more in a new server. An error in it is left to the ranks."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shared_by_ranks.py").write_text(REHEARSES)
+    with Server() as server, Launcher(server) as launcher:
+        server.rehearse(Rehearsal("shared_by_ranks", "no_such_function", None))
+        server.rehearse(Rehearsal("shared_by_ranks", "rehearse", {"steps": 3}))
+        assert launcher.attempt(2, command).code == 0
+        assert (tmp_path / "rehearsed").read_text() == "{'steps': 3} "
+        launcher.attempt(2, [*command, "kill"])
+        assert launcher.attempt(1, command).code == 0
+    assert (tmp_path / "rehearsed").read_text() == "{'steps': 3} " * 2
+    said = capfd.readouterr().out
+    assert "('1', '0', True, ['--word'])" in said
+    assert said.endswith("('0', '0', True, ['--word'])\n")
+
+
+# _rehearse, _DRIVERS: in this process, which has no GPU
+def test_no_call_is_made_ahead_where_there_is_a_gpu(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could open the driver, after which no fork is safe."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shared_by_ranks.py").write_text(REHEARSES)
+    monkeypatch.setattr(server_of_ranks, "_DRIVERS", ("/dev/null",))
+    server_of_ranks._rehearse(Rehearsal("shared_by_ranks", "rehearse", 1))
+    assert not (tmp_path / "rehearsed").exists()
 
 
 @pytest.mark.fault("a run starts again by itself", "the server of spare ranks is killed")

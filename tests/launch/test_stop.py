@@ -93,6 +93,24 @@ def test_handlers_are_as_before_and_nothing_listens() -> None:
     assert not stop._thread.is_alive()
 
 
+def notices_the_failure_itself() -> None:
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "2"}
+    try:
+        with Stop():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            raise ValueError("another rank is gone")
+    except ValueError:
+        sys.exit(7)
+
+
+def test_a_rank_that_notices_another_ones_failure_itself_ends_at_once_with_its_own_error() -> None:
+    """Unreleased: it waited for the two seconds that it has for this, and lost its error and its last ops."""
+    process = start(notices_the_failure_itself)
+    process.join(30)
+    assert process.exitcode == 7
+
+
 def ended_before_it_trains() -> None:
     with Stop():
         os.kill(os.getpid(), signal.SIGTERM)

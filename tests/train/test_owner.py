@@ -42,7 +42,8 @@ def write(folder: Path, **changed: Any) -> None:
 def taken(folder: Path, **options: Any) -> list[str]:
     """What is said where the folder is taken."""
     said: list[str] = []
-    with owned(folder, "mine", said.append, **options):
+    with owned(folder, "mine", said.append, **options) as mine:
+        mine.settle()
         assert facts(folder)["run"] == "mine"
     return said
 
@@ -137,7 +138,8 @@ def test_of_several_that_come_at_once_one_owns_the_folder(tmp_path: Path) -> Non
         def come(number: int, together: threading.Barrier, done: threading.Barrier, found: list[str]) -> None:
             together.wait(10)
             try:
-                with owned(tmp_path, str(number), lambda _: None):
+                with owned(tmp_path, str(number), lambda _: None) as mine:
+                    mine.settle()
                     found.append("owned")
                     done.wait(10)
             except FolderInUseError:

@@ -264,6 +264,7 @@ def _work(scheduler: Scheduler, job: str, rank: int, table: dict[tuple[int, int]
 
     if rank == 0:
         with owned(output, "run", lambda _: None) as mine:
+            mine.settle()
             scheduler.owners.add(job)
             train(mine)
             scheduler.owners.remove(job)

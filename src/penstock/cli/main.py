@@ -96,9 +96,9 @@ def train(
 
                 with ending_quietly():
                     return show(settings, checkpoint, world, cluster)
-            from penstock.train.preflight import preflight
+            with _server(settings, restarts) as server:  # it imports torch while this process does
+                from penstock.train.preflight import preflight
 
-            with _server(settings, restarts) as server:
                 prepared = preflight(settings, checkpoint, _hardware(cluster))
                 if server is not None:
                     from penstock.cli.restart import start_ranks
@@ -447,7 +447,9 @@ def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Serv
     if under_torchrun():
         return nullcontext()
     several = settings.pipeline.ranks * settings.parallel.axes.ranks_per_stage not in (1, -1)
-    return Server(["penstock.train.run"]) if several or restarts else nullcontext()
+    # the second one this process has imported already, which only passes on what it imports from now on
+    ahead = ["penstock.train.run", "penstock.cli.main", "penstock.train.config.load"]
+    return Server(ahead) if several or restarts else nullcontext()
 
 
 def _train(prepared: Prepared, stop: Stop) -> None:

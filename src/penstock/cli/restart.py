@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.checkpoint.shards import newest_in
 from penstock.launch.restarts import Saved, keep_running
+from penstock.launch.server import Rehearsal
 from penstock.launch.start import Launcher, Server
 from penstock.train.checkpoints import NEWEST, newest_checkpoint
 from penstock.train.config.sections import TrainConfig
@@ -32,8 +33,9 @@ def start_ranks(
         settings: the config with the overrides, and with its epochs counted
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
     """
-    # the ranks will need the modules that the preflight has imported here
+    # the ranks will need the modules that the preflight has imported here, and its traces of the model
     server.follow(_SHARED)
+    server.rehearse(Rehearsal("penstock.train.rehearsal", "rehearse", settings))
     output, train = settings.output.path, settings.train
     goes_on = _GoesOn(resume, output, train.last)
 
@@ -73,12 +75,12 @@ class _GoesOn:
         if path is None:
             return Saved()
         step = read_state(path).step
-        return Saved(step, path.stat().st_mtime, last=step >= self._steps)
+        return Saved(step, last=step >= self._steps)
 
     def _in_memory(self) -> Saved | None:
         run = last_run(self._output)
         newest = None if run is None else newest_in(run)
-        return None if newest is None else Saved(*newest)
+        return None if newest is None else Saved(newest[0])
 
     def _newest(self) -> tuple[Path, int] | None:
         path = newest_checkpoint(self._output).path

@@ -1,11 +1,12 @@
-"""The process that ranks are forked from: it has imported their modules, and done nothing else.
+"""The process that ranks are forked from: it has imported their modules, and rehearsed their start.
 
     launcher  ["torch", ...]                        the server imports these
+              Rehearsal("module", "function", 1)    it calls this, for what that leaves in caches
               RankProcess(0, environment, command)  it forks: the child is the rank
     server    (0, "pid", 123)   (0, "code", -9)     at a rank's start, and at its end
 
-Most of a start is the import of torch and transformers. Forked ranks share these modules: each start takes
-moments, and memory holds the modules once.
+Most of a start is the import of torch and transformers, and the trace of the model. Forked ranks share both:
+each start takes moments, and memory holds the modules once.
 
 A fork is safe here: the server has one thread, no process group and no GPU in use. If an import has begun a
 thread or opened a GPU's driver, or the command is not `python -P -m MODULE`, the rank begins anew by exec.
@@ -26,9 +27,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 _PARENT_ENDS, _NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
+_DRIVERS = ("/dev/nvidia", "/dev/kfd")  # of GPUs
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # that the launcher passes on
 _libc = ctypes.CDLL(None)
 
@@ -43,6 +46,14 @@ class RankProcess(NamedTuple):
     @property
     def is_module(self) -> bool:
         return self.command[:3] == [sys.executable, "-P", "-m"]
+
+
+class Rehearsal(NamedTuple):
+    """A call whose result is dropped: ranks have what it leaves in caches. It changes nothing else."""
+
+    module: str
+    function: str
+    argument: Any
 
 
 def has_ended(pid: int) -> bool:
@@ -78,6 +89,9 @@ def serve(connection: Connection) -> RankProcess | None:
             request = connection.recv()
         except EOFError:
             return None
+        if isinstance(request, Rehearsal):
+            _rehearse(request)
+            continue
         if not isinstance(request, RankProcess):
             _import_all(request)
             continue
@@ -102,8 +116,25 @@ def _import_all(names: Sequence[str]) -> None:
     for name in names:
         with suppress(Exception):  # the rank imports it again, and raises the error
             importlib.import_module(name)
+    _freeze()
+
+
+def _rehearse(call: Rehearsal) -> None:
+    """Make the call, unless there is a GPU: a trace asks torch for it, which opens its driver.
+
+    No fork would be safe then.
+    """
+    if any(str(device).startswith(_DRIVERS) for device in Path("/dev").iterdir()):
+        return
+    with suppress(Exception):  # the rank makes the same call, and raises the error
+        getattr(importlib.import_module(call.module), call.function)(call.argument)
+    _freeze()
+
+
+def _freeze() -> None:
+    """Else a collection in a rank would write to all shared pages."""
     gc.collect()
-    gc.freeze()  # else a collection in a rank would write to all shared pages
+    gc.freeze()
 
 
 def _is_clean() -> bool:
@@ -112,7 +143,7 @@ def _is_clean() -> bool:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             opened.append(os.readlink(f"/proc/self/fd/{name}"))
-    drivers = any(name.startswith(("/dev/nvidia", "/dev/kfd")) for name in opened)
+    drivers = any(name.startswith(_DRIVERS) for name in opened)
     return len(os.listdir("/proc/self/task")) == 1 and not drivers
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from penstock.launch import failures
-from penstock.launch.server import SIGNALS, RankProcess, has_ended
+from penstock.launch.server import SIGNALS, RankProcess, Rehearsal, has_ended
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 from penstock.launch.store import GuardedStore
 
@@ -89,6 +89,7 @@ class Server:
             **os.environ,
         }
         self._imports, self._known = [*imports], {*sys.modules}
+        self._rehearsals: list[Rehearsal] = []
         self._start()
 
     def _start(self) -> None:
@@ -101,7 +102,8 @@ class Server:
             env=self.environment,
         )
         theirs.close()
-        self._connection.send(self._imports)
+        for ahead in (self._imports, *self._rehearsals):
+            self._connection.send(ahead)
 
     @property
     def pid(self) -> int:
@@ -113,6 +115,11 @@ class Server:
         more = [name for name in names if name not in self._known]
         self._imports += more
         self._connection.send(more)
+
+    def rehearse(self, call: Rehearsal) -> None:
+        """Make this call in the server ahead of the ranks, if there is no GPU. Its errors are ignored."""
+        self._rehearsals.append(call)
+        self._connection.send(call)
 
     def open(self) -> None:
         """Start the server again if it has ended."""

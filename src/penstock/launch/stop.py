@@ -76,6 +76,7 @@ class Stop:
         self._late: PenstockError | None = None
         self._handlers = ExitStack()
         self._listening = False
+        self._reads_no_more, self._ending = threading.Event(), False
 
     def __enter__(self) -> Self:
         self._signals, self._writing = os.pipe()
@@ -90,9 +91,12 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """The thread may be about to end this process: it does so unless an error ends it before."""
         self._restore()
         os.write(self._writing, b"\0")
-        self._thread.join()
+        self._reads_no_more.wait()
+        if not self._ending:
+            self._thread.join()
         os.close(self._writing)
         os.close(self._signals)
 
@@ -126,7 +130,7 @@ class Stop:
             readable = waiting.poll(1000 * _LOOKS)
             for signum in os.read(self._signals, 64) if readable else b"":
                 if not signum:
-                    return
+                    return self._reads_no_more.set()
                 self._take(signum)
             if self._launcher not in (None, os.getppid()):
                 fail(_alone(self._launcher))
@@ -138,6 +142,8 @@ class Stop:
         file = os.environ.get(failures.ERROR_FILE)
         if self._seconds is None or (file and failures.ending_file(file).exists()):
             if signum in _ASKING:  # SIGINT raises KeyboardInterrupt
+                self._ending = True
+                self._reads_no_more.set()
                 _end_soon(signum)
         elif signum not in (*_ASKING, signal.SIGINT):
             pass

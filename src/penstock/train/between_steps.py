@@ -238,7 +238,7 @@ class InMemoryCheckpoints(RunPart):
 
     def __init__(self, run: Run, memory: MemoryCheckpoints) -> None:
         super().__init__(run)
-        self._memory = memory
+        self._memory, self._seconds = memory, 0.0  # that training has waited since the last row
 
     def running(self) -> AbstractContextManager[object]:
         return self._memory
@@ -249,7 +249,19 @@ class InMemoryCheckpoints(RunPart):
 
     def computed(self, step: int) -> None:
         """Wait for the copies of the weights, which change next; before a save also for the exchange."""
-        self._memory.settle(exchanged=self._is_kept(step))
+        with self._timed():
+            self._memory.settle(exchanged=self._is_kept(step))
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
+
+    def row(self, step: TrainStep) -> MetricsRow:
+        """The seconds that training has waited for them since the row before."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"memory_checkpoint_seconds": seconds}
 
     def check(self, step: TrainStep) -> None:
         if step.back_to is not None:
@@ -258,7 +270,8 @@ class InMemoryCheckpoints(RunPart):
     def keep(self, step: TrainStep) -> None:
         if self._is_kept(step.number) and not step.ended:
             run = self.run
-            self._memory.save(step.number, run.state_after(step), run.log.under_way)
+            with self._timed():
+                self._memory.save(step.number, run.state_after(step), run.log.under_way)
 
     def end(self) -> None:
         self._memory.remove()

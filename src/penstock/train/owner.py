@@ -74,7 +74,7 @@ def check_shared(output: Path, processes: Ranks) -> None:
 def owned(
     output: Path, run: str, say: Callable[[str], None], *, beat: float = BEAT, patience: float = PATIENCE
 ) -> Iterator[Owner]:
-    """Own the folder in the block. One process of a run calls it, before it writes there.
+    """Own the folder in the block. One process of a run calls it, and `settle` before it writes there.
 
     Args:
         say: shows a line, if the folder is taken over from a run that did not end
@@ -93,15 +93,29 @@ def owned(
 
 
 class Owner:
-    """The ownership of the folder of `file`, whose content is `mine`, by this process, until `release`."""
+    """The ownership of the folder of `file`, whose content is `mine`, by this process, until `release`.
 
-    def __init__(self, file: Path, mine: OwnerFacts, beat: float) -> None:
+    settles: seconds until no other run that came at the same moment can take it
+    """
+
+    def __init__(self, file: Path, mine: OwnerFacts, beat: float, settles: float = 0.0) -> None:
         self.run: str = mine["run"]
         self._file, self._mine, self._every = file, mine, beat
         self._other: OwnerFacts | None = None
+        self._settled = time.monotonic() + settles
         self._touched, self._ended = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._beat, name="penstock-owner", daemon=True)
         self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until no other run that came at the same moment can take the folder, and do work before this.
+
+        Raises FolderInUseError if one has.
+        """
+        time.sleep(max(0.0, self._settled - time.monotonic()))
+        with suppress(OSError):  # a disk that fails now may work at the next beat
+            if not self._is_mine():
+                raise _in_use(self._file.parent, self._other or {}, "it came at the same moment")
 
     def check(self) -> None:
         """Raise RunError if another run has taken the folder over, as after a halt of this machine."""
@@ -157,12 +171,7 @@ def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patie
             say(f"{output}: taken over from {_words(facts)}, which did not end and is gone")
         if _content(file) == content:
             _replace(file, mine)
-            time.sleep(_SETTLED)
-        content = _content(file)
-        if content == _text(mine):
-            return Owner(file, mine, beat)
-        if content is not None:
-            raise _in_use(output, _facts(content), "it came at the same moment")
+            return Owner(file, mine, beat, _SETTLED)
 
 
 def _in_use(output: Path, facts: OwnerFacts, how: str) -> FolderInUseError:

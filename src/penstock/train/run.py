@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from penstock.launch.stop import Stop
 from penstock.parallel.world import close_on_error
 from penstock.pipeline.pipeline import Pipeline
 from penstock.train.before_steps import balanced, compare, open_memory, recalled, resumed
-from penstock.train.checkpoints import check_unchanged, remove_unfinished, set_aside
+from penstock.train.checkpoints import Start, check_unchanged, remove_unfinished, set_aside
 from penstock.train.loop import train
 from penstock.train.optimizers.optimizer import make_optimizers
 from penstock.train.owner import Owner, check_shared, new_run, owned
@@ -45,11 +46,6 @@ def run(prepared: Prepared, stop: Stop | None = None) -> TrainStep:
         start = prepared.start  # a run killed before its first checkpoint on disk may have some in memory
         owning = owned(output, start.state.run or start.remembered or new_run(), partial(print, flush=True))
     with owning as owner:
-        if owner is not None:
-            check_unchanged(output, prepared.start)
-            with suppress(OSError):  # what stays costs disk space only
-                remove_unfinished(output)
-                set_aside(output, prepared.start.done, partial(print, flush=True))
         return _run(prepared, owner, stop or Stop())
 
 
@@ -60,6 +56,8 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     common["data"] = prepared.data.digest
     auto = balanced(prepared) if config.pipeline.balance == "measured" else prepared.auto
     pipe = replace(auto, common=common).build(prepared.model)
+    if owner is not None:
+        _clear(output, prepared.start, owner)
     data = with_references(prepared.data, config, pipe, owner.run if owner else None)
     prepared = replace(prepared, data=data)
     optimizers = make_optimizers(config.optimizer, pipe.named_parameters(), prepared.kinds)
@@ -98,6 +96,15 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     if last.stopped:
         record_stop(last.ended)
     return last
+
+
+def _clear(output: Path, start: Start, owner: Owner) -> None:
+    """Remove or rename what would be in this run's way. From here on the folder is its own."""
+    owner.settle()
+    check_unchanged(output, start)
+    with suppress(OSError):  # what stays costs disk space only
+        remove_unfinished(output)
+        set_aside(output, start.done, partial(print, flush=True))
 
 
 def _report(run: Run, last: TrainStep) -> None:

@@ -331,6 +331,22 @@ def test_a_wait_that_nothing_breaks_ends_with_the_process_of_its_peer(
     assert isinstance(error, PeerLostError if how == "killed" else StalledPeerError)
 
 
+# _stop, _PATIENCE: its thread is gone, too; and a wait for the reason would be seen
+def test_no_reason_is_waited_for_from_a_rank_that_was_killed(
+    start: Start, other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each restart took half a second more."""
+    waiting, struck = start(0), start(1)
+    as_process(struck, other)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    struck._stop.set()
+    monkeypatch.setattr(health, "_PATIENCE", 60.0)
+    waits(waiting, "1B0", 1)
+    error = waiting.error(CLOSED)
+    assert str(error).startswith(f"rank 0 waiting for 1B0 from rank 1: rank 1 on {HOST} ")
+
+
 # _pulse, _notice_deaths: one round of the thread, now
 def test_a_process_that_has_closed_its_pipeline_may_end(start: Start, other: subprocess.Popen[bytes]) -> None:
     waiting, closed = start(0), start(1)

@@ -148,6 +148,34 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         LiveRun(tmp_path / "none")
 
 
+def test_watching_waits_for_a_run_that_is_about_to_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unreleased: until the first row it was refused, as a folder without a run."""
+    folder = tmp_path / "later"
+    watching = threading.Thread(target=watch, args=(folder, 0.05), daemon=True)
+    watching.start()
+    watching.join(0.3)
+    folder.mkdir()
+    own(folder)  # the run has taken the folder, and builds its model
+    watching.join(0.3)
+    assert watching.is_alive()
+    write(folder, row(1))
+    write_start(folder, {"at": "2026-01-02T04:00:00+0000", "how": "finished", "why": ""})
+    watching.join(20)
+    assert not watching.is_alive()
+    printed = capsys.readouterr().out
+    assert printed.count(f"waiting for a run to begin in {folder}") == 1
+    assert "finished" in printed
+
+
+def test_watching_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    for folder in (tmp_path, tmp_path / "notes.txt"):
+        with refuses(ConfigError, str(folder.name), "it has no metrics.jsonl that can be read"):
+            watch(folder)
+
+
 def test_a_notebook_shows_it_in_one_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 

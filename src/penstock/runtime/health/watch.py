@@ -251,9 +251,7 @@ class Watch:
         self._freeze()
         self._pulse.look()
         lost = waiting.peer if lost is None else lost
-        # a rank that knows its lost peer records it; otherwise the lost rank's notes stop changing
-        patience = _PATIENCE if lost is not None else max(6 * _PATIENCE, self._periods)
-        first = first or self._notes.first_failure("failed", "silent", patience=patience)
+        first = first or self._notes.first_failure("failed", "silent", patience=self._patience(lost))
         self._pulse.look()
         blamed = [] if lost is None else [self._members[lost]]
         if first is None and any(note.last for note in map(self._pulse.note, blamed) if note is not None):
@@ -277,6 +275,14 @@ class Watch:
         )
         self._describe(error, waiting, blamed)
         return error
+
+    def _patience(self, lost: int | None) -> float:
+        """Seconds to wait for the first failure's reason."""
+        if (
+            lost is None
+        ):  # a rank that knows its lost peer records it; otherwise the lost one's notes stop changing
+            return max(6 * _PATIENCE, self._periods)
+        return 0.0 if self._has_ended(self._members[lost]) else _PATIENCE  # a killed one writes none
 
     def _describe(self, error: PeerError, waiting: Waiting, blamed: Sequence[int]) -> None:
         progress = self._progress()

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,6 +21,7 @@ from penstock.reading import open_regular, parse_json
 
 MetricsRow = dict[str, Any]
 T = TypeVar("T")
+_LONGEST = 1e12  # seconds that a row can have taken
 
 
 def leaves(tree: Any, dot: str = ".", name: str = "") -> Iterator[tuple[str, Any]]:
@@ -49,6 +50,17 @@ def writable(path: Path) -> Iterator[None]:
         raise RunError(f"{path}", rule, remedy) from error
 
 
+class EarlierRows(NamedTuple):
+    """What a metrics.jsonl had when a run was resumed.
+
+    again: seconds of the rows that are dropped, as their steps are done again
+    at: when its last row was written, in seconds of time.time()
+    """
+
+    again: float
+    at: float
+
+
 class Metrics:
     """metrics.jsonl: one JSON object a line, written as it happens.
 
@@ -58,12 +70,19 @@ class Metrics:
         resumed_at: the step that a resumed run goes on from; rows of later steps, which it repeats, and rows
             of other runs are dropped. None starts the file anew.
 
+    Attributes:
+        earlier: None where the file is a new one
+
     Raises RunError if the file cannot be written, as on a full disk.
     """
 
     def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
         with writable(path):
-            kept = [] if resumed_at is None or not path.exists() else _rows_until(path, run, resumed_at)
+            kept = list[bytes]()
+            self.earlier: EarlierRows | None = None
+            if resumed_at is not None and path.exists():
+                kept, again = _rows_until(path, run, resumed_at)
+                self.earlier = EarlierRows(again, path.stat().st_mtime)
             fresh = path.with_name(f".{path.name}.new")
             fresh.write_bytes(b"".join(kept))
             os.replace(fresh, path)
@@ -89,19 +108,30 @@ def without_replaced_rows(rows: Iterable[tuple[MetricsRow, T]]) -> list[tuple[Me
     return kept
 
 
-def _rows_until(path: Path, run: str, step: int) -> list[bytes]:
-    """The lines to keep, up to `step`. Rows of versions up to 0.5.0 name no run."""
-    kept = []
+def seconds_of(rows: Iterable[MetricsRow]) -> float:
+    """The seconds of all rows, as far as they have some."""
+    values = (row.get("seconds") for row in rows)
+    return sum(value for value in values if isinstance(value, int | float) and 0 <= value < _LONGEST)
+
+
+def _rows_until(path: Path, run: str, step: int) -> tuple[list[bytes], float]:
+    """The lines to keep, up to `step`, and the seconds of the others.
+
+    Rows of versions up to 0.5.0 name no run.
+    """
+    rows = []
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
     for line in lines:
         try:
             row = parse_json(line)
             if row.get("run", run) == run and row["step"] >= 0:
-                kept.append((row, line + b"\n"))
+                rows.append((row, line + b"\n"))
         except UNREADABLE:  # a line that a crash cut short, or that the disk has changed
             continue
-    return [line for row, line in without_replaced_rows(kept) if row["step"] <= step]
+    kept = [(row, line) for row, line in without_replaced_rows(rows) if row["step"] <= step]
+    again = seconds_of(row for row, _ in rows) - seconds_of(row for row, _ in kept)
+    return [line for _, line in kept], again
 
 
 class Display:
@@ -206,6 +236,11 @@ class Log:
         self.flush()
         if self._metrics is not None:
             self._metrics.write(row)
+
+    @property
+    def earlier(self) -> EarlierRows | None:
+        """What its file had when the run was resumed; None for a new file."""
+        return None if self._metrics is None else self._metrics.earlier
 
     @property
     def under_way(self) -> Future[None] | None:

@@ -1,6 +1,7 @@
 """The files that a run writes next to metrics.jsonl, for its trackers and for `penstock report`.
 
-run.json        its id, config and environment; when it was started, from which step, and how it ended
+run.json        its id, config and environment; of each start: when its process began and when its first step
+                did, after which step, the seconds of steps that it does again, and how it ended
 timeline.json   when each op of one step ran, and the bytes of activations and messages that each rank held at
                 most: of the last step before an evaluation, then of the last step
 """
@@ -13,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,18 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import RunError
+from penstock.launch.stop import LAUNCHER
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import version_of_penstock
+from penstock.runtime.health.notes import began
 from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.owner import new_run
 from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import writable
 from penstock.train.records.trackers import Trackers
+from penstock.train.report.lost_time import lost_time
+from penstock.train.report.recorded import read_run, starts_in
 
 RUN, TIMELINE = "run.json", "timeline.json"
 _MEASURED = 3  # the step after a start in which GPUs are measured: by then layers are compiled
@@ -40,14 +46,23 @@ class RunRecord(RunPart):
     def __init__(self, run: Run) -> None:
         super().__init__(run)
         self._stopped, self._lines = "", list[str]()  # how a signal ended the run; the trackers' lines
+        self._file, self._contents = run.config.output.path / RUN, dict[str, Any]()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Note when the first step begins: what comes before is start-up."""
+        if self.run.owner is not None:
+            self._contents["starts"][-1]["at"] = _now()
+            write_json(self._file, self._contents)
+        yield
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        run, file = self.run, self.run.config.output.path / RUN
+        run, file = self.run, self._file
         if run.owner is None:
             yield
             return
-        contents = _with_this_start(file, run, run.owner.run)
+        self._contents = contents = _with_this_start(file, run, run.owner.run)
         write_json(file, contents)
         logged = file.with_name("metrics.jsonl").stat().st_size  # its rows by now are in the trackers
         trackers = Trackers(run.config.output.trackers, file, logged, run.display.say)
@@ -70,7 +85,9 @@ class RunRecord(RunPart):
         self._stopped = step.ended if step.stopped else ""
 
     def summary(self) -> Iterator[str]:
-        yield f"metrics     {self.run.config.output.path / 'metrics.jsonl'}"
+        yield f"metrics     {self._file.with_name('metrics.jsonl')}"
+        if time_spent := lost_time(read_run(self._file.parent)):
+            yield f"time        {time_spent}"
         yield from self._lines
 
 
@@ -128,13 +145,20 @@ def _with_this_start(file: Path, run: Run, identity: str) -> dict[str, Any]:
         with suppress(*UNREADABLE):
             contents = read_json(file)
             before = contents if contents.get("run", identity) == identity else {}
-    start = {"at": _now(), "step": done, "ranks": run.pipe.schedule.ranks, "processes": _processes()}
+    starts, earlier = starts_in(before), run.log.earlier
+    if starts and earlier is not None and "end" not in starts[-1]:
+        starts[-1]["end"] = {"at": _moment(earlier.at), "how": "killed", "why": ""}
+    start = {
+        "began": _moment(_began(done)), "at": _now(), "step": done,
+        "again": 0.0 if earlier is None else earlier.again,
+        "ranks": run.pipe.schedule.ranks, "processes": _processes(),
+    }  # fmt: skip
     return {
         "id": before.get("id") or (new_run() if done else identity),
         "run": identity,
         "config": run.config.model_dump(mode="json"),
         "environment": _environment(run.pipe.device),
-        "starts": [*before.get("starts", []), start],
+        "starts": [*starts, start],
     }
 
 
@@ -155,8 +179,25 @@ def _processes() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def _began(done: int) -> float:
+    """When this start began, in seconds of time.time(): with its process, or with that of its launcher.
+
+    done: the last step before it. Earlier attempts from which nothing is left are a part of this start.
+    """
+    goes_on = done and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    process = os.getpid() if goes_on else int(os.environ.get(LAUNCHER) or os.getpid())
+    ticks = began(process)
+    if ticks is None:
+        return time.time()
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return _moment(time.time())
+
+
+def _moment(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().isoformat(timespec="milliseconds")
 
 
 def write_json(path: Path, data: object) -> None:

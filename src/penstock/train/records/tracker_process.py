@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from penstock.reading import parse_json, read_json
 from penstock.train.records.metrics import MetricsRow, kind_of, leaves
-from penstock.train.records.trackers import PATIENCE
+from penstock.train.records.trackers import PATIENCE, without_password
 
 _EVERY = 1.0  # seconds between two reads of the file
 _STEP = "train/global_step"  # the step's name in W&B
@@ -124,7 +124,7 @@ class Mlflow:
             params = [Param(key, str(value)[:_LONGEST]) for key, value in leaves(run["config"])]
             for at in range(0, len(params), 100):  # the most that one call takes
                 self._client.log_batch(self._id, params=params[at : at + 100])
-        self.shown_at = f"{uri}, run {self._id}"
+        self.shown_at = f"{without_password(uri)}, run {self._id}"
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

@@ -81,14 +81,28 @@ TrackerSection = Annotated[
 ]
 
 
+def without_password(uri: str) -> str:
+    """An address to show: without the user's name and password, if it has them."""
+    scheme, slashes, rest = uri.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}"
+
+
 def check_trackers(sections: Sequence[AnyTracker]) -> None:
-    """Raise ConfigError if the package of a tracker is not installed. Imports none of them."""
+    """Raise ConfigError if the package of a tracker is not installed, or its section has a password.
+
+    Imports none of them.
+    """
     for section in sections:
         value, name = f"output.trackers: {section.name}", section.name
         if find_spec(name) is None:
             remedy = f'Run pip install {name}, or pip install "penstock[trackers]"'
             raise ConfigError(value, f"the package {name} is not installed", remedy)
         if isinstance(section, MlflowSection):
+            if section.uri is not None and without_password(section.uri) != section.uri:
+                rule = "uri has a user or a password, and the config is written into run.json and checkpoints"
+                remedy = "Leave uri out, and set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_PASSWORD"
+                raise ConfigError(value, rule, remedy)
             uri = section.uri or environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
             if uri.startswith("sqlite:") and find_spec("sqlalchemy") is None:
                 rule = "a sqlite store needs SQLAlchemy, which mlflow-skinny leaves out"

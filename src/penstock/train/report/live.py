@@ -15,10 +15,10 @@ from rich.console import Console, RenderableType
 from rich.jupyter import JupyterMixin
 from rich.live import Live
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.reading import read_json
 from penstock.schedule import Timeline
-from penstock.train.owner import OwnerWatch
+from penstock.train.owner import OWNER, OwnerWatch
 from penstock.train.report.page import state
 from penstock.train.report.recorded import WRONG, GrowingRun, RecordedRun
 from penstock.train.report.terminal import Bubbles, view
@@ -72,19 +72,35 @@ class LiveRun(JupyterMixin):
 
 
 def watch(folder: Path | str, every: float = EVERY) -> None:
-    """Show the run until it ends, in a terminal or in the cell of a notebook.
+    """Show the run until it ends, in a terminal or in the cell of a notebook. Wait for it to begin.
 
     every: seconds between two looks
 
-    Raises ConfigError for a folder without a run.
+    Raises ConfigError for a folder that holds something else than a run.
     """
-    run, console = LiveRun(folder), Console()
+    run, console = _begun(Path(folder), every), Console()
     shown = _Cell(run) if console.is_jupyter else Live(run, console=console, auto_refresh=False)
     with shown:
         while not run.ended:
             time.sleep(every)
             run.look()
             shown.update(run, refresh=True)
+
+
+def _begun(folder: Path, every: float) -> LiveRun:
+    """The run in `folder`, once it has begun. Raises ConfigError where none is about to begin."""
+    owner, said = OwnerWatch(folder), False
+    while True:
+        try:
+            return LiveRun(folder)
+        except ConfigError:
+            starts = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+            if not starts and not ((folder / OWNER).exists() and owner.goes_on()):
+                raise
+        if not said:
+            print(f"waiting for a run to begin in {folder}; Ctrl-C ends this", flush=True)
+            said = True
+        time.sleep(every)
 
 
 class _Cell:

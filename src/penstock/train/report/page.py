@@ -22,6 +22,7 @@ from penstock.schedule.render.drawing import Drawing, Panel, number, percent
 from penstock.schedule.render.page import parts, read
 from penstock.train.records.metrics import kind_of, leaves
 from penstock.train.report.charts import STYLES, Chart, Line, draw
+from penstock.train.report.lost_time import CAUSES, duration, lost_time
 from penstock.train.report.recorded import RecordedRun, finite, read_run
 
 _ROWS = 12  # of the table of numbers
@@ -164,6 +165,8 @@ def facts(run: RecordedRun) -> list[Fact]:
         peaks = run.by_process(key)
         if any(peaks):
             stats.append(Fact(name, in_bytes(max(peaks)), f"process {peaks.index(max(peaks))}"))
+    if (account := lost_time(run)) is not None and account.seconds > 0:
+        stats.append(Fact("Effective time", percent(account.effective), f"of {duration(account.seconds)}"))
     spent = sum(seconds_by_part(run).values())
     return [*stats, Fact("Time", duration(spent), "in steps, evaluations, checkpoints")] if spent else stats
 
@@ -279,11 +282,11 @@ def _timeline(runs: Sequence[RecordedRun]) -> str:
     return _block("Timeline of a step", inner)
 
 
-# ---- Of each run: time, memory, starts, numbers, config, environment
+# ---- Of each run: time, time lost, memory, starts, numbers, config, environment
 
 
 def _of_run(run: RecordedRun, named: bool) -> str:
-    blocks = (_time(run), "" if named else _memory([run]), _starts(run))
+    blocks = (_time(run), _lost(run), "" if named else _memory([run]), _starts(run))
     details = (_numbers(run), _samples(run), _config(run), _environment(run))
     name = f"<h2>{escape(run.name)}</h2>" if named else ""
     joined = "".join(filter(None, blocks))
@@ -319,6 +322,19 @@ def _time(run: RecordedRun) -> str:
     table = _table(["part", "time", "share"], rows, escaped=True)
     note = _note("By the clock of the first process's host: a GPU's work counts where the host waits for it.")
     return _block("Time by part", f'<div class="stack" aria-hidden="true">{bar}</div>{table}{note}')
+
+
+def _lost(run: RecordedRun) -> str:
+    """A table of the time that was lost, by cause, over all starts."""
+    account = lost_time(run)
+    if account is None or not account.seconds:
+        return ""
+    rows = []
+    for cause, seconds in account.lost.items():
+        named = f"{escape(cause)} <small>{escape(CAUSES[cause])}</small>"
+        rows.append([named, duration(seconds), percent(seconds / account.seconds)])
+    note = f"Of {duration(account.seconds)}, over all starts, {percent(account.effective)} were effective."
+    return _block("Time lost", _table(["cause", "time", "share"], rows, escaped=True) + _note(note))
 
 
 def _memory(runs: Sequence[RecordedRun]) -> str:
@@ -445,11 +461,3 @@ def in_bytes(value: float) -> str:
 def _moment(at: object) -> str:
     """To the minute."""
     return str(at)[:16].replace("T", " ")
-
-
-def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{number(seconds)} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError, PenstockError
 from penstock.reading import open_regular, parse_json, read_json
 from penstock.schedule import Timeline, simulate
 from penstock.schedule.choose import chosen_schedule, open_stages
-from penstock.train.records.metrics import MetricsRow, without_replaced_rows
+from penstock.train.records.metrics import MetricsRow, seconds_of, without_replaced_rows
 
 Points = Sequence[tuple[int, float | None]]  # step and value; None where it was not finite
 WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError)
@@ -27,6 +27,8 @@ class RecordedRun:
 
     rows: the readable rows of metrics.jsonl that no later one replaces; unreadable: the number of its other
         lines
+    again: seconds of the readable rows that later ones replace
+    written: when the last row was written, in seconds of time.time(); 0 without a file
     about: run.json; without it, config and versions of the newest checkpoint; empty without either
     """
 
@@ -35,6 +37,8 @@ class RecordedRun:
     rows: tuple[MetricsRow, ...]
     unreadable: int
     about: Mapping[str, Any]
+    again: float = 0.0
+    written: float = 0.0
 
     @cached_property
     def steps(self) -> tuple[MetricsRow, ...]:
@@ -93,8 +97,7 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        starts = self.about.get("starts")
-        return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
+        return starts_in(self.about)
 
     @property
     def timelines(self) -> tuple[dict[str, Timeline], str]:
@@ -122,16 +125,19 @@ class RowsFile:
     """A metrics.jsonl, to which a run may append rows meanwhile.
 
     rows: the readable ones of its lines so far; unreadable: the number of the others
+    written: when the last one was, in seconds of time.time()
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._file, self._end, self._rest = path, 0, 0, b""
+        self.written = 0.0
         self._restart(0)
 
     def read(self) -> None:
         """Read the complete lines that have come since, or all of a new file. Raises OSError."""
         with open_regular(self._path) as file:
             facts = os.fstat(file.fileno())
+            self.written = facts.st_mtime
             if facts.st_ino != self._file or facts.st_size < self._end:
                 self._restart(facts.st_ino)
             file.seek(self._end)
@@ -171,8 +177,9 @@ def _no_run(folder: Path, error: OSError) -> ConfigError:
 
 
 def _recorded(folder: Path, lines: RowsFile, about: Mapping[str, Any]) -> RecordedRun:
-    rows = [row for row, _ in without_replaced_rows((row, None) for row in lines.rows)]
-    return RecordedRun(folder.resolve().name, folder, tuple(rows), lines.unreadable, about)
+    rows = tuple(row for row, _ in without_replaced_rows((row, None) for row in lines.rows))
+    again = seconds_of(lines.rows) - seconds_of(rows)
+    return RecordedRun(folder.resolve().name, folder, rows, lines.unreadable, about, again, lines.written)
 
 
 class GrowingRun:
@@ -191,6 +198,12 @@ class GrowingRun:
         with suppress(OSError):
             self._lines.read()
         return _recorded(self._folder, self._lines, about)
+
+
+def starts_in(about: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of a run.json."""
+    starts = about.get("starts")
+    return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
 
 def finite(value: object) -> float | None:

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.schedule.render.drawing import number, percent
-from penstock.train.report.page import Fact, duration, facts, in_bytes, notes
+from penstock.train.report.lost_time import duration
+from penstock.train.report.page import Fact, facts, in_bytes, notes
 from penstock.train.report.recorded import Points, RecordedRun
 
 ROWS = 8  # of a table: of more processes those with the most
