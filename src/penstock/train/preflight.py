@@ -19,7 +19,7 @@ from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
 from penstock.models.adapters import names_in_file
-from penstock.models.source import ModelLike, Source, open_without_flash
+from penstock.models.source import ModelLike, Source, is_language_model, open_without_flash
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.saved_adapter import adapter_file, check_adapter, check_base
 from penstock.parallel.axes import Axes
@@ -239,23 +239,44 @@ def _planned(
     return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
 
 
+_TAKE = "Take a model {}: its name stands in architectures of its config"
+
+
 def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
-    """Raise ConfigError for labels that the model's head has no loss for."""
-    wanted, model = config.data.labels, plan.source.model
+    """Raise ConfigError for a head that is not of the kind that the loss reads."""
+    wanted, model, loss = config.data.labels, plan.source.model, config.train.loss
+    if loss is not None:
+        _check_compared(loss.kind, auto, plan)
     if wanted == "next tokens":  # a build refuses other heads
         return
-    loss, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
+    own, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
     kind, ending = (
         (RowLabels, "...ForSequenceClassification")
         if wanted == "rows"
         else (TokenLabels, "...ForTokenClassification")
     )
-    remedy = f"Take a model {ending}: its name stands in architectures of its config"
-    if type(loss) is not kind:
+    remedy = _TAKE.format(ending)
+    if type(own) is not kind:
         raise ConfigError(value, f"labels are of {wanted}, and the loss of its head is of others", remedy)
-    if isinstance(loss, TokenLabels) and loss.classes != model.config.num_labels:
-        rule = f"its head has {loss.classes} outputs, and num_labels={model.config.num_labels}"
+    if isinstance(own, TokenLabels) and own.classes != model.config.num_labels:
+        rule = f"its head has {own.classes} outputs, and num_labels={model.config.num_labels}"
         raise ConfigError(value, rule, remedy)
+
+
+def _check_compared(kind: str, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a head that does not give what a loss of preferences compares."""
+    model = plan.source.model
+    value = f"train.loss={kind} for {type(model).__name__}"
+    if kind != "reward":
+        if not is_language_model(model):
+            rule = "it compares log-probabilities of tokens, and the head is none of a causal language model"
+            raise ConfigError(value, rule, "Take such a model, or train.loss=reward for one score a row")
+        return
+    own = replace(auto, loss_fn=None).loss_of(model, plan.chain)  # with the options that such a head refuses
+    if type(own) is not RowLabels or model.config.num_labels != 1:
+        has = f"num_labels={model.config.num_labels}" if type(own) is RowLabels else "labels of tokens"
+        rule = f"a reward model gives one score a row, and its head has {has}"
+        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with num_labels: 1")
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:

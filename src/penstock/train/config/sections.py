@@ -745,8 +745,6 @@ class TrainConfig(Section):
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_loss()
-        if self.data.labels != "next tokens":
-            self._check_own_loss()
         self._check_metric()
         self._check_ramp("train", "batch_size")
         self._check_ramp("data", "sequence_length")
@@ -793,31 +791,27 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"{rule}, and data.kind={self.data.kind} has none; leave train.loss out, or set the kind"
                 )
+            if self.data.labels != "next tokens":
+                self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
             return
-        for value, off in (
-            (f"label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
-            (f"z_loss={self.train.z_loss}", not self.train.z_loss),
-            ("ramp with sequence_length", not any(phase.sequence_length for phase in self.train.ramp)),
-        ):
-            if not off:
-                raise ValueError(f"train.{value} is not for train.loss={loss.kind}; leave it out")
+        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
         if self.pipeline.balance == "measured" and loss.kind == "dpo":
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
-    def _check_own_loss(self) -> None:
-        """Raise ValueError for settings that the loss of a head for labels does not have."""
+    def _check_off(self, other: str, *, samples: bool) -> None:
+        """Raise ValueError for settings that only the loss of next tokens has.
+
+        other: the other loss, in words; samples: whether its model can write text
+        """
         for value, off in (
             (f"train.label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
             (f"train.z_loss={self.train.z_loss}", not self.train.z_loss),
             ("train.ramp with sequence_length", not any(of.sequence_length for of in self.train.ramp)),
-            ("output.sample_prompt", self.output.sample_prompt is None),
+            ("output.sample_prompt", samples or self.output.sample_prompt is None),
         ):
             if not off:
-                raise ValueError(
-                    f"{value} is not for labels of {self.data.labels} (data.kind={self.data.kind}); "
-                    "leave it out"
-                )
+                raise ValueError(f"{value} is not for {other}; leave it out")
 
     def _check_metric(self) -> None:
         """Raise ValueError for a metric of output.keep that no evaluation has, or that nothing reads."""

@@ -38,7 +38,7 @@ from penstock.train.config.sections import DataSection, SourceSection, TrainConf
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
 from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
-from penstock.train.data.pairs import PairLayout, pair_each, whole_pairs
+from penstock.train.data.pairs import PairLayout, ScoredPairs, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -400,8 +400,7 @@ def load_data(
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
     if section.has_pairs:
-        refers = config.train.loss is not None and config.train.loss.kind == "dpo"
-        layout = PairLayout(calls, False, padding, longest=section.longest_document, refers=refers)
+        layout = _pairs(config, space, calls, padding)
     if section.labels != "next tokens":
         assert space is not None
         layout = _labelled(section, space, calls)
@@ -439,16 +438,35 @@ def load_data(
     return data
 
 
+def _pairs(
+    config: TrainConfig, space: LabelSpace | None, calls: tuple[int, ...], padding: Padding | None
+) -> PairLayout:
+    """Raises ConfigError as `_pad_of`."""
+    kind = config.train.loss.kind if config.train.loss is not None else ""
+    longest = config.data.longest_document
+    if kind == "reward":
+        assert space is not None
+        return ScoredPairs(calls, False, longest=longest, pad=_pad_of(space, "train.loss=reward"))
+    return PairLayout(calls, False, padding, longest=longest, refers=kind == "dpo")
+
+
 def _labelled(section: DataSection, space: LabelSpace, calls: tuple[int, ...]) -> LabelledLayout:
+    """Raises ConfigError as `_pad_of`."""
+    if section.labels == "rows":
+        pad = _pad_of(space, f"data.kind={section.kind}")
+        return LabelledLayout(calls, False, pad=pad, problem=space.problem)
+    return LabelledLayout(calls, False, pad=space.pad or 0)
+
+
+def _pad_of(space: LabelSpace, key: str) -> int:
     """Raises ConfigError for a head over rows that does not know which tokens are padding."""
-    of_rows = section.labels == "rows"
-    if space.pad is None and of_rows:
+    if space.pad is None:
         raise ConfigError(
             "a model without pad_token_id",
-            f"data.kind={section.kind} pads rows, and a head may look for the last token before padding",
+            f"{key} pads rows, and a head may look for the last token before padding",
             "Set pad_token_id in the model's config, to an id that no text has",
         )
-    return LabelledLayout(calls, False, pad=space.pad or 0, problem=space.problem if of_rows else None)
+    return space.pad
 
 
 def _weights(section: DataSection) -> tuple[float, ...]:
