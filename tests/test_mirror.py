@@ -36,7 +36,7 @@ OF_SEVERAL = {
     "schedule": "properties",
     "schedule/builders": "builders",
     "schedule/render": "render",
-    "train": "chats exactly_once heads mesh precision protocol ramps reward_models",
+    "train": "chats exactly_once heads mesh masked_models precision protocol ramps reward_models",
     "train/data": "document_length",
     "train/encoding": "columns",
 }

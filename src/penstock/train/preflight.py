@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from penstock.batch.loss import RowLabels, TokenLabels
+from penstock.batch.loss import OwnLoss, RowLabels, TokenLabels
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
@@ -30,7 +30,7 @@ from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import LabelsOf, TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
@@ -239,6 +239,12 @@ def _planned(
     return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
 
 
+# the loss of the head for each kind of labels, the ending of its name, and its size in the model's config
+_HEADS: dict[LabelsOf, tuple[type[OwnLoss], str, str]] = {
+    "rows": (RowLabels, "...ForSequenceClassification", "num_labels"),
+    "tokens": (TokenLabels, "...ForTokenClassification", "num_labels"),
+    "masked tokens": (TokenLabels, "...ForMaskedLM", "vocab_size"),
+}
 _TAKE = "Take a model {}: its name stands in architectures of its config"
 
 
@@ -250,16 +256,12 @@ def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> Non
     if wanted == "next tokens":  # a build refuses other heads
         return
     own, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
-    kind, ending = (
-        (RowLabels, "...ForSequenceClassification")
-        if wanted == "rows"
-        else (TokenLabels, "...ForTokenClassification")
-    )
+    kind, ending, size = _HEADS[wanted]
     remedy = _TAKE.format(ending)
     if type(own) is not kind:
         raise ConfigError(value, f"labels are of {wanted}, and the loss of its head is of others", remedy)
-    if isinstance(own, TokenLabels) and own.classes != model.config.num_labels:
-        rule = f"its head has {own.classes} outputs, and num_labels={model.config.num_labels}"
+    if isinstance(own, TokenLabels) and own.classes != getattr(model.config, size):
+        rule = f"its head has {own.classes} outputs, and {size}={getattr(model.config, size)}"
         raise ConfigError(value, rule, remedy)
 
 

@@ -37,6 +37,7 @@ from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
+from penstock.train.data.masking import HELD_OUT, MaskedRows, Masking
 from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
 from penstock.train.data.pairs import PairLayout, ScoredPairs, pair_each, whole_pairs
 from penstock.train.data.rows import (
@@ -71,7 +72,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps from which the padding of a run is estimated
-_HELD_OUT = 1 << 31  # of a seed: apart from those of an order of rows (epoch and source)
+_APART = 1 << 31  # of a seed: apart from those of an order of rows (epoch and source)
 _FORGOTTEN = 1 << 14  # pieces after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
@@ -99,6 +100,7 @@ class Data:
         done: the number of steps before the start
         taken: the number of rows of these steps, which may have had other sizes
         known: the entry of each source in a checkpoint
+        masking: of tokens, for masked language modelling
     """
 
     rows: StoredRows
@@ -113,6 +115,7 @@ class Data:
     done: int = 0
     taken: int = 0
     known: tuple[Known, ...] = ()
+    masking: Masking | None = None
 
     def of(self, part: int) -> Data:
         """The same batches, with another part of each."""
@@ -270,12 +273,12 @@ class Data:
 
         If there are fewer rows than parts, rows in which no token counts follow, so the loss stays theirs.
         """
-        rows: Rows = self.held_out
+        rows = self.seen(self.held_out, HELD_OUT)
         layout, missing = self.layout, self.parts - len(chosen)
         if missing > 0:
             if isinstance(layout, DocumentLayout) and not layout.ignores:
                 raise _too_few(len(chosen), "pairs" if isinstance(layout, PairLayout) else "rows", self.parts)
-            rows = FilledRows(self.held_out)
+            rows = FilledRows(rows)
             chosen = [*chosen, *range(len(rows), len(rows) + missing)]
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=(min(sum(layout.calls), len(chosen) // self.parts),))
@@ -325,7 +328,12 @@ class Data:
         size, layout = self.sizes.at(step), self.layout
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=size.calls)
-        return layout, CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
+        rows = CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
+        return layout, self.seen(rows, step)
+
+    def seen(self, rows: Rows, step: int) -> Rows:
+        """The rows as `step` sees them: with masks, where tokens are masked."""
+        return rows if self.masking is None else MaskedRows(rows, self.masking, step)
 
     def _part(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> LoadedBatch:
         dealt, fill = self._dealt(layout, rows, chosen)
@@ -401,7 +409,7 @@ def load_data(
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
     if section.has_pairs:
         layout = _pairs(config, space, calls, padding)
-    if section.labels != "next tokens":
+    if section.labels != "next tokens" and section.packing != "stream":
         assert space is not None
         layout = _labelled(section, space, calls)
     seed = config.train.seed if section.holds_out_at_random else None
@@ -414,7 +422,8 @@ def load_data(
             value = f"data.validation.path={section.validation.path}"
             remedy = "Give more of it, or lower data.sequence_length"
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
-    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts)
+    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts,
+                masking=_masking(config, tokenizer, vocabulary))  # fmt: skip
     if section.streaming is not None:
         return _streamed(config, load, data)
     splits = [load.rows(source, share, least) for source in section.sources]
@@ -436,6 +445,14 @@ def load_data(
     data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
     data.check(data.steps_of(config.train))
     return data
+
+
+def _masking(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Masking | None:
+    """None where no token is masked. Raises DataError as `Masking.of`."""
+    probability = config.data.masked_share
+    if probability is None:
+        return None
+    return Masking.of(tokenizer_folder(config), tokenizer, vocabulary, probability, config.train.seed)
 
 
 def _pairs(
@@ -676,7 +693,7 @@ def _shuffled(store: Store, pieces: Pieces, seed: int) -> npt.NDArray[np.int64]:
     """The pieces in a random order of their documents: the pieces of a document stay together."""
     starts = np.cumsum(store.lengths) - store.lengths
     documents = np.searchsorted(starts, pieces.starts, side="right") - 1
-    place = np.random.default_rng((seed, _HELD_OUT)).permutation(len(starts))
+    place = np.random.default_rng((seed, _APART)).permutation(len(starts))
     return np.argsort(place[documents], kind="stable")
 
 
