@@ -223,6 +223,9 @@ class Reward(Preference):
     def weight(self, microbatch: Microbatch) -> int:
         return check_groups("a microbatch", batch_rows(microbatch, {}), self.rows_per_group)
 
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        return torch.ones(batch_rows(microbatch, {}), dtype=torch.bool)
+
     def of_pairs(self, chosen: Half, rejected: Half) -> Tensor:
         loss = -F.logsigmoid(chosen.logps - rejected.logps)
         return loss + self.center * (chosen.logps + rejected.logps).square() if self.center else loss

@@ -52,13 +52,14 @@ def totals(config: TrainConfig, data: Data) -> RenderableType:
     heads = ("source", "documents", "tokens", "counted", "dropped", "median", "longest", "overlong", "rows",
              "held out")  # fmt: skip
     held_out = data.held_out.sources if config.data.validation is None else [None] * len(data.rows.sources)
-    cells = []
+    cells, share = [], config.data.masked_share or 1.0
     for section, trained, rest in zip(config.data.sources, data.rows.sources, held_out, strict=True):
         facts, lengths = trained.store.facts, trained.store.lengths
         cells.append((
-            section.path, f"{facts.documents:,}", f"{facts.tokens:,}", f"{facts.counted / facts.tokens:.1%}",
-            f"{facts.dropped:,}", f"{np.median(lengths):.0f}", f"{lengths.max()}",
-            f"{int((lengths > config.data.longest_document).sum()):,}", f"{len(trained):,}", _count(rest),
+            section.path, f"{facts.documents:,}", f"{facts.tokens:,}",
+            f"{share * facts.counted / facts.tokens:.1%}", f"{facts.dropped:,}", f"{np.median(lengths):.0f}",
+            f"{lengths.max()}", f"{int((lengths > config.data.longest_document).sum()):,}",
+            f"{len(trained):,}", _count(rest),
         ))  # fmt: skip
     return table(heads, cells, left=["source"])
 
@@ -70,7 +71,8 @@ def _count(rows: SourceRows | None) -> str:
 def first_rows(data: Data, count: int) -> Iterator[list[Piece]]:
     """The first rows of the training data."""
     rows, chosen, _ = data.take(0, count)
-    return (rows.read(row) for row in chosen)
+    seen = data.seen(rows, 1)
+    return (seen.read(row) for row in chosen)
 
 
 def in_loss(piece: Piece, first: int = 1) -> npt.NDArray[np.bool_]:

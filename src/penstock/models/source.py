@@ -325,7 +325,7 @@ def check_language_model(model: PreTrainedModel) -> None:
             f"{type(model).__name__} with the loss of next tokens",
             "its head is not that of a causal language model",
             "Take a causal language model; or train it on its own labels: penstock train with "
-            "data.kind=classification or token_classification, or AutoPipeline without a loss_fn",
+            "data.kind=classification, token_classification or masked, or AutoPipeline without a loss_fn",
         )
 
 

@@ -86,7 +86,7 @@ class HeldOutEvaluation(RunPart):
         more: MetricsRow = {} if epoch is None else {"epoch": epoch}
         if (
             section.loss is None
-            and self.run.config.data.labels == "next tokens"
+            and self.run.config.data.labels in ("next tokens", "masked tokens")
             and section.label_smoothing == section.z_loss == 0
             and loss < _LARGEST_EXPONENT
         ):

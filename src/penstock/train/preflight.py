@@ -14,12 +14,12 @@ from pathlib import Path
 
 from transformers import PretrainedConfig
 
-from penstock.batch.loss import RowLabels, TokenLabels
+from penstock.batch.loss import OwnLoss, RowLabels, TokenLabels
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
 from penstock.models.adapters import names_in_file
-from penstock.models.source import ModelLike, Source, open_without_flash
+from penstock.models.source import ModelLike, Source, is_language_model, open_without_flash
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.saved_adapter import adapter_file, check_adapter, check_base
 from penstock.parallel.axes import Axes
@@ -30,7 +30,7 @@ from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import LabelsOf, TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
@@ -239,23 +239,46 @@ def _planned(
     return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
 
 
+# the loss of the head for each kind of labels, the ending of its name, and its size in the model's config
+_HEADS: dict[LabelsOf, tuple[type[OwnLoss], str, str]] = {
+    "rows": (RowLabels, "...ForSequenceClassification", "num_labels"),
+    "tokens": (TokenLabels, "...ForTokenClassification", "num_labels"),
+    "masked tokens": (TokenLabels, "...ForMaskedLM", "vocab_size"),
+}
+_TAKE = "Take a model {}: its name stands in architectures of its config"
+
+
 def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:
-    """Raise ConfigError for labels that the model's head has no loss for."""
-    wanted, model = config.data.labels, plan.source.model
+    """Raise ConfigError for a head that is not of the kind that the loss reads."""
+    wanted, model, loss = config.data.labels, plan.source.model, config.train.loss
+    if loss is not None:
+        _check_compared(loss.kind, auto, plan)
     if wanted == "next tokens":  # a build refuses other heads
         return
-    loss, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
-    kind, ending = (
-        (RowLabels, "...ForSequenceClassification")
-        if wanted == "rows"
-        else (TokenLabels, "...ForTokenClassification")
-    )
-    remedy = f"Take a model {ending}: its name stands in architectures of its config"
-    if type(loss) is not kind:
+    own, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
+    kind, ending, size = _HEADS[wanted]
+    remedy = _TAKE.format(ending)
+    if type(own) is not kind:
         raise ConfigError(value, f"labels are of {wanted}, and the loss of its head is of others", remedy)
-    if isinstance(loss, TokenLabels) and loss.classes != model.config.num_labels:
-        rule = f"its head has {loss.classes} outputs, and num_labels={model.config.num_labels}"
+    if isinstance(own, TokenLabels) and own.classes != getattr(model.config, size):
+        rule = f"its head has {own.classes} outputs, and {size}={getattr(model.config, size)}"
         raise ConfigError(value, rule, remedy)
+
+
+def _check_compared(kind: str, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a head that does not give what a loss of preferences compares."""
+    model = plan.source.model
+    value = f"train.loss={kind} for {type(model).__name__}"
+    if kind != "reward":
+        if not is_language_model(model):
+            rule = "it compares log-probabilities of tokens, and the head is none of a causal language model"
+            raise ConfigError(value, rule, "Take such a model, or train.loss=reward for one score a row")
+        return
+    own = replace(auto, loss_fn=None).loss_of(model, plan.chain)  # with the options that such a head refuses
+    if type(own) is not RowLabels or model.config.num_labels != 1:
+        has = f"num_labels={model.config.num_labels}" if type(own) is RowLabels else "labels of tokens"
+        rule = f"a reward model gives one score a row, and its head has {has}"
+        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with num_labels: 1")
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from penstock.batch.preferences import DPO, ORPO, Preference, SimPO
+from penstock.batch.preferences import DPO, ORPO, Preference, Reward, SimPO
 from penstock.train.config.loss import LossValue, make_loss
 from penstock.train.config.sections import TrainConfig
 from support.tiny import tree
@@ -20,6 +20,7 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(LossValue)
         ({"kind": "dpo", "beta": 0.3, "variant": "ipo"}, DPO(0.3, "ipo")),
         ({"kind": "orpo", "beta": 0.2}, ORPO(0.2)),
         ({"kind": "simpo", "gamma": 0.5}, SimPO(2.0, 0.5)),
+        ({"kind": "reward", "center": 0.01}, Reward(0.01)),
     ],
 )
 def test_a_section_makes_its_loss(keys: Any, loss: Preference) -> None:

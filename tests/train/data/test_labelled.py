@@ -46,7 +46,7 @@ def test_rows_have_their_labels_in_the_order_of_the_rows(
 
 def test_a_row_that_stands_in_for_a_missing_one_does_not_count() -> None:
     layout = LabelledLayout((1,), False, problem="single_label_classification")
-    rows: Any = FilledRows(held([(1.0,)]))  # type: ignore[arg-type]
+    rows: Any = FilledRows(held([(1.0,)]))
     (batch,) = layout.content(rows, [0, 1])
     assert batch["labels"].tolist() == [1, -100]
     assert layout.ignores

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from penstock.options import NotNegative
 from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
@@ -35,8 +36,20 @@ class SimPOSection(Section):
     gamma: Annotated[float, Field(ge=0)] = 1.0  # the margin that it is to reach
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection
-LOSSES: dict[str, type[AnyLoss]] = {"dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection}
+class RewardSection(Section):
+    """A reward model's loss (Bradley-Terry): the chosen row's score is to be above the rejected one's."""
+
+    kind: Literal["reward"] = "reward"  # likewise; the model is a classifier with num_labels: 1
+    center: NotNegative = 0.0  # weight of the squared sum of both scores, which keeps them around 0
+
+
+AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection
+LOSSES: dict[str, type[AnyLoss]] = {
+    "dpo": DPOSection,
+    "orpo": ORPOSection,
+    "simpo": SimPOSection,
+    "reward": RewardSection,
+}
 
 
 def make_loss(section: AnyLoss) -> Preference:
@@ -44,7 +57,12 @@ def make_loss(section: AnyLoss) -> Preference:
     from penstock.batch import preferences  # a config with an error is refused without torch
 
     kinds: dict[str, type[Preference]]
-    kinds = {"dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO}
+    kinds = {
+        "dpo": preferences.DPO,
+        "orpo": preferences.ORPO,
+        "simpo": preferences.SimPO,
+        "reward": preferences.Reward,
+    }
     keys = section.model_dump()
     return kinds[keys.pop("kind")](**keys)
 
@@ -55,7 +73,8 @@ _read = by_name("kind", LOSSES, _IS_NONE)
 LossSection = Annotated[
     Annotated[DPOSection, Tag(tag("dpo"))]
     | Annotated[ORPOSection, Tag(tag("orpo"))]
-    | Annotated[SimPOSection, Tag(tag("simpo"))],
+    | Annotated[SimPOSection, Tag(tag("simpo"))]
+    | Annotated[RewardSection, Tag(tag("reward"))],
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

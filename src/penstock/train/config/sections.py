@@ -69,6 +69,13 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 _MOST_TOKENS = 10**12  # a step; beyond it sizes of tensors leave 64 bits
 _MOST_PROCESSES = 10**6
+LabelsOf = Literal["next tokens", "tokens", "rows", "masked tokens"]
+# by the kind of the data, for a model's own head
+_OWN_LABELS: dict[str, LabelsOf] = {
+    "classification": "rows",
+    "token_classification": "tokens",
+    "masked": "masked tokens",
+}
 PLANNED = "planned"  # in place of a schedule: penstock.train.planned
 
 
@@ -130,10 +137,10 @@ class RecordSection(Section):
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
     # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. classification:
     # a text and its label, token_classification: words and their labels, from such files, for a model with
-    # such a head. dummy: made up
+    # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
     kind: Literal[
         "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "classification",
-        "token_classification", "megatron", "dummy",
+        "token_classification", "masked", "megatron", "dummy",
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
     # of a JSONL line or a dataset's row; words with kind: token_classification
@@ -216,6 +223,9 @@ class DataSection(RecordSection, NamedSection):
     # the last turn; all: every one
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
+    # with kind: masked: of the tokens of a text, but for special ones; null: 0.15. Of these 80% become the
+    # mask token, 10% a random token, and 10% stay
+    mask_probability: Annotated[float, Field(gt=0, lt=1)] | None = None
     sequence_length: Length = 128  # tokens a row; the first one predicts nothing
     # tokens of a document, at most, if rows hold several documents and may be longer than the model's
     # positions: each document begins at position 0; null: sequence_length
@@ -313,6 +323,14 @@ class DataSection(RecordSection, NamedSection):
             self._check_pairs()
         if self.labels != "next tokens":
             self._check_labels()
+        if self.mask_probability is not None and self.masked_share is None:
+            rule = f"data.mask_probability={self.mask_probability} masks tokens, and data.kind={self.kind}"
+            raise ValueError(f"{rule} none; set data.kind=masked, or leave it out")
+
+    @property
+    def masked_share(self) -> float | None:
+        """The probability with which each token of a text is masked; None where none is."""
+        return (self.mask_probability or 0.15) if self.labels == "masked tokens" else None
 
     @property
     def has_pairs(self) -> bool:
@@ -320,12 +338,10 @@ class DataSection(RecordSection, NamedSection):
         return any(source.kind == "preference" for source in self.sources)
 
     @property
-    def labels(self) -> Literal["next tokens", "tokens", "rows"]:
+    def labels(self) -> LabelsOf:
         """What labels are of, and so which loss reads them."""
         kinds = {source.kind for source in self.sources}
-        if "classification" in kinds:
-            return "rows"
-        return "tokens" if "token_classification" in kinds else "next tokens"
+        return next((labels for kind, labels in _OWN_LABELS.items() if kind in kinds), "next tokens")
 
     @property
     def first_label(self) -> int:
@@ -338,13 +354,15 @@ class DataSection(RecordSection, NamedSection):
         return "accuracy" if self.labels == "rows" else "token_accuracy"
 
     def _check_labels(self) -> None:
-        kind = "classification" if self.labels == "rows" else "token_classification"
+        kind = next(kind for kind, labels in _OWN_LABELS.items() if labels == self.labels)
         self._check_alone(kind, "all rows of a batch have labels of one kind")
-        for name, wanted in (("packing", "none"), ("streaming", None), ("images", None)):
-            if (value := getattr(self, name)) != wanted:
-                rule = f"data.kind={kind} with data.{name}={value}: a row is one text with its labels"
-                raise ValueError(f"{rule}; leave {name} out")
-        if self.overlong == "cut":
+        masked = kind == "masked"
+        packings = ("none", "stream") if masked else ("none",)
+        for name, wanted in (("packing", packings), ("streaming", (None,)), ("images", (None,))):
+            if (value := getattr(self, name)) not in wanted:
+                row = "row has no bounds of documents" if masked else "row is one text with its labels"
+                raise ValueError(f"data.kind={kind} with data.{name}={value}: a {row}; leave {name} out")
+        if self.overlong == "cut" and not masked:
             raise ValueError(
                 f"data.kind={kind} with data.overlong=cut would part a text from its label; take truncate or "
                 "drop"
@@ -745,8 +763,6 @@ class TrainConfig(Section):
             check_optimizer(self.optimizer, run)
             check_rows(self.train.batch_size, self.pipeline.microbatches, parts, self.train.accumulate)
         self._check_loss()
-        if self.data.labels != "next tokens":
-            self._check_own_loss()
         self._check_metric()
         self._check_ramp("train", "batch_size")
         self._check_ramp("data", "sequence_length")
@@ -793,31 +809,27 @@ class TrainConfig(Section):
                 raise ValueError(
                     f"{rule}, and data.kind={self.data.kind} has none; leave train.loss out, or set the kind"
                 )
+            if self.data.labels != "next tokens":
+                self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
             return
-        for value, off in (
-            (f"label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
-            (f"z_loss={self.train.z_loss}", not self.train.z_loss),
-            ("ramp with sequence_length", not any(phase.sequence_length for phase in self.train.ramp)),
-        ):
-            if not off:
-                raise ValueError(f"train.{value} is not for train.loss={loss.kind}; leave it out")
+        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
         if self.pipeline.balance == "measured" and loss.kind == "dpo":
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
-    def _check_own_loss(self) -> None:
-        """Raise ValueError for settings that the loss of a head for labels does not have."""
+    def _check_off(self, other: str, *, samples: bool) -> None:
+        """Raise ValueError for settings that only the loss of next tokens has.
+
+        other: the other loss, in words; samples: whether its model can write text
+        """
         for value, off in (
             (f"train.label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
             (f"train.z_loss={self.train.z_loss}", not self.train.z_loss),
             ("train.ramp with sequence_length", not any(of.sequence_length for of in self.train.ramp)),
-            ("output.sample_prompt", self.output.sample_prompt is None),
+            ("output.sample_prompt", samples or self.output.sample_prompt is None),
         ):
             if not off:
-                raise ValueError(
-                    f"{value} is not for labels of {self.data.labels} (data.kind={self.data.kind}); "
-                    "leave it out"
-                )
+                raise ValueError(f"{value} is not for {other}; leave it out")
 
     def _check_metric(self) -> None:
         """Raise ValueError for a metric of output.keep that no evaluation has, or that nothing reads."""

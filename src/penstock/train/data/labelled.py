@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -41,16 +42,11 @@ class LabelledLayout(DocumentLayout):
         Labels of rows: int64 (rows,) classes, float32 (rows,) numbers, or float32 (rows, numbers).
         """
         pieces = [piece for (piece,) in rows]
-        shape = len(pieces), max(len(piece.ids) for piece in pieces)
-        ids, labels, mask = np.full(shape, self.pad), np.full(shape, IGNORED), np.zeros(shape, np.int64)
-        for at, piece in enumerate(pieces):
-            count = len(piece.ids)
-            ids[at, :count], labels[at, :count], mask[at, :count] = piece.ids, piece.labels, 1
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "labels": torch.from_numpy(labels) if self.problem is None else self._row_labels(pieces),
-        }
+        of_tokens = self.problem is None
+        labels = (
+            stacked([piece.labels for piece in pieces], IGNORED) if of_tokens else self._row_labels(pieces)
+        )
+        return {**with_mask(pieces, self.pad), "labels": labels}
 
     def _row_labels(self, pieces: Sequence[Piece]) -> Tensor:
         labels = torch.tensor([piece.row_label for piece in pieces], dtype=torch.float64)
@@ -58,3 +54,17 @@ class LabelledLayout(DocumentLayout):
             return labels[:, 0].long()
         one = self.problem == "regression" and labels.shape[1] == 1
         return (labels[:, 0] if one else labels).float()
+
+
+def with_mask(pieces: Sequence[Piece], pad: int) -> dict[str, Tensor]:
+    """input_ids and attention_mask of rows of one document each, int64 (rows, sequence). pad: the id"""
+    mask = stacked([np.ones_like(piece.ids) for piece in pieces], 0)
+    return {"input_ids": stacked([piece.ids for piece in pieces], pad), "attention_mask": mask}
+
+
+def stacked(rows: Sequence[npt.NDArray[np.int64]], pad: int) -> Tensor:
+    """The rows as one tensor (rows, sequence), each padded at its end to the longest."""
+    made = np.full((len(rows), max(map(len, rows))), pad)
+    for at, row in enumerate(rows):
+        made[at, : len(row)] = row
+    return torch.from_numpy(made)

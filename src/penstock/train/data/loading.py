@@ -37,8 +37,9 @@ from penstock.runtime.device.copies import CudaCopies
 from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
+from penstock.train.data.masking import HELD_OUT, MaskedRows, Masking
 from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
-from penstock.train.data.pairs import PairLayout, pair_each, whole_pairs
+from penstock.train.data.pairs import PairLayout, ScoredPairs, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -71,7 +72,7 @@ from penstock.train.model import tokenizer_folder
 from penstock.train.sizes import StepSizes
 
 _SAMPLED = 100  # steps from which the padding of a run is estimated
-_HELD_OUT = 1 << 31  # of a seed: apart from those of an order of rows (epoch and source)
+_APART = 1 << 31  # of a seed: apart from those of an order of rows (epoch and source)
 _FORGOTTEN = 1 << 14  # pieces after which the pages of labels that were read are unmapped
 _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
@@ -99,6 +100,7 @@ class Data:
         done: the number of steps before the start
         taken: the number of rows of these steps, which may have had other sizes
         known: the entry of each source in a checkpoint
+        masking: of tokens, for masked language modelling
     """
 
     rows: StoredRows
@@ -113,6 +115,7 @@ class Data:
     done: int = 0
     taken: int = 0
     known: tuple[Known, ...] = ()
+    masking: Masking | None = None
 
     def of(self, part: int) -> Data:
         """The same batches, with another part of each."""
@@ -270,12 +273,12 @@ class Data:
 
         If there are fewer rows than parts, rows in which no token counts follow, so the loss stays theirs.
         """
-        rows: Rows = self.held_out
+        rows = self.seen(self.held_out, HELD_OUT)
         layout, missing = self.layout, self.parts - len(chosen)
         if missing > 0:
             if isinstance(layout, DocumentLayout) and not layout.ignores:
                 raise _too_few(len(chosen), "pairs" if isinstance(layout, PairLayout) else "rows", self.parts)
-            rows = FilledRows(self.held_out)
+            rows = FilledRows(rows)
             chosen = [*chosen, *range(len(rows), len(rows) + missing)]
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=(min(sum(layout.calls), len(chosen) // self.parts),))
@@ -325,7 +328,12 @@ class Data:
         size, layout = self.sizes.at(step), self.layout
         if isinstance(layout, DocumentLayout):
             layout = replace(layout, calls=size.calls)
-        return layout, CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
+        rows = CutRows(rows, size.length) if size.length < self.sizes.full.length else rows
+        return layout, self.seen(rows, step)
+
+    def seen(self, rows: Rows, step: int) -> Rows:
+        """The rows as `step` sees them: with masks, where tokens are masked."""
+        return rows if self.masking is None else MaskedRows(rows, self.masking, step)
 
     def _part(self, layout: BatchLayout, rows: Rows, chosen: Sequence[int]) -> LoadedBatch:
         dealt, fill = self._dealt(layout, rows, chosen)
@@ -400,9 +408,8 @@ def load_data(
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
     if section.has_pairs:
-        refers = config.train.loss is not None and config.train.loss.kind == "dpo"
-        layout = PairLayout(calls, False, padding, longest=section.longest_document, refers=refers)
-    if section.labels != "next tokens":
+        layout = _pairs(config, space, calls, padding)
+    if section.labels != "next tokens" and section.packing != "stream":
         assert space is not None
         layout = _labelled(section, space, calls)
     seed = config.train.seed if section.holds_out_at_random else None
@@ -415,7 +422,8 @@ def load_data(
             value = f"data.validation.path={section.validation.path}"
             remedy = "Give more of it, or lower data.sequence_length"
             raise DataError(value, rule, _too_long(section, held_out[0]) or remedy)
-    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts)
+    data = Data(StoredRows(()), StoredRows(tuple(held_out)), layout, StepSizes.of(config, parts), parts=parts,
+                masking=_masking(config, tokenizer, vocabulary))  # fmt: skip
     if section.streaming is not None:
         return _streamed(config, load, data)
     splits = [load.rows(source, share, least) for source in section.sources]
@@ -439,16 +447,43 @@ def load_data(
     return data
 
 
+def _masking(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Masking | None:
+    """None where no token is masked. Raises DataError as `Masking.of`."""
+    probability = config.data.masked_share
+    if probability is None:
+        return None
+    return Masking.of(tokenizer_folder(config), tokenizer, vocabulary, probability, config.train.seed)
+
+
+def _pairs(
+    config: TrainConfig, space: LabelSpace | None, calls: tuple[int, ...], padding: Padding | None
+) -> PairLayout:
+    """Raises ConfigError as `_pad_of`."""
+    kind = config.train.loss.kind if config.train.loss is not None else ""
+    longest = config.data.longest_document
+    if kind == "reward":
+        assert space is not None
+        return ScoredPairs(calls, False, longest=longest, pad=_pad_of(space, "train.loss=reward"))
+    return PairLayout(calls, False, padding, longest=longest, refers=kind == "dpo")
+
+
 def _labelled(section: DataSection, space: LabelSpace, calls: tuple[int, ...]) -> LabelledLayout:
+    """Raises ConfigError as `_pad_of`."""
+    if section.labels == "rows":
+        pad = _pad_of(space, f"data.kind={section.kind}")
+        return LabelledLayout(calls, False, pad=pad, problem=space.problem)
+    return LabelledLayout(calls, False, pad=space.pad or 0)
+
+
+def _pad_of(space: LabelSpace, key: str) -> int:
     """Raises ConfigError for a head over rows that does not know which tokens are padding."""
-    of_rows = section.labels == "rows"
-    if space.pad is None and of_rows:
+    if space.pad is None:
         raise ConfigError(
             "a model without pad_token_id",
-            f"data.kind={section.kind} pads rows, and a head may look for the last token before padding",
+            f"{key} pads rows, and a head may look for the last token before padding",
             "Set pad_token_id in the model's config, to an id that no text has",
         )
-    return LabelledLayout(calls, False, pad=space.pad or 0, problem=space.problem if of_rows else None)
+    return space.pad
 
 
 def _weights(section: DataSection) -> tuple[float, ...]:
@@ -658,7 +693,7 @@ def _shuffled(store: Store, pieces: Pieces, seed: int) -> npt.NDArray[np.int64]:
     """The pieces in a random order of their documents: the pieces of a document stay together."""
     starts = np.cumsum(store.lengths) - store.lengths
     documents = np.searchsorted(starts, pieces.starts, side="right") - 1
-    place = np.random.default_rng((seed, _HELD_OUT)).permutation(len(starts))
+    place = np.random.default_rng((seed, _APART)).permutation(len(starts))
     return np.argsort(place[documents], kind="stable")
 
 

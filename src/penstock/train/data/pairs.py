@@ -18,8 +18,9 @@ import torch
 
 from penstock.batch.loss import IGNORED
 from penstock.batch.row_loss import REFERENCE
+from penstock.train.data.labelled import with_mask
 from penstock.train.data.packing import Numbers, Packing, Pieces
-from penstock.train.data.rows import DocumentLayout, Rows, StoredRows
+from penstock.train.data.rows import DocumentLayout, Piece, Rows, StoredRows
 from penstock.train.data.store import Store
 
 
@@ -50,6 +51,16 @@ class PairLayout(DocumentLayout):
         if self.refers and isinstance(rows, StoredRows) and rows.references is not None:
             microbatch[REFERENCE] = torch.from_numpy(rows.references[list(group)].reshape(-1))
         return microbatch
+
+
+@dataclass(frozen=True)
+class ScoredPairs(PairLayout):
+    """Microbatches of pairs for a head over rows, which scores each. pad: the id of padding"""
+
+    pad: int = 0
+
+    def _microbatch(self, rows: Sequence[list[Piece]]) -> dict[str, Any]:
+        return dict(with_mask([piece for (piece,) in rows], self.pad))
 
 
 def pair_each(lengths: Numbers, capacity: int) -> Packing:

@@ -13,7 +13,7 @@ from dataclasses import astuple, dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +66,18 @@ class Piece(NamedTuple):
         return Piece(self.ids[start : start + count], self.labels[start : start + count])
 
 
+class Rows(Protocol):
+    """Rows, by their numbers from 0."""
+
+    def __len__(self) -> int: ...
+
+    def lengths(self, row: int) -> Sequence[int]:
+        """Tokens of each document of a row. Reads no token."""
+
+    def read(self, row: int) -> list[Piece]:
+        """The documents of a row."""
+
+
 @dataclass(frozen=True)
 class SourceRows:
     """The rows of one store. packing: of `pieces`, which are parts of the store's tokens"""
@@ -78,12 +90,10 @@ class SourceRows:
         return self.packing.size
 
     def lengths(self, row: int) -> Sequence[int]:
-        """Tokens of each document of a row. Reads no token."""
         lengths: list[int] = self.pieces.lengths[self.packing.row(row)].tolist()
         return lengths
 
     def read(self, row: int) -> list[Piece]:
-        """The documents of a row."""
         starts, lengths = (of[self.packing.row(row)].tolist() for of in self.pieces)
         return [
             Piece(*self.store.read(at, count), self.store.shown_at(at), self.store.row_label_at(at))
@@ -157,7 +167,7 @@ class CutRows:
 class FilledRows:
     """The rows, and further ones without end in which no token counts: a pipeline without a row needs one."""
 
-    rows: StoredRows
+    rows: Rows
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -177,8 +187,6 @@ def _ignored(piece: Piece) -> Piece:
     row_label = None if piece.row_label is None else (float(IGNORED),) * len(piece.row_label)
     return piece._replace(labels=np.full_like(piece.labels, IGNORED), row_label=row_label)
 
-
-Rows = SourceRows | StoredRows | HeldRows | CutRows | FilledRows
 
 # ---- Batches of rows
 

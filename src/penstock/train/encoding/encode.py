@@ -31,7 +31,7 @@ from penstock.train.encoding.record import check_unicode, field_of, parsed, refu
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 RecordKind = Literal[  # the content of records
-    "text", "chat", "tokens", "preference", "classification", "token_classification"
+    "text", "chat", "tokens", "preference", "classification", "token_classification", "masked"
 ]
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
@@ -50,7 +50,8 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: the keywords of the encoder of chats, preferences or labels; for tokens, of tokens_of
+        options: the keywords of the encoder of chats, preferences or labels; for texts, of the tokenizer's
+            `encode`; for tokens, of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -68,12 +69,12 @@ class Encoder:
         """Whether some tokens may not count."""
         if self.kind == "chat":
             return bool(dict(self.options)["loss_on"] != "all")
-        return self.kind not in ("text", "classification")
+        return self.kind not in ("text", "classification", "masked")
 
     @property
     def writes_ids(self) -> bool:
         """Whether all ids are the tokenizer's."""
-        return self.kind in ("text", "chat", "preference")
+        return self.kind in ("text", "chat", "preference", "masked")
 
     @property
     def separator(self) -> int | None:
@@ -103,9 +104,12 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
-        if self.kind == "text":
-            names = [record.name for record in records]
-            ids = self.tokenizer.encode(names, [self._text(record) for record in records])
+        if self.kind in ("text", "masked"):
+            names, texts = [record.name for record in records], [self._text(record) for record in records]
+            ids = self.tokenizer.encode(names, texts, **dict(self.options))
+            if self.kind == "masked":  # a blank text has special tokens, and nothing to mask
+                return [(name, Encoded(of_text) if text.strip() else None)
+                        for name, of_text, text in zip(names, ids, texts, strict=True)]  # fmt: skip
             return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
         if self.kind == "preference":
             return [document for record in records for document in self._pair(record)]
@@ -153,6 +157,10 @@ def make_encoder(
             ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
         )  # fmt: skip
         return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
+    if keys.kind == "masked":
+        whole = section.packing == "stream" or section.overlong != "truncate"
+        options = (("special", True), ("longest", None if whole else section.sequence_length))
+        return Encoder(tokenizer, "masked", source.format == "jsonl", keys.text_field, options)
     if keys.kind in ("chat", "tokens", "preference"):
         kind: RecordKind = keys.kind
     else:

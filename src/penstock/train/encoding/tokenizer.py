@@ -58,9 +58,16 @@ class ByteTokenizer:
     count = 256
     digest = "bytes"
 
-    def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document."""
-        return [np.frombuffer(document, dtype=np.uint8) for document in documents]
+    def encode(
+        self,
+        names: Sequence[str],
+        documents: Sequence[bytes],
+        *,
+        special: bool = False,
+        longest: int | None = None,
+    ) -> list[Ids]:
+        """The ids of each document. special: with the special tokens; longest: as for `prompt`"""
+        return [np.frombuffer(document, dtype=np.uint8)[:longest] for document in documents]
 
     def prompt(self, text: str, longest: int | None = None) -> list[int]:
         """The ids of a text alone, with the special tokens that the tokenizer adds.
@@ -135,10 +142,24 @@ class HuggingFace:
                 whole.update(name.encode() + file.read_bytes())
         return whole.hexdigest()
 
-    def encode(self, names: Sequence[str], documents: Sequence[bytes]) -> list[Ids]:
-        """The ids of each document, without special tokens. Raises DataError that names a wrong document."""
+    def encode(
+        self,
+        names: Sequence[str],
+        documents: Sequence[bytes],
+        *,
+        special: bool = False,
+        longest: int | None = None,
+    ) -> list[Ids]:
+        """The ids of each document. Raises DataError that names a wrong document."""
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
-        encoded = self.own(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self.own(
+            texts,
+            add_special_tokens=special,
+            truncation=longest is not None,
+            max_length=longest,
+            return_attention_mask=False,
+            verbose=False,
+        )
         return [np.asarray(ids, dtype=np.uint32) for ids in encoded["input_ids"]]
 
     def prompt(self, text: str, longest: int | None = None) -> list[int]:
