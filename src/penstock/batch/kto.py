@@ -68,7 +68,7 @@ class KTO(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of rows. Raises BatchError for rows that cannot be compared."""
-        labels = labels_of(microbatch, "labels", "the tokens of each row's completion")
+        labels = labels_of(microbatch, "labels", self.reads)
         check_labels("labels", labels)
         empty = counted_tokens(labels).any(1).logical_not()
         if bool(empty.any()):
