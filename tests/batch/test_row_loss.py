@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,8 @@ from penstock import AutoPipeline, Axes
 from penstock.batch.distillation import Distillation
 from penstock.batch.grpo import GRPO
 from penstock.batch.kto import KTO
+from penstock.batch.loss import HostLoss, Loss, MeanOverRows, counted_rows
+from penstock.batch.preferences import DPO, Reward
 from penstock.batch.row_loss import row_logps, token_logps
 from penstock.errors import ConfigError, ModelError
 from support.refusals import refuses
@@ -35,6 +39,28 @@ def test_means_are_over_all_ranks_and_a_name_that_nothing_counted_is_left_out() 
     means = loss.metrics(lambda own: [own, None, other])
     assert means == pytest.approx({"rewards/chosen": 1.5, "logps/chosen": 1.5, "kl": 0.75})
     assert loss.metrics(lambda own: [own]) == {}
+
+
+@pytest.mark.parametrize("loss", [KTO(), GRPO(), Distillation(), DPO()])
+def test_a_row_counts_if_a_label_after_its_first_one_does(loss: HostLoss) -> None:
+    labels = torch.tensor([[5, -100, -100], [-100, 5, -100], [-100, -100, -100], [1, 2, 3]])
+    assert counted_rows(loss, {"labels": labels}).tolist() == [False, True, False, True]
+
+
+class Users:
+    """A loss of a user, which says nothing about rows."""
+
+    def weight(self, microbatch: dict[str, Any]) -> int:
+        return 1
+
+    def total(self, output: Any, microbatch: dict[str, Any]) -> torch.Tensor:
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize("loss", [Reward(), Users(), MeanOverRows(lambda output, microbatch: output, len)])
+def test_every_row_counts_of_a_loss_without_labels(loss: Loss) -> None:
+    batch = {name: torch.full((2, 3), -100) for name in ("input_ids", "labels")}
+    assert counted_rows(loss, batch).tolist() == [True, True]
 
 
 def test_a_part_of_a_row_is_refused() -> None:

@@ -69,6 +69,18 @@ def labelled(folder: Path, kind: str, record: dict[str, Any]) -> Path:
     return config_file(folder, model={"config": model}, data=data)
 
 
+def test_a_completion_is_shown_with_its_label(tmp_path: Path, penstock: Command) -> None:
+    rows = [{"prompt": "ab", "completion": "cd", "label": label} for label in (True, False) * 20]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = {"path": str(tmp_path / "rows.jsonl"), "kind": "unpaired", "tokenizer": "bytes"}
+    model = {"config": {**QWEN3, "vocab_size": 258}}
+    file = config_file(tmp_path, data=keys, model=model, train={"loss": "kto"})
+    code, out, _ = penstock("data", "show", file, "--rows", "8")
+    assert code == 0
+    for label in ("desirable", "undesirable"):
+        assert f": 5 tokens, {label}, the loss counts 3\nab[[cd" in out
+
+
 def test_labels_are_shown_by_their_names(tmp_path: Path, penstock: Command) -> None:
     file = labelled(tmp_path, "classification", {"text": "abc", "label": 1})
     code, out, err = penstock("data", "show", file, "--rows", "1")

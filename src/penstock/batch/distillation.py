@@ -15,7 +15,7 @@ and that of a step the mean over all tokens that count. As TRL's, it has no fact
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ class Distillation(RowLoss):
     divergence: Literal["forward", "reverse"] = "forward"
     temperature: float = 1.0
     mix: float = 0.0
+    reads: ClassVar[str] = "the next token"
 
     def __post_init__(self) -> None:
         check_positive(self, "temperature")
@@ -58,7 +59,7 @@ class Distillation(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of tokens that count. Raises BatchError for entries that do not fit."""
-        labels = labels_of(microbatch, "labels", "the next token")
+        labels = labels_of(microbatch, "labels", self.reads)
         check_labels("labels", labels)
         teacher = microbatch.get(TEACHER)
         remedy = f"Add {TEACHER}=teacher.evaluate(batch, outputs=True, everywhere=True).outputs, say"

@@ -77,7 +77,7 @@ class GRPO(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of rows; of dapo, of tokens. Raises BatchError for entries that do not fit."""
-        labels = labels_of(microbatch, "labels", "the tokens of each row's completion")
+        labels = labels_of(microbatch, "labels", self.reads)
         check_labels("labels", labels)
         rule = f"GRPO reads {ADVANTAGES!r}: how much better than its group each row is"
         remedy = f"Add {ADVANTAGES}=group_advantages(rewards, group)"

@@ -57,6 +57,7 @@ class KTO(RowLoss):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     reads_reference: ClassVar[bool] = True
+    of_rows: ClassVar[tuple[str, ...]] = (REFERENCE, DESIRABLE)
 
     def __post_init__(self) -> None:
         for name in ("beta", "desirable_weight", "undesirable_weight"):
@@ -68,7 +69,7 @@ class KTO(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of rows. Raises BatchError for rows that cannot be compared."""
-        labels = labels_of(microbatch, "labels", "the tokens of each row's completion")
+        labels = labels_of(microbatch, "labels", self.reads)
         check_labels("labels", labels)
         empty = counted_tokens(labels).any(1).logical_not()
         if bool(empty.any()):
@@ -108,22 +109,20 @@ class KTO(RowLoss):
 def mismatched(batch: Microbatch) -> dict[str, Tensor]:
     """Each row's prompt with the completion of the row before, as TRL makes the rows of the KL term.
 
-    batch: input_ids and labels (rows, sequence), perhaps attention_mask; a row's completion is the part from
-        its first label to its last one that is not -100
+    batch: input_ids and labels (rows, sequence), perhaps attention_mask
     Returns these entries, padded on the right. Raises BatchError.
     """
     ids, labels = batch["input_ids"], labels_of(batch, "labels", "the tokens of each row's completion")
     hidden = batch.get("attention_mask", torch.ones_like(ids)) == 0
     prompts, completions = list[Tensor](), list[Tensor]()
     for row, row_hidden, of_row in zip(ids, hidden, labels, strict=True):
-        at = (of_row != IGNORED).nonzero()
-        if not len(at):
+        said = completion(of_row)
+        if said is None:
             raise BatchError(
                 f"row {len(prompts)} with no label", "its completion has no token", "Leave it out"
             )
-        first, last = int(at[0]), int(at[-1]) + 1
-        prompts.append(row[:first][~row_hidden[:first]])
-        completions.append(row[first:last])
+        prompts.append(row[: said.start][~row_hidden[: said.start]])
+        completions.append(row[said])
     pairs = [*zip(prompts, [completions[-1], *completions[:-1]], strict=True)]
     rows = {
         "input_ids": [torch.cat(pair) for pair in pairs],
@@ -136,6 +135,15 @@ def mismatched(batch: Microbatch) -> dict[str, Tensor]:
         for name, of_rows in rows.items()
         if name in batch
     }
+
+
+def completion(labels: Tensor) -> slice | None:
+    """Where a row's completion is: from its first label (tokens,) that is not -100 to the last one.
+
+    None for a row without such a label.
+    """
+    at = (labels != IGNORED).nonzero()
+    return slice(int(at[0]), int(at[-1]) + 1) if len(at) else None
 
 
 def divergence(

@@ -48,7 +48,15 @@ class Loss(Protocol):
         """
 
 
-class OwnLoss(Loss):
+class HostLoss(Loss):
+    """A loss of penstock: it counts on the host, so as not to wait for a GPU, and says which rows count."""
+
+    @abstractmethod
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        """Whether the loss counts something of each row (rows,)."""
+
+
+class OwnLoss(HostLoss):
     """A loss that transformers' own models compute from the labels of a batch.
 
     of_model: whether it is the loss of the model itself, so that `model(**batch).loss` is its reference
@@ -75,10 +83,6 @@ class OwnLoss(Loss):
     @abstractmethod
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
-
-    @abstractmethod
-    def counted_rows(self, microbatch: Microbatch) -> Tensor:
-        """Whether the loss counts some label of each row (rows,)."""
 
     @abstractmethod
     def counting(self) -> Self:
@@ -438,7 +442,7 @@ def check_tokens(name: str, tokens: Tensor, count: int, rule: str) -> None:
         )
 
 
-class MeanOverRows:
+class MeanOverRows(HostLoss):
     """A plain function of (output, microbatch) that returns the mean over the microbatch's rows.
 
     A function of (output, microbatch, number) also gets the microbatch's number in the step, from 0 on.
@@ -457,6 +461,9 @@ class MeanOverRows:
 
     def weight(self, microbatch: Microbatch) -> int:
         return self._rows(microbatch)
+
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        return torch.ones(self._rows(microbatch), dtype=torch.bool)
 
     def total(self, output: Any, microbatch: Microbatch, *index: int) -> Tensor:
         mean = self._function(output, microbatch, *index)
@@ -482,9 +489,10 @@ def weight_of(loss: Loss, microbatch: Microbatch) -> int:
 
 
 def counted_rows(loss: Loss, microbatch: Microbatch) -> Tensor:
-    """Whether one of penstock's own losses counts some label of each row (rows,)."""
-    counted: Tensor = loss.counted_rows(microbatch)  # type: ignore[attr-defined]
-    return counted
+    """Whether the loss counts something of each row (rows,); one that does not say so counts every row."""
+    if isinstance(loss, HostLoss):
+        return loss.counted_rows(microbatch)
+    return torch.ones(batch_rows(microbatch, {}), dtype=torch.bool)
 
 
 def hits_of(loss: object) -> Hits:

@@ -76,6 +76,7 @@ class Preference(RowLoss):
 
     rows_per_group: ClassVar[int] = 2
     of_rows: ClassVar[tuple[str, ...]] = (REFERENCE,)
+    reads: ClassVar[str] = "the tokens of a chosen and of a rejected row, in turn"
 
     @property
     def names(self) -> Sequence[str]:
@@ -83,7 +84,7 @@ class Preference(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of pairs. Raises BatchError for rows that are no pairs."""
-        labels = self._labels(microbatch)
+        labels = labels_of(microbatch, "labels", self.reads)
         pairs = check_groups("a microbatch", len(labels), self.rows_per_group)
         check_labels("labels", labels)
         counted = counted_tokens(labels)
@@ -95,10 +96,6 @@ class Preference(RowLoss):
         if self.reads_reference:
             _check_reference(type(self).__name__, microbatch, len(labels))
         return pairs
-
-    def counted_rows(self, microbatch: Microbatch) -> Tensor:
-        """Whether each row has a token that counts (rows,)."""
-        return counted_tokens(self._labels(microbatch)).any(1)
 
     def of_logits(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
         chosen, rejected = self._halves(logits, microbatch)
@@ -113,9 +110,6 @@ class Preference(RowLoss):
     def rewards(self, half: Half) -> Tensor:
         """The rewards of rows, as TRL defines them for this loss (pairs,)."""
         return half.ratio
-
-    def _labels(self, microbatch: Microbatch) -> Tensor:
-        return labels_of(microbatch, "labels", "the tokens of a chosen and of a rejected row, in turn")
 
     def _halves(self, logits: Tensor, microbatch: Microbatch) -> tuple[Half, Half]:
         logps, tokens = row_logps(logits, microbatch["labels"])

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.deferred_logits import whole
-from penstock.batch.loss import IGNORED, Loss, ahead
+from penstock.batch.loss import IGNORED, HostLoss, Loss, ahead, labels_of
 from penstock.batch.placement import host_values
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
@@ -27,9 +27,10 @@ REFERENCE = "reference_logps"  # log-probabilities by the reference model: (rows
 
 
 @dataclass(frozen=True)
-class RowLoss(Loss):
-    """A loss whose weights are counted on the host, and which no split of a row (cp) computes."""
+class RowLoss(HostLoss):
+    """A loss that no split of a row (cp) computes."""
 
+    reads: ClassVar[str] = "the tokens of each row's completion"  # what its labels are
     reads_reference: ClassVar[bool] = False
     _sums: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -42,6 +43,10 @@ class RowLoss(Loss):
     def names(self) -> Sequence[str]:
         """The names of its means, by TRL."""
         return ()
+
+    def counted_rows(self, microbatch: Microbatch) -> Tensor:
+        """Whether each row has a label that counts (rows,)."""
+        return counted_tokens(labels_of(microbatch, "labels", self.reads)).any(1)
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """The loss summed over the items that `weight` counts.

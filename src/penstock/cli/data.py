@@ -12,7 +12,7 @@ from rich.text import Text
 
 from penstock.batch.loss import IGNORED
 from penstock.cli.shared import echo, table
-from penstock.train.config.sections import TrainConfig
+from penstock.train.config.sections import DataSection, TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, SourceRows
 from penstock.train.encoding.labels import LabelSpace
@@ -32,17 +32,21 @@ def show(config: TrainConfig, rows: int) -> None:
     echo(totals(config, data))
     first, names = config.data.first_label, space.names if config.data.labels == "tokens" else ()
     for index, row in enumerate(first_rows(data, rows)):
-        console.print(f"\nrow {index}: {summary(row, space, first)}", style="bold")
+        console.print(f"\nrow {index}: {summary(row, space, config.data)}", style="bold")
         for piece in row:
-            console.print(coloured(piece, tokenizer, console.is_terminal, first, names), soft_wrap=True)
+            shown = coloured(
+                piece, tokenizer, console.is_terminal, first, names, config.data.labels == "rows"
+            )
+            console.print(shown, soft_wrap=True)
 
 
-def summary(row: Sequence[Piece], space: LabelSpace, first: int) -> str:
-    """The tokens of a row, and its label or how many tokens count. first: see `in_loss`"""
-    tokens = sum(len(piece.ids) for piece in row)
-    if row[0].row_label is not None:
-        return f"{tokens} tokens, label {space.shown(row[0].row_label)}"
-    return f"{tokens} tokens, the loss counts {sum(int(in_loss(piece, first).sum()) for piece in row)}"
+def summary(row: Sequence[Piece], space: LabelSpace, section: DataSection) -> str:
+    """The tokens of a row, its label, and how many tokens count."""
+    label, said = row[0].row_label, f"{sum(len(piece.ids) for piece in row)} tokens"
+    if section.labels == "rows" and label is not None:
+        return f"{said}, label {space.shown(label)}"
+    said += "" if label is None else f", {'desirable' if label == (1.0,) else 'undesirable'}"
+    return f"{said}, the loss counts {sum(int(in_loss(piece, section.first_label).sum()) for piece in row)}"
 
 
 def totals(config: TrainConfig, data: Data) -> RenderableType:
@@ -83,13 +87,19 @@ def in_loss(piece: Piece, first: int = 1) -> npt.NDArray[np.bool_]:
 
 
 def coloured(
-    piece: Piece, tokenizer: Tokenizer, colours: bool, first: int = 1, names: Sequence[str] = ()
+    piece: Piece,
+    tokenizer: Tokenizer,
+    colours: bool,
+    first: int = 1,
+    names: Sequence[str] = (),
+    whole: bool = False,
 ) -> Text:
     """The text of a document; counted tokens are green, or between [[ and ]] without colours.
 
     first: see `in_loss`; names: of the classes of tokens, which then follow their tokens
+    whole: whether its label is of the whole text, so that no token has one
     """
-    if piece.row_label is not None:
+    if whole:
         return Text(tokenizer.decode(piece.ids.tolist()))
     text = Text()
     counts = in_loss(piece, first).tolist()

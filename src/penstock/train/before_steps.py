@@ -23,6 +23,7 @@ from penstock.pipeline.pipeline import Pipeline
 from penstock.train.adapter import adapter_folder
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, find_start, start_after
+from penstock.train.data.loading import LoadedBatch
 from penstock.train.data.rows import Content, has_labels
 from penstock.train.owner import Owner, last_run
 from penstock.train.preflight import Prepared, data_at
@@ -105,8 +106,16 @@ def balanced(prepared: Prepared) -> AutoPipeline:
     return replace(auto, balance=costs[0])
 
 
-def compare(prepared: Prepared, pipe: Pipeline, say: Callable[[str], None]) -> None:
-    """Compare the pipeline with the whole model, as train.check says. Collective. say: shows a line"""
+def compare(
+    prepared: Prepared,
+    pipe: Pipeline,
+    say: Callable[[str], None],
+    prepare: Callable[[LoadedBatch], LoadedBatch] = lambda batch: batch,
+) -> None:
+    """Compare the pipeline with the whole model, as train.check says. Collective.
+
+    say: shows a line; prepare: adds entries to a batch, as the run's parts do
+    """
     mode, auto = prepared.config.train.check, prepared.auto
     folder = prepared.start.checkpoint or adapter_folder(prepared.config.adapter)
     if mode == "off" or (mode == "auto" and prepared.start.done):
@@ -118,11 +127,13 @@ def compare(prepared: Prepared, pipe: Pipeline, say: Callable[[str], None]) -> N
     reference = Reference(
         source, auto.seed, auto.loss_of(source.model), dtypes, prepared.axes, folder, auto.autocast
     )
-    first = _first_call(prepared, 0)  # the same one in every pipeline of a mesh
+    first = _first_call(prepared, 0, prepare)  # the same one in every pipeline of a mesh
     say(check_split(pipe, reference, first, mode))
 
 
-def _first_call(prepared: Prepared, part: int) -> Content:
+def _first_call(
+    prepared: Prepared, part: int, prepare: Callable[[LoadedBatch], LoadedBatch] = lambda batch: batch
+) -> Content:
     """A part's content of the first pipeline call of the run in which a token counts. part: of the batch"""
     step, data = prepared.start.done + 1, prepared.data
     calls, microbatches = data.sizes.at(step).calls, prepared.config.pipeline.microbatches
@@ -130,7 +141,7 @@ def _first_call(prepared: Prepared, part: int) -> Content:
 
     @cache
     def calls_of_part(part: int) -> list[Content]:
-        return calls_of(data.of(part).batch(step).content, calls, microbatches)
+        return calls_of(prepare(data.of(part).batch(step)).content, calls, microbatches)
 
     for call in range(len(calls) - 1):  # rows that a ramp cuts may have no token that counts
         if any(has_labels(calls_of_part(other)[call], loss) for other in range(data.parts)):

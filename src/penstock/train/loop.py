@@ -72,6 +72,7 @@ def _step(run: Run, step_number: int) -> TrainStep:
     with record_function("data"):
         batch = run.steps.batch()
     stopwatch.lap("data")
+    batch = run.prepare(batch)
     size = run.steps.data.sizes.at(step_number)
     calls = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
     call = partial(pipe.step, total_tokens=pipe.count_tokens(*calls)) if len(calls) > 1 else pipe.step
@@ -95,7 +96,7 @@ def _step(run: Run, step_number: int) -> TrainStep:
     for part in run.parts:
         row |= part.row(step)
     run.log.step(row)
-    step.batch = batch._replace(content=[])  # tensors may be large, on a GPU too
+    step.batch = batch._replace(content=[], beside=())  # tensors may be large, on a GPU too
     return step
 
 

@@ -2,6 +2,7 @@
 
     running                around the whole run
     training               around all steps
+    prepare                adds entries to the batch of a step or an evaluation
     around                 around each step; within it, in this order:
         computed           the gradients are computed; next they are clipped
         judge              why to skip the step; without a reason the optimizers update the weights
@@ -122,6 +123,12 @@ class Run:
         self.state: RunState = self.start.state
         self.checkpoint: Path | None = self.start.checkpoint
 
+    def prepare(self, batch: LoadedBatch) -> LoadedBatch:
+        """The batch with what the parts add to it before its pipeline calls. Collective."""
+        for part in self.parts:
+            batch = part.prepare(batch)
+        return batch
+
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation follows the step with this number."""
         section = self.config.train
@@ -163,6 +170,10 @@ class RunPart:
     def around(self, step: int) -> AbstractContextManager[None]:
         """Around the step with this number."""
         return nullcontext()
+
+    def prepare(self, batch: LoadedBatch) -> LoadedBatch:
+        """The batch of a step or an evaluation, with the entries that the part adds."""
+        return batch
 
     def computed(self, step: int) -> None:
         """Called when the gradients of the step are computed, and the weights are still those before it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.batch.preferences import Preference
+from penstock.batch.kto import KTO
+from penstock.batch.row_loss import RowLoss
 from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.launch.stop import Stop
 from penstock.models.split.balanced_split import LayerCosts
@@ -16,6 +17,7 @@ from penstock.train.between_steps import (
     SignalsWait,
 )
 from penstock.train.epochs import Epochs
+from penstock.train.kto import KLTerm
 from penstock.train.part import Run, RunPart
 from penstock.train.preference import Rewards
 from penstock.train.preflight import Prepared
@@ -46,7 +48,8 @@ def parts_of(
         Checkpoints(run, prepared.tokenizer),
         StepProfiler(run, profile) if profile else None,
         StepTimeline(run, schedule_of),
-        Rewards(run, auto.loss_fn) if isinstance(auto.loss_fn, Preference) else None,
+        Rewards(run, auto.loss_fn) if isinstance(auto.loss_fn, RowLoss) else None,
+        KLTerm(run) if isinstance(auto.loss_fn, KTO) else None,
         usage,
         Skips(run),
         InMemoryCheckpoints(run, memory) if memory else None,  # it forgets before a spike rewinds the run

@@ -2,6 +2,7 @@
 
     build      starting weights, before a checkpoint is read
     references  log p of each chosen and rejected row by these weights, an adapter off   reference_logps.npz
+               of a single completion: log p of it, and of its neighbour's after the same prompt
     steps      each batch has the entry reference_logps; the loss sums rewards, which `Rewards` logs
 
 The pass over the rows runs once a run: a resumed run reads its file, and computes what the file lacks.
@@ -21,13 +22,16 @@ from zipfile import BadZipFile
 import numpy as np
 import numpy.typing as npt
 
-from penstock.batch.preferences import Preference
+from penstock.batch.row_loss import RowLoss
 from penstock.pipeline.pipeline import Pipeline
 from penstock.reading import open_regular
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data
-from penstock.train.data.pairs import PairLayout
+from penstock.train.data.pairs import ReferringLayout
 from penstock.train.data.rows import StoredRows
+from penstock.train.data.sources import digest_of
+from penstock.train.data.unpaired import UnpairedLayout
+from penstock.train.kto import with_neighbours
 from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow, writable
 
@@ -36,9 +40,9 @@ _FILE = "reference_logps.npz"
 
 
 class Rewards(RunPart):
-    """Logs the rewards of a step's pairs, and of held-out ones, by TRL's names. Collective each time."""
+    """Logs the rewards of a step's rows, and of held-out ones, by TRL's names. Collective each time."""
 
-    def __init__(self, run: Run, loss: Preference) -> None:
+    def __init__(self, run: Run, loss: RowLoss) -> None:
         super().__init__(run)
         self._loss = loss
 
@@ -62,10 +66,13 @@ def with_references(data: Data, config: TrainConfig, pipe: Pipeline, run: str | 
 
     run: the identity of the run, on the process that writes its files; None on the others
     """
-    if not (isinstance(data.layout, PairLayout) and data.layout.refers):
+    if not (isinstance(data.layout, ReferringLayout) and data.layout.refers):
         return data
-    path = config.output.path / _FILE
-    key = f"{run} {data.digest}"
+    path, key = config.output.path / _FILE, f"{run} {data.digest}"
+    if isinstance(data.layout, UnpairedLayout):
+        data = with_neighbours(data)
+        assert data.rows.neighbours is not None
+        key += f" {digest_of(str(data.rows.neighbours.tolist()))}"  # other sizes of steps give others
     known = pipe.ranks.gather(None if run is None else _read(path, key))
     saved: dict[str, Any] = next(filter(None, known), {})
     evaluated = data.held_out_rows(config.train.evaluate_batches)
@@ -91,7 +98,7 @@ def _needed(data: Data, config: TrainConfig) -> Sequence[int]:
 def _completed(
     pipe: Pipeline, data: Data, rows: StoredRows, needed: Sequence[int], saved: list[list[float]] | None
 ) -> References:
-    """By row, log p of the chosen and of the rejected one; not a number for rows that are not needed."""
+    """By row, the log-probabilities of its two completions; not a number for rows that are not needed."""
     made = np.full((len(rows), 2), np.nan)
     if saved is not None:
         made[:] = saved
@@ -108,8 +115,8 @@ def _completed(
 def _compute(pipe: Pipeline, data: Data, rows: StoredRows, mine: Sequence[int], made: References) -> None:
     """Fill in the log-probabilities of one batch, of which this pipeline has the rows `mine`. Collective."""
     layout = data.layout
-    assert isinstance(layout, PairLayout)
-    logps = pipe.logprobs(layout.content(rows, mine), adapters=False).double().view(-1, 2).tolist()
+    assert isinstance(layout, ReferringLayout)
+    logps = pipe.logprobs(layout.referred(rows, mine), adapters=False).double().view(-1, 2).tolist()
     for of_rank in pipe.ranks.gather([layout.order(rows, mine), logps]):
         made[of_rank[0]] = of_rank[1]
 

@@ -80,7 +80,7 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
             entered.enter_context(part.running())
         for note in filter(None, (*prepared.notes, *(part.note for part in this.parts))):
             display.say(note)
-        compare(prepared, pipe, display.say)
+        compare(prepared, pipe, display.say, this.prepare)
         with _noted(pipe):
             last = train(this)
     if owner is not None:

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+<<<<<<< HEAD
 from penstock.batch.preferences import DPO, ORPO, Preference, Reward, SimPO
+=======
+from penstock.batch.kto import KTO
+from penstock.batch.preferences import DPO, ORPO, SimPO
+from penstock.batch.row_loss import RowLoss
+>>>>>>> kto2
 from penstock.train.config.loss import LossValue, make_loss
 from penstock.train.config.sections import TrainConfig
 from support.tiny import tree
@@ -20,10 +26,14 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(LossValue)
         ({"kind": "dpo", "beta": 0.3, "variant": "ipo"}, DPO(0.3, "ipo")),
         ({"kind": "orpo", "beta": 0.2}, ORPO(0.2)),
         ({"kind": "simpo", "gamma": 0.5}, SimPO(2.0, 0.5)),
+<<<<<<< HEAD
         ({"kind": "reward", "center": 0.01}, Reward(0.01)),
+=======
+        ({"kind": "kto", "undesirable_weight": 1.5}, KTO(undesirable_weight=1.5)),
+>>>>>>> kto2
     ],
 )
-def test_a_section_makes_its_loss(keys: Any, loss: Preference) -> None:
+def test_a_section_makes_its_loss(keys: Any, loss: RowLoss) -> None:
     section = ADAPTER.validate_python(keys)
     assert make_loss(section) == loss
     assert ADAPTER.validate_python(section.model_dump()) == section
@@ -31,12 +41,13 @@ def test_a_section_makes_its_loss(keys: Any, loss: Preference) -> None:
 
 def test_no_loss_is_that_of_next_tokens_and_another_name_is_refused() -> None:
     assert ADAPTER.validate_python(None) is None
-    for wrong in ("kto", {"beta": 0.1}, 3, {"kind": "dpo", "gamma": 1.0}):
+    for wrong in ("grpo", {"beta": 0.1}, 3, {"kind": "dpo", "gamma": 1.0}):
         with pytest.raises(ValidationError, match=r"is no loss|gamma"):
             ADAPTER.validate_python(wrong)
 
 
 PAIRS = {"kind": "preference", "path": "pairs.jsonl", "tokenizer": "bytes", "sequence_length": 16}
+ROWS = {**PAIRS, "kind": "unpaired"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +59,11 @@ PAIRS = {"kind": "preference", "path": "pairs.jsonl", "tokenizer": "bytes", "seq
         ({**PAIRS, "packing": "best_fit"}, {"loss": "dpo"}, "leave packing out"),
         ({**PAIRS, "loss_on": "all"}, {"loss": "dpo"}, "leave loss_on out"),
         ({**PAIRS, "validation": {"path": "a", "kind": "chat"}}, {"loss": "dpo"}, "next to kind=chat"),
+        (ROWS, {}, "data.kind=unpaired without train.loss; set train.loss=kto"),
+        (PAIRS, {"loss": "kto"}, "data.kind=preference has none; .* set data.kind=unpaired"),
+        (ROWS, {"loss": "dpo"}, "data.kind=unpaired has none; .* set data.kind=preference"),
+        (ROWS, {"loss": "kto", "ramp": [{"until": 1, "batch_size": 1}]}, "train.batch_size=1: its KL term"),
+        ({**ROWS, "packing": "stream"}, {"loss": "kto"}, "a row is one whole completion; leave packing out"),
         (PAIRS, {"loss": "dpo", "z_loss": 0.1}, "train.z_loss=0.1 is not for train.loss=dpo"),
         (PAIRS, {"loss": "orpo", "ramp": [{"until": 1, "sequence_length": 8}]}, "ramp with sequence_length"),
     ],
@@ -62,10 +78,11 @@ def test_a_loss_and_data_that_do_not_fit_are_refused(
         TrainConfig.model_validate(made)
 
 
-def test_measured_balance_has_no_reference_yet(tmp_path: Any) -> None:
+@pytest.mark.parametrize(("loss", "data"), [("dpo", PAIRS), ("kto", ROWS)])
+def test_measured_balance_has_no_reference_yet(loss: str, data: Any, tmp_path: Any) -> None:
     made = tree(tmp_path)
-    made["data"], made["pipeline"]["balance"] = PAIRS, "measured"
+    made["data"], made["pipeline"]["balance"] = data, "measured"
     del made["pipeline"]["head_weight"]
-    made["train"]["loss"] = "dpo"
-    with pytest.raises(ValidationError, match=r"before train.loss=dpo has its reference"):
+    made["train"]["loss"] = loss
+    with pytest.raises(ValidationError, match=rf"before train.loss={loss} has its reference"):
         TrainConfig.model_validate(made)

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.batch.loss import MeanOverRows, OwnLoss, hits_of, weight_of
+from penstock.batch.loss import HostLoss, hits_of, weight_of
 from penstock.batch.microbatches import Collect, StepInput
 from penstock.batch.placement import placed
-from penstock.batch.row_loss import RowLoss
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.parallel.reductions import BatchFacts
@@ -33,8 +32,6 @@ from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.post_mortem import write_post_mortem
-
-_COUNTS_ROWS = (OwnLoss, MeanOverRows, RowLoss)  # losses of penstock, which count on the host
 
 
 class StepRunner:
@@ -158,7 +155,7 @@ class StepRunner:
         """The valid tokens of batches, over all their parts. Collective on a mesh."""
         built, device = self._built, self._world.device
         # penstock's losses weigh a batch as the sum of its microbatches; another loss may not
-        count = 1 if isinstance(built.loss, _COUNTS_ROWS) else built.schedule.microbatches
+        count = 1 if isinstance(built.loss, HostLoss) else built.schedule.microbatches
 
         def count_own() -> int:
             return sum(self._weight(built.splitter.unpadded(on_host(b, device), count)) for b in batches)
@@ -173,7 +170,7 @@ class StepRunner:
         Penstock's losses count on the host, so as not to wait for a GPU; a user's loss counts on the device.
         """
         loss = self._built.loss
-        if not isinstance(loss, _COUNTS_ROWS):
+        if not isinstance(loss, HostLoss):
             microbatches = placed(microbatches, self._world.device)
         return sum(weight_of(loss, microbatch) for microbatch in microbatches)
 

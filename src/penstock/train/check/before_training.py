@@ -244,7 +244,7 @@ def _has_rows(value: Any) -> bool:
 
 def _cut(row: Mapping[str, Any], length: int, of_rows: Collection[str]) -> dict[str, Any]:
     short = {name: value[:, :length] for name, value in row.items() if _has_rows(value)}
-    short |= {name: row[name] for name in of_rows if name in row}
+    short |= {name: value for name, value in row.items() if name in of_rows or isinstance(value, float)}
     if "cu_seq_lens_q" in row:  # the bounds of the documents that remain
         length = short["input_ids"].shape[1]
         ends = row["cu_seq_lens_q"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -10,25 +10,36 @@ from penstock.options import NotNegative
 from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
-    from penstock.batch.preferences import Preference
+    from penstock.batch.row_loss import RowLoss
 
 
-class DPOSection(Section):
+class PairsSection(Section):
+    """A loss that compares the two rows of each pair."""
+
+    reads: ClassVar[str] = "preference"  # the kind of its data
+    rows: ClassVar[str] = "chosen and rejected rows"
+    item: ClassVar[str] = "pair"  # what its mean is over
+    metrics: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")  # the higher, the better
+    refers: ClassVar[bool] = False  # whether it reads a reference model
+
+
+class DPOSection(PairsSection):
     """Direct preference optimization. The reference is the starting weights, without a new adapter."""
 
     kind: Literal["dpo"] = "dpo"  # the name alone means all defaults
     beta: Positive = 0.1  # how strongly the model is held to the reference; of ipo, the paper's tau
     variant: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: a squared distance, of means over tokens
+    refers: ClassVar[bool] = True
 
 
-class ORPOSection(Section):
+class ORPOSection(PairsSection):
     """Odds ratio preference optimization: the chosen completion's mean loss a token, and odds of both."""
 
     kind: Literal["orpo"] = "orpo"  # likewise
     beta: Positive = 0.1  # weight of the odds, the paper's lambda
 
 
-class SimPOSection(Section):
+class SimPOSection(PairsSection):
     """Simple preference optimization: means over tokens, without a reference."""
 
     kind: Literal["simpo"] = "simpo"  # likewise
@@ -36,6 +47,7 @@ class SimPOSection(Section):
     gamma: Annotated[float, Field(ge=0)] = 1.0  # the margin that it is to reach
 
 
+<<<<<<< HEAD
 class RewardSection(Section):
     """A reward model's loss (Bradley-Terry): the chosen row's score is to be above the rejected one's."""
 
@@ -50,12 +62,33 @@ LOSSES: dict[str, type[AnyLoss]] = {
     "simpo": SimPOSection,
     "reward": RewardSection,
 }
+=======
+class KTOSection(Section):
+    """Kahneman-Tversky optimization, of single completions. The reference is that of dpo."""
+
+    kind: Literal["kto"] = "kto"  # likewise
+    beta: Positive = 0.1  # how strongly the model is held to the reference
+    desirable_weight: Positive = 1.0  # factor of the loss of desirable rows
+    undesirable_weight: Positive = 1.0  # of the others; where one kind is rarer, its loss may weigh more
+    reads: ClassVar[str] = "unpaired"
+    rows: ClassVar[str] = "desirable and undesirable rows"
+    item: ClassVar[str] = "row"
+    metrics: ClassVar[tuple[str, ...]] = ("rewards/margins",)
+    refers: ClassVar[bool] = True
+>>>>>>> kto2
 
 
-def make_loss(section: AnyLoss) -> Preference:
+AnyLoss = DPOSection | ORPOSection | SimPOSection | KTOSection
+LOSSES: dict[str, type[AnyLoss]] = {
+    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "kto": KTOSection
+}  # fmt: skip
+
+
+def make_loss(section: AnyLoss) -> RowLoss:
     """The loss with the keys of a section."""
-    from penstock.batch import preferences  # a config with an error is refused without torch
+    from penstock.batch import kto, preferences  # a config with an error is refused without torch
 
+<<<<<<< HEAD
     kinds: dict[str, type[Preference]]
     kinds = {
         "dpo": preferences.DPO,
@@ -63,6 +96,11 @@ def make_loss(section: AnyLoss) -> Preference:
         "simpo": preferences.SimPO,
         "reward": preferences.Reward,
     }
+=======
+    kinds: dict[str, type[RowLoss]] = {
+        "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO, "kto": kto.KTO
+    }  # fmt: skip
+>>>>>>> kto2
     keys = section.model_dump()
     return kinds[keys.pop("kind")](**keys)
 
@@ -74,7 +112,11 @@ LossSection = Annotated[
     Annotated[DPOSection, Tag(tag("dpo"))]
     | Annotated[ORPOSection, Tag(tag("orpo"))]
     | Annotated[SimPOSection, Tag(tag("simpo"))]
+<<<<<<< HEAD
     | Annotated[RewardSection, Tag(tag("reward"))],
+=======
+    | Annotated[KTOSection, Tag(tag("kto"))],
+>>>>>>> kto2
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

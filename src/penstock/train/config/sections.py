@@ -135,17 +135,28 @@ class RecordSection(Section):
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
     # tokens if a record has input_ids. chat: messages, prompts with completions, or instructions, and
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
+<<<<<<< HEAD
     # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. classification:
     # a text and its label, token_classification: words and their labels, from such files, for a model with
     # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
     kind: Literal[
         "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "classification",
         "token_classification", "masked", "megatron", "dummy",
+=======
+    # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. unpaired: a
+    # prompt, a completion and label (true or false), or such pairs, for train.loss=kto. classification: a
+    # text and its label, token_classification: words and their labels, from such files, for a model with
+    # such a head. dummy: made up
+    kind: Literal[
+        "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "unpaired",
+        "classification", "token_classification", "megatron", "dummy",
+>>>>>>> kto2
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
     # of a JSONL line or a dataset's row; words with kind: token_classification
     text_field: str = "text"
-    label_field: str = "label"  # of the label, with kind: classification; labels with token_classification
+    # of the label, with kind: classification or unpaired; labels with token_classification
+    label_field: str = "label"
     # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
     # or messages; instruction: instruction, input and output; auto: by the fields it has
     chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
@@ -260,6 +271,7 @@ class DataSection(RecordSection, NamedSection):
         of_kind: dict[str, dict[str, object]] = {
             "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
             "preference": {"packing": "none", "overlong": "truncate"},
+            "unpaired": {"packing": "none", "overlong": "truncate"},
             "classification": {"packing": "none", "overlong": "truncate"},
             "token_classification": {
                 "packing": "none",
@@ -319,8 +331,8 @@ class DataSection(RecordSection, NamedSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
-        if self.has_pairs:
-            self._check_pairs()
+        if self.completions is not None:
+            self._check_completions(self.completions)
         if self.labels != "next tokens":
             self._check_labels()
         if self.mask_probability is not None and self.masked_share is None:
@@ -335,7 +347,13 @@ class DataSection(RecordSection, NamedSection):
     @property
     def has_pairs(self) -> bool:
         """Whether rows of the data are pairs, of a chosen and a rejected completion."""
-        return any(source.kind == "preference" for source in self.sources)
+        return self.completions == "preference"
+
+    @property
+    def completions(self) -> Literal["preference", "unpaired"] | None:
+        """The kind of rows of whole completions that losses of preferences read; None for other rows."""
+        kinds = {source.kind for source in self.sources}
+        return "preference" if "preference" in kinds else "unpaired" if "unpaired" in kinds else None
 
     @property
     def labels(self) -> LabelsOf:
@@ -374,18 +392,19 @@ class DataSection(RecordSection, NamedSection):
         if odd := next((source.kind for source in everything if source.kind != kind), None):
             raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
 
-    def _check_pairs(self) -> None:
-        self._check_alone("preference", "a loss compares the two rows of each pair")
+    def _check_completions(self, kind: Literal["preference", "unpaired"]) -> None:
+        pairs = kind == "preference"
+        what = "a pair is two whole completions" if pairs else "a row is one whole completion"
+        self._check_alone(kind, f"a loss compares whole completions, and {what}")
         for name, wanted in (
             ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
-            ("messages_field", None), ("held_out_from", None),
+            ("messages_field", None), *((("held_out_from", None),) if pairs else ()),
         ):  # fmt: skip
             if (value := getattr(self, name)) != wanted:
-                rule = f"data.kind=preference with data.{name}={value}: a pair is two whole completions"
-                raise ValueError(f"{rule}; leave {name} out")
+                raise ValueError(f"data.kind={kind} with data.{name}={value}: {what}; leave {name} out")
         if self.overlong == "cut":
             raise ValueError(
-                "data.kind=preference with data.overlong=cut would compare pieces; take truncate or drop"
+                f"data.kind={kind} with data.overlong=cut would compare pieces; take truncate or drop"
             )
 
     @property
@@ -564,7 +583,7 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     # mixture an epoch has as many rows as its sources together. The run shows the steps when it begins
     epochs: Annotated[Positive, at_most(10**6)] | None = None
     batch_size: Count = 8  # rows a step, over all microbatches; with data.kind=preference, pairs
-    loss: LossValue = None  # of preferences, with data.kind=preference; null: of next tokens
+    loss: LossValue = None  # of preferences, with data.kind=preference or unpaired; null: of next tokens
     # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
     # float32, and products in bfloat16, by torch.autocast; null: model.dtype
     precision: Literal["float32", "bfloat16", "mixed"] | None = None
@@ -800,6 +819,7 @@ class TrainConfig(Section):
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""
+<<<<<<< HEAD
         loss, pairs = self.train.loss, self.data.has_pairs
         if loss is None or not pairs:
             if pairs:
@@ -815,6 +835,31 @@ class TrainConfig(Section):
         self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
         if self.pipeline.balance == "measured" and loss.kind == "dpo":
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
+=======
+        loss, kind = self.train.loss, self.data.completions
+        if loss is None:
+            if kind is not None:
+                fitting = "dpo" if kind == "preference" else "kto"
+                raise ValueError(f"data.kind={kind} without train.loss; set train.loss={fitting}, say")
+            return
+        if loss.reads != kind:
+            rule = f"train.loss={loss.kind} compares {loss.rows}"
+            remedy = f"leave train.loss out, or set data.kind={loss.reads}"
+            raise ValueError(f"{rule}, and data.kind={self.data.kind} has none; {remedy}")
+        sizes = [self.train.batch_size, *(phase.batch_size or 2 for phase in self.train.ramp)]
+        if loss.kind == "kto" and min(sizes) == 1:
+            rule = "train.loss=kto with train.batch_size=1: its KL term pairs each prompt with the completion"
+            raise ValueError(f"{rule} of another row of the step; give 2 or more")
+        for value, off in (
+            (f"label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
+            (f"z_loss={self.train.z_loss}", not self.train.z_loss),
+            ("ramp with sequence_length", not any(phase.sequence_length for phase in self.train.ramp)),
+        ):
+            if not off:
+                raise ValueError(f"train.{value} is not for train.loss={loss.kind}; leave it out")
+        if self.pipeline.balance == "measured" and loss.refers:
+            rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has its reference"
+>>>>>>> kto2
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
     def _check_off(self, other: str, *, samples: bool) -> None:
@@ -836,11 +881,10 @@ class TrainConfig(Section):
         metric, loss = self.output.keep.metric, self.train.loss
         if metric == "held_out_loss":
             return
-        own = f"held_out_{self.data.accuracy}"
-        if metric != own if loss is None else "rewards" not in metric:
-            has = f"the loss of {self.data.labels} has {own}"
-            if loss is not None:
-                has = f"train.loss={loss.kind} has held_out_rewards/accuracies and held_out_rewards/margins"
+        own = [f"held_out_{name}" for name in ((self.data.accuracy,) if loss is None else loss.metrics)]
+        if metric not in own:
+            has = f"the loss of {self.data.labels}" if loss is None else f"train.loss={loss.kind}"
+            has += f" has {' and '.join(own)}"
             raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")
         if not self.kept_best:
             raise ValueError(f"output.keep.metric={metric} without output.keep.best; set best to 1 or more")

@@ -64,6 +64,7 @@ from penstock.train.data.store import (
     write_store,
 )
 from penstock.train.data.streaming import Position, RowStream, Streamed, StreamOptions
+from penstock.train.data.unpaired import UnpairedLayout
 from penstock.train.encoding.encode import EncodedRecords, Encoder, check_highest, encoded, make_encoder
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
@@ -78,11 +79,15 @@ _AS_BEFORE = "Give the data that the run began with, or start without --resume"
 
 
 class LoadedBatch(NamedTuple):
-    """A pipeline's part of a step's batch, the fill of the whole batch, and a stream's position after it."""
+    """A pipeline's part of a step's batch, the fill of the whole batch, and a stream's position after it.
+
+    beside: microbatches for a forward pass before the step
+    """
 
     content: Content
     fill: Fill
     position: Position | None = None
+    beside: Sequence[dict[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,12 @@ class Data:
         """The state after `step`, from which `at` goes on, in JSON. position: of its batch"""
         reached = {"rows": self._first(step + 1), "position": position}
         return {"digest": self.digest, **reached, "sources": list(self.known)}
+
+    def first_epoch(self) -> Iterator[Sequence[int]]:
+        """The rows of each step of a run from its beginning on, until as many are taken as an epoch has."""
+        fresh = replace(self, done=0, taken=0)
+        for step in range(1, self.sizes.steps_of(self.epoch) + 1):
+            yield fresh.take(fresh._first(step), self.sizes.at(step).rows)[1]
 
     def rows_until(self, step: int) -> Sequence[int]:
         """The stored rows of all steps up to `step`, in order."""
@@ -340,7 +351,8 @@ class Data:
         if isinstance(layout, DocumentLayout) and layout.image_token is not None:
             pieces = (piece for row in chosen for piece in rows.read(row))
             fill = replace(fill, images=sum(int((piece.ids == layout.image_token).sum()) for piece in pieces))
-        return LoadedBatch(layout.content(rows, dealt[self.part]), fill)
+        mine = dealt[self.part]
+        return LoadedBatch(layout.content(rows, mine), fill, beside=layout.beside(rows, mine))
 
     def _sent_batch(self, up: Up, step: int) -> LoadedBatch:
         batch = self.batch(step)
@@ -370,7 +382,7 @@ def _begin_thread(device: torch.device, threads: int) -> None:
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
-    chat = any(source.kind in ("chat", "preference") for source in section.sources)
+    chat = section.completions is not None or any(source.kind == "chat" for source in section.sources)
     name, trusted = tokenizer_folder(config), config.model.trust_remote_code
     if section.images is not None:
         return Processor(name, read_template(section.chat_template), section.images, trusted)
@@ -407,9 +419,17 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
+<<<<<<< HEAD
     if section.has_pairs:
         layout = _pairs(config, space, calls, padding)
     if section.labels != "next tokens" and section.packing != "stream":
+=======
+    if section.completions is not None:
+        make = PairLayout if section.has_pairs else UnpairedLayout
+        refers = config.train.loss is not None and config.train.loss.refers
+        layout = make(calls, False, padding, longest=section.longest_document, refers=refers)
+    if section.labels != "next tokens":
+>>>>>>> kto2
         assert space is not None
         layout = _labelled(section, space, calls)
     seed = config.train.seed if section.holds_out_at_random else None

@@ -8,6 +8,7 @@ batch     chosen 0                                                 never part th
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -25,32 +26,56 @@ from penstock.train.data.store import Store
 
 
 @dataclass(frozen=True)
-class PairLayout(DocumentLayout):
-    """Microbatches of pairs. refers: whether they have each row's reference log-probability"""
+class ReferringLayout(DocumentLayout):
+    """Microbatches of whole completions. refers: whether they have their reference log-probabilities"""
 
     refers: bool = False
-    height: ClassVar[int] = 2
 
     @property
     def ignores(self) -> bool:
-        return False  # a pair that replaced a missing one would count in the loss
+        return False  # a row that replaced a missing one would count in the loss
 
     def content(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Microbatches of chosen and rejected rows in turn, as long as the longest of them."""
-        return [self._pairs(rows, group) for group in self.groups(rows, chosen, sum(self.calls))]
+        """Microbatches as long as the longest of their rows."""
+        return [self._group(rows, group) for group in self.groups(rows, chosen, sum(self.calls))]
 
     def order(self, rows: Rows, chosen: Sequence[int]) -> list[int]:
-        """The pairs in the order in which `content` has them."""
+        """The rows of the data in the order in which `content` has them."""
         return [*chain.from_iterable(self.groups(rows, chosen, sum(self.calls)))]
+
+    @abstractmethod
+    def referred(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Microbatches for the reference model, two rows for each of the data, in `order`."""
+
+    @abstractmethod
+    def _group(self, rows: Rows, group: Sequence[int]) -> dict[str, Any]:
+        """The microbatch of these rows."""
+
+    def _refer(
+        self, microbatch: dict[str, Any], rows: Rows, group: Sequence[int], columns: slice = slice(None)
+    ) -> dict[str, Any]:
+        """The microbatch with the references of its rows, if they are known. columns: of the references"""
+        if self.refers and isinstance(rows, StoredRows) and rows.references is not None:
+            of_rows = rows.references[list(group), columns]
+            microbatch[REFERENCE] = torch.from_numpy(of_rows.reshape(-1))
+        return microbatch
+
+
+@dataclass(frozen=True)
+class PairLayout(ReferringLayout):
+    """Microbatches of pairs: chosen and rejected rows in turn."""
+
+    height: ClassVar[int] = 2
+
+    def referred(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        return self.content(rows, chosen)
 
     def _width(self, rows: Rows, row: int) -> int:
         return max(rows.lengths(row))
 
-    def _pairs(self, rows: Rows, group: Sequence[int]) -> dict[str, Any]:
-        microbatch = self._microbatch([[piece] for row in group for piece in rows.read(row)])
-        if self.refers and isinstance(rows, StoredRows) and rows.references is not None:
-            microbatch[REFERENCE] = torch.from_numpy(rows.references[list(group)].reshape(-1))
-        return microbatch
+    def _group(self, rows: Rows, group: Sequence[int]) -> dict[str, Any]:
+        pieces = [[piece] for row in group for piece in rows.read(row)]
+        return self._refer(self._microbatch(pieces), rows, group)
 
 
 @dataclass(frozen=True)

@@ -107,10 +107,12 @@ class StoredRows:
 
     references: by row, what a reference model makes of it, such as the log-probabilities of a pair's halves;
         None without such a model
+    neighbours: by row, the one whose completion its prompt also gets; None where that is not needed
     """
 
     sources: tuple[SourceRows, ...]
     references: npt.NDArray[np.float64] | None = None
+    neighbours: npt.NDArray[np.int64] | None = None
 
     @cached_property
     def starts(self) -> list[int]:
@@ -216,6 +218,10 @@ class StreamLayout:
         labels = torch.from_numpy(np.stack([piece.labels for piece in pieces]))
         return {"input_ids": ids, "labels": labels}
 
+    def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Nothing."""
+        return []
+
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
         """The fill of the batch of these rows, without its images. Reads no token."""
         (length,) = rows.lengths(chosen[0])
@@ -269,6 +275,10 @@ class DocumentLayout:
         """
         groups = self.groups(rows, chosen, sum(self.calls))
         return [self._microbatch([rows.read(row) for row in group]) for group in groups]
+
+    def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Microbatches for a forward pass before the step, if its loss needs one."""
+        return []
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
         lengths = {row: self._width(rows, row) for row in chosen}

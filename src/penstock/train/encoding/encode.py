@@ -29,11 +29,17 @@ from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
 from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
+from penstock.train.encoding.unpaired import UnpairedEncoder
 
 RecordKind = Literal[  # the content of records
+<<<<<<< HEAD
     "text", "chat", "tokens", "preference", "classification", "token_classification", "masked"
+=======
+    "text", "chat", "tokens", "preference", "unpaired", "classification", "token_classification"
+>>>>>>> kto2
 ]
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
+_COMPLETIONS = ("preference", "unpaired")  # kinds of records with whole completions
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
 _BLOCK_BYTES = 8 << 20  # of texts in a block, about
@@ -50,8 +56,12 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
+<<<<<<< HEAD
         options: the keywords of the encoder of chats, preferences or labels; for texts, of the tokenizer's
             `encode`; for tokens, of tokens_of
+=======
+        options: the keywords of the encoder of chats, completions or labels; for tokens, of tokens_of
+>>>>>>> kto2
     """
 
     tokenizer: Tokenizer
@@ -74,7 +84,11 @@ class Encoder:
     @property
     def writes_ids(self) -> bool:
         """Whether all ids are the tokenizer's."""
+<<<<<<< HEAD
         return self.kind in ("text", "chat", "preference", "masked")
+=======
+        return self.kind in ("text", "chat", *_COMPLETIONS)
+>>>>>>> kto2
 
     @property
     def separator(self) -> int | None:
@@ -98,6 +112,11 @@ class Encoder:
         return PreferenceEncoder(self.tokenizer, **dict(self.options))
 
     @cached_property
+    def _unpaired(self) -> UnpairedEncoder:
+        assert isinstance(self.tokenizer, HuggingFace)
+        return UnpairedEncoder(self.tokenizer, **dict(self.options))
+
+    @cached_property
     def _labels(self) -> LabelEncoder:
         make = LabelEncoder if self.kind == "classification" else TagEncoder
         return make(self.tokenizer, **dict(self.options))
@@ -113,6 +132,8 @@ class Encoder:
             return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
         if self.kind == "preference":
             return [document for record in records for document in self._pair(record)]
+        if self.kind == "unpaired":
+            return self._completions(records)
         if self.kind == "chat":
             encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
         elif self.kind != "tokens":
@@ -126,10 +147,21 @@ class Encoder:
         pair = self._preferences.encode(record.name, self._row(record))
         return [(record.name, None)] if pair is None else [(record.name, half) for half in pair]
 
+    def _completions(self, records: Sequence[Record]) -> EncodedRecords:
+        """The documents of completions; of pairs, as in TRL, first all chosen ones and then all others.
+
+        So neighbours have different prompts.
+        """
+        of_records = [
+            (record.name, self._unpaired.encode(record.name, self._row(record))) for record in records
+        ]
+        first = [(name, documents[0]) for name, documents in of_records]
+        return first + [(name, document) for name, documents in of_records for document in documents[1:]]
+
     def _row(self, record: Record) -> dict[str, Any]:
         """The fields of a record: of a chat in a table without None, of one in JSON with the nulls."""
         row = _row(record)
-        is_table = self.kind in ("chat", "preference") and not self.lines
+        is_table = self.kind in ("chat", *_COMPLETIONS) and not self.lines
         return _without_none(row) if is_table else row
 
     def _text(self, record: Record) -> bytes:
@@ -157,11 +189,15 @@ def make_encoder(
             ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
         )  # fmt: skip
         return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
+<<<<<<< HEAD
     if keys.kind == "masked":
         whole = section.packing == "stream" or section.overlong != "truncate"
         options = (("special", True), ("longest", None if whole else section.sequence_length))
         return Encoder(tokenizer, "masked", source.format == "jsonl", keys.text_field, options)
     if keys.kind in ("chat", "tokens", "preference"):
+=======
+    if keys.kind in ("chat", "tokens", "preference", "unpaired"):
+>>>>>>> kto2
         kind: RecordKind = keys.kind
     else:
         first = next(source.records(), None) if source.format not in ("text", "megatron") else None
@@ -173,8 +209,10 @@ def make_encoder(
             ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
             ("drop", section.unanswered == "drop"), ("columns", keys.columns),
         )  # fmt: skip
-    if kind == "preference":
+    if kind in _COMPLETIONS:
         options += (("drop", section.unanswered == "drop"),)
+    if kind == "unpaired":
+        options += (("label", keys.label_field),)
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
 
 

@@ -44,16 +44,19 @@ class PreferenceEncoder:
         Raises DataError that names the record, and what is wrong with it.
         """
         with blaming(f"data file {name}"):
-            halves = self._halves(row)
+            halves = self.halves(row)
         chosen, rejected = (
             self._chats.encode(f"{name}, {half}", fields) for half, fields in zip(HALVES, halves, strict=True)
         )
         return None if chosen is None or rejected is None else _aligned(chosen, rejected)
 
-    def _halves(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The record as two records of a prompt with a completion."""
+    def halves(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The record as two records of a prompt with a completion, the chosen one first.
+
+        Raises RecordError for one that is no pair.
+        """
         row = {key: value for key, value in row.items() if value is not None and key not in self._ignored}
-        chosen, rejected = (self._completion(half, field_of(row, half, _PAIR)) for half in HALVES)
+        chosen, rejected = (self.completion(half, field_of(row, half, _PAIR)) for half in HALVES)
         prompt = row.get("prompt")
         if type(chosen) is not type(rejected):
             raise RecordError("one of chosen and rejected is a text, and the other a list of messages", _PAIR)
@@ -62,21 +65,22 @@ class PreferenceEncoder:
         others = {key: value for key, value in row.items() if key not in (*HALVES, "prompt")}
         return [{**others, "prompt": prompt, "completion": half} for half in (chosen, rejected)]
 
-    def _completion(self, half: str, value: Any) -> Any:
+    def completion(self, field: str, value: Any, mend: str = _PAIR) -> Any:
+        """The value, a whole completion. Raises RecordError. mend: what the record is to be"""
         if not isinstance(value, str | list):
-            raise RecordError(f"{half} is a {type(value).__name__}", _PAIR)
+            raise RecordError(f"{field} is a {type(value).__name__}", mend)
         if not value:
-            raise RecordError(f"{half} is empty", "Give it a completion, or leave the record out")
+            raise RecordError(f"{field} is empty", "Give it a completion, or leave the record out")
         if isinstance(value, str):
             return value
         if not self._tokenizer.has_template:
-            rule = f"{half} is a list of messages, and the tokenizer has no chat template"
+            rule = f"{field} is a list of messages, and the tokenizer has no chat template"
             raise RecordError(rule, "Give one, a Jinja file: data.chat_template=template.jinja")
         weighed = {"weight", "train"} & {
             key for message in value if isinstance(message, dict) for key in message
         }
         if weighed:
-            rule = f"a message of {half} has {weighed.pop()}, and the loss compares whole completions"
+            rule = f"a message of {field} has {weighed.pop()}, and the loss compares whole completions"
             raise RecordError(rule, "Remove it")
         return value
 
