@@ -36,11 +36,8 @@ OF_SEVERAL = {
     "schedule": "properties",
     "schedule/builders": "builders",
     "schedule/render": "render",
-<<<<<<< HEAD
-    "train": "chats exactly_once files_of_a_run heads mesh precision protocol ramps",
-=======
-    "train": "chats exactly_once heads mesh masked_models precision protocol ramps reward_models",
->>>>>>> heads3
+    "train": "chats exactly_once files_of_a_run heads mesh masked_models precision protocol ramps"
+    " reward_models",
     "train/data": "document_length",
     "train/encoding": "columns",
 }

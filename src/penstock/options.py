@@ -50,7 +50,7 @@ def at_most(most: float) -> AfterValidator:
 
     def check(value: float) -> float:
         if value > most:
-            raise ValueError(f"{value:.4g} is more than any run has; give {most:,} or less")
+            raise ValueError(f"{shown(value)} is more than any run has; give {most:,} or less")
         return value
 
     return AfterValidator(check)

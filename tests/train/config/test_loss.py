@@ -5,13 +5,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-<<<<<<< HEAD
-from penstock.batch.preferences import DPO, ORPO, Preference, Reward, SimPO
-=======
 from penstock.batch.kto import KTO
-from penstock.batch.preferences import DPO, ORPO, SimPO
+from penstock.batch.preferences import DPO, ORPO, Reward, SimPO
 from penstock.batch.row_loss import RowLoss
->>>>>>> kto2
 from penstock.train.config.loss import LossValue, make_loss
 from penstock.train.config.sections import TrainConfig
 from support.tiny import tree
@@ -26,11 +22,8 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(LossValue)
         ({"kind": "dpo", "beta": 0.3, "variant": "ipo"}, DPO(0.3, "ipo")),
         ({"kind": "orpo", "beta": 0.2}, ORPO(0.2)),
         ({"kind": "simpo", "gamma": 0.5}, SimPO(2.0, 0.5)),
-<<<<<<< HEAD
         ({"kind": "reward", "center": 0.01}, Reward(0.01)),
-=======
         ({"kind": "kto", "undesirable_weight": 1.5}, KTO(undesirable_weight=1.5)),
->>>>>>> kto2
     ],
 )
 def test_a_section_makes_its_loss(keys: Any, loss: RowLoss) -> None:

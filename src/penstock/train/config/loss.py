@@ -47,22 +47,13 @@ class SimPOSection(PairsSection):
     gamma: Annotated[float, Field(ge=0)] = 1.0  # the margin that it is to reach
 
 
-<<<<<<< HEAD
-class RewardSection(Section):
+class RewardSection(PairsSection):
     """A reward model's loss (Bradley-Terry): the chosen row's score is to be above the rejected one's."""
 
     kind: Literal["reward"] = "reward"  # likewise; the model is a classifier with num_labels: 1
     center: NotNegative = 0.0  # weight of the squared sum of both scores, which keeps them around 0
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection
-LOSSES: dict[str, type[AnyLoss]] = {
-    "dpo": DPOSection,
-    "orpo": ORPOSection,
-    "simpo": SimPOSection,
-    "reward": RewardSection,
-}
-=======
 class KTOSection(Section):
     """Kahneman-Tversky optimization, of single completions. The reference is that of dpo."""
 
@@ -75,12 +66,11 @@ class KTOSection(Section):
     item: ClassVar[str] = "row"
     metrics: ClassVar[tuple[str, ...]] = ("rewards/margins",)
     refers: ClassVar[bool] = True
->>>>>>> kto2
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | KTOSection
+AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection | KTOSection
 LOSSES: dict[str, type[AnyLoss]] = {
-    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "kto": KTOSection
+    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "reward": RewardSection, "kto": KTOSection
 }  # fmt: skip
 
 
@@ -88,19 +78,10 @@ def make_loss(section: AnyLoss) -> RowLoss:
     """The loss with the keys of a section."""
     from penstock.batch import kto, preferences  # a config with an error is refused without torch
 
-<<<<<<< HEAD
-    kinds: dict[str, type[Preference]]
-    kinds = {
-        "dpo": preferences.DPO,
-        "orpo": preferences.ORPO,
-        "simpo": preferences.SimPO,
-        "reward": preferences.Reward,
-    }
-=======
     kinds: dict[str, type[RowLoss]] = {
-        "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO, "kto": kto.KTO
+        "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO,
+        "reward": preferences.Reward, "kto": kto.KTO,
     }  # fmt: skip
->>>>>>> kto2
     keys = section.model_dump()
     return kinds[keys.pop("kind")](**keys)
 
@@ -112,11 +93,8 @@ LossSection = Annotated[
     Annotated[DPOSection, Tag(tag("dpo"))]
     | Annotated[ORPOSection, Tag(tag("orpo"))]
     | Annotated[SimPOSection, Tag(tag("simpo"))]
-<<<<<<< HEAD
-    | Annotated[RewardSection, Tag(tag("reward"))],
-=======
+    | Annotated[RewardSection, Tag(tag("reward"))]
     | Annotated[KTOSection, Tag(tag("kto"))],
->>>>>>> kto2
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

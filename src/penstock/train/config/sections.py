@@ -135,22 +135,13 @@ class RecordSection(Section):
     # auto: by the file: text, jsonl, parquet, dataset (save_to_disk, .arrow) or megatron (.bin and .idx), and
     # tokens if a record has input_ids. chat: messages, prompts with completions, or instructions, and
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
-<<<<<<< HEAD
-    # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. classification:
-    # a text and its label, token_classification: words and their labels, from such files, for a model with
-    # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
-    kind: Literal[
-        "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "classification",
-        "token_classification", "masked", "megatron", "dummy",
-=======
     # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. unpaired: a
     # prompt, a completion and label (true or false), or such pairs, for train.loss=kto. classification: a
     # text and its label, token_classification: words and their labels, from such files, for a model with
-    # such a head. dummy: made up
+    # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
     kind: Literal[
         "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "unpaired",
-        "classification", "token_classification", "megatron", "dummy",
->>>>>>> kto2
+        "classification", "token_classification", "masked", "megatron", "dummy",
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
     # of a JSONL line or a dataset's row; words with kind: token_classification
@@ -819,28 +810,13 @@ class TrainConfig(Section):
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""
-<<<<<<< HEAD
-        loss, pairs = self.train.loss, self.data.has_pairs
-        if loss is None or not pairs:
-            if pairs:
-                raise ValueError("data.kind=preference without train.loss; set train.loss=dpo, say")
-            if loss is not None:
-                rule = f"train.loss={loss.kind} compares chosen and rejected rows"
-                raise ValueError(
-                    f"{rule}, and data.kind={self.data.kind} has none; leave train.loss out, or set the kind"
-                )
-            if self.data.labels != "next tokens":
-                self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
-            return
-        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
-        if self.pipeline.balance == "measured" and loss.kind == "dpo":
-            rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
-=======
         loss, kind = self.train.loss, self.data.completions
         if loss is None:
             if kind is not None:
                 fitting = "dpo" if kind == "preference" else "kto"
                 raise ValueError(f"data.kind={kind} without train.loss; set train.loss={fitting}, say")
+            if self.data.labels != "next tokens":
+                self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
             return
         if loss.reads != kind:
             rule = f"train.loss={loss.kind} compares {loss.rows}"
@@ -850,16 +826,9 @@ class TrainConfig(Section):
         if loss.kind == "kto" and min(sizes) == 1:
             rule = "train.loss=kto with train.batch_size=1: its KL term pairs each prompt with the completion"
             raise ValueError(f"{rule} of another row of the step; give 2 or more")
-        for value, off in (
-            (f"label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
-            (f"z_loss={self.train.z_loss}", not self.train.z_loss),
-            ("ramp with sequence_length", not any(phase.sequence_length for phase in self.train.ramp)),
-        ):
-            if not off:
-                raise ValueError(f"train.{value} is not for train.loss={loss.kind}; leave it out")
+        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
         if self.pipeline.balance == "measured" and loss.refers:
             rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has its reference"
->>>>>>> kto2
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
     def _check_off(self, other: str, *, samples: bool) -> None:

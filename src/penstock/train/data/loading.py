@@ -419,17 +419,9 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
-<<<<<<< HEAD
-    if section.has_pairs:
-        layout = _pairs(config, space, calls, padding)
-    if section.labels != "next tokens" and section.packing != "stream":
-=======
     if section.completions is not None:
-        make = PairLayout if section.has_pairs else UnpairedLayout
-        refers = config.train.loss is not None and config.train.loss.refers
-        layout = make(calls, False, padding, longest=section.longest_document, refers=refers)
-    if section.labels != "next tokens":
->>>>>>> kto2
+        layout = _completions(config, space, calls, padding)
+    if section.labels != "next tokens" and section.packing != "stream":
         assert space is not None
         layout = _labelled(section, space, calls)
     seed = config.train.seed if section.holds_out_at_random else None
@@ -475,16 +467,16 @@ def _masking(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Mask
     return Masking.of(tokenizer_folder(config), tokenizer, vocabulary, probability, config.train.seed)
 
 
-def _pairs(
+def _completions(
     config: TrainConfig, space: LabelSpace | None, calls: tuple[int, ...], padding: Padding | None
-) -> PairLayout:
+) -> BatchLayout:
     """Raises ConfigError as `_pad_of`."""
-    kind = config.train.loss.kind if config.train.loss is not None else ""
-    longest = config.data.longest_document
-    if kind == "reward":
+    loss, longest = config.train.loss, config.data.longest_document
+    if loss is not None and loss.kind == "reward":
         assert space is not None
         return ScoredPairs(calls, False, longest=longest, pad=_pad_of(space, "train.loss=reward"))
-    return PairLayout(calls, False, padding, longest=longest, refers=kind == "dpo")
+    make = PairLayout if config.data.has_pairs else UnpairedLayout
+    return make(calls, False, padding, longest=longest, refers=loss is not None and loss.refers)
 
 
 def _labelled(section: DataSection, space: LabelSpace, calls: tuple[int, ...]) -> LabelledLayout:

@@ -32,11 +32,7 @@ from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 from penstock.train.encoding.unpaired import UnpairedEncoder
 
 RecordKind = Literal[  # the content of records
-<<<<<<< HEAD
-    "text", "chat", "tokens", "preference", "classification", "token_classification", "masked"
-=======
-    "text", "chat", "tokens", "preference", "unpaired", "classification", "token_classification"
->>>>>>> kto2
+    "text", "chat", "tokens", "preference", "unpaired", "classification", "token_classification", "masked"
 ]
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _COMPLETIONS = ("preference", "unpaired")  # kinds of records with whole completions
@@ -56,12 +52,8 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-<<<<<<< HEAD
-        options: the keywords of the encoder of chats, preferences or labels; for texts, of the tokenizer's
+        options: the keywords of the encoder of chats, completions or labels; for texts, of the tokenizer's
             `encode`; for tokens, of tokens_of
-=======
-        options: the keywords of the encoder of chats, completions or labels; for tokens, of tokens_of
->>>>>>> kto2
     """
 
     tokenizer: Tokenizer
@@ -84,11 +76,7 @@ class Encoder:
     @property
     def writes_ids(self) -> bool:
         """Whether all ids are the tokenizer's."""
-<<<<<<< HEAD
-        return self.kind in ("text", "chat", "preference", "masked")
-=======
-        return self.kind in ("text", "chat", *_COMPLETIONS)
->>>>>>> kto2
+        return self.kind in ("text", "chat", *_COMPLETIONS, "masked")
 
     @property
     def separator(self) -> int | None:
@@ -189,15 +177,11 @@ def make_encoder(
             ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
         )  # fmt: skip
         return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
-<<<<<<< HEAD
     if keys.kind == "masked":
         whole = section.packing == "stream" or section.overlong != "truncate"
         options = (("special", True), ("longest", None if whole else section.sequence_length))
         return Encoder(tokenizer, "masked", source.format == "jsonl", keys.text_field, options)
-    if keys.kind in ("chat", "tokens", "preference"):
-=======
     if keys.kind in ("chat", "tokens", "preference", "unpaired"):
->>>>>>> kto2
         kind: RecordKind = keys.kind
     else:
         first = next(source.records(), None) if source.format not in ("text", "megatron") else None
