@@ -204,8 +204,10 @@ def test_a_part_in_the_cache_is_not_taken_for_all(
 
 
 def test_a_connection_that_breaks_is_an_error_and_the_next_fetch_completes(
-    hub: Hub, files: dict[str, bytes]
+    hub: Hub, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pause = time.sleep  # huggingface_hub tries five times, a second apart
+    monkeypatch.setattr(time, "sleep", lambda seconds: pause(min(seconds, 0.01)))
     hub.broken = shards(files)
     with refuses(HubError, rule="fetched from http"):
         hubs.fetch(NAME)

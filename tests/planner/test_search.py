@@ -97,14 +97,14 @@ def test_a_search_chunks_and_offloads_where_it_must_and_not_where_it_need_not() 
     """Of two rows and more, logits are large enough for chunks where neither FSDP nor tp has them."""
     model, link = large_workload(vocab_size=2**14), SMALL.host_link.model_copy(update={"bandwidth": 1e12})
     host = cluster(1, 4, "80 GB").model_copy(update={"host_link": link})
-    roomy = plan(model, host, 8, LONG, keep=1000, most=1000)
+    roomy = plan(model, host, 4, LONG, keep=1000, most=1000)
     assert {(run.candidate.offload_ahead, run.candidate.recomputed) for run in roomy.best} == {(0, "none")}
     pipelines = [run.candidate for run in roomy.best if run.candidate.ranks == 4]
     assert {(run.rows > 1, run.chunked_loss) for run in pipelines} == {(True, False), (False, True)}
     chosen = set()
     for share in (0.8, 0.35):
         limit = share * roomy.best[0].nbytes
-        tight = plan(model, host, 8, LONG, limit=limit, keep=1000, most=1000)
+        tight = plan(model, host, 4, LONG, limit=limit, keep=1000, most=1000)
         assert all(run.nbytes <= limit for run in tight.best)
         assert tight.least <= tight.best[0].seconds >= roomy.best[0].seconds
         forms = [run.candidate for run in tight.best]

@@ -224,26 +224,27 @@ def test_activation_checkpointing_reaches_the_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "value", "rule"),
     [
-        ({"pipeline.padding": {"buckets": [64, 32]}}, "buckets=[64, 32]: each is longer than the one before"),
+        ({"pipeline.padding": {"buckets": [64, 32]}}, "buckets=[64, 32]", "longer than the one before"),
         (
             {"pipeline.padding": {"buckets": [64], "length": 64}},
-            "length=64 with buckets=[64]: a fixed length",
+            "length=64 with buckets=[64]",
+            "a fixed length",
         ),
         (
             {"train.activation_checkpointing": {"memory_limit": "1 GB", "in_flight": 2}},
-            "in_flight=2: memory_limit chooses how many microbatches in flight are checkpointed",
+            "in_flight=2",
+            "memory_limit chooses",
         ),
     ],
 )
 def test_keys_that_do_not_fit_together_are_refused_by_the_library(
-    tmp_path: Path, keys: dict[str, Any], message: str
+    tmp_path: Path, keys: dict[str, Any], value: str, rule: str
 ) -> None:
     made = tiny.config(tmp_path, keys={"pipeline.shapes": "padded", **keys})
-    with pytest.raises(ConfigError) as refusal:
+    with refuses(ConfigError, value, rule):
         make_auto(made)
-    assert message in str(refusal.value)
 
 
 def test_compile_reaches_the_library(tmp_path: Path) -> None:

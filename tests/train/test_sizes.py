@@ -16,6 +16,7 @@ from penstock.train.config.load import load_config
 from penstock.train.preflight import preflight
 from penstock.train.settings import largest_microbatch
 from penstock.train.sizes import Size, StepSizes, calls_of
+from support.refusals import refuses
 from support.tiny import QWEN3, config, config_file
 
 RAMP = [{"until": 2, "batch_size": 4, "sequence_length": 8}, {"until": 3, "batch_size": 8}]
@@ -85,40 +86,44 @@ def test_what_the_calls_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("train", "said"),
+    ("train", "value", "rule"),
     [
-        ({"ramp": [{"until": 3}, {"until": 3}]}, "ramp has a phase until step 3 after one until step 3"),
-        ({"ramp": [{"until": 3, "batch_size": 9}]}, "train.ramp has batch_size=9 before 4, and train.batch_"),
-        ({"ramp": [{"until": 3}, {"until": 4, "batch_size": 2}]}, "train.ramp has batch_size=4 before 2"),
-        ({"ramp": [{"until": 3, "sequence_length": 17}]}, "train.ramp has sequence_length=17 before 16, and"),
-        ({"ramp": [{"until": 0, "batch_size": 2}]}, "greater than or equal to 1"),
-        ({"accumulate": 3}, "be split into pipeline.microbatches=2 in each of train.accumulate=3 calls"),
-        ({"early_stop": {"min_delta": 0.1}}, "patience"),
+        ({"ramp": [{"until": 3}, {"until": 3}]}, "train", "until step 3 after one until step 3"),
+        (
+            {"ramp": [{"until": 3, "batch_size": 9}]},
+            "config",
+            "batch_size=9 before 4, and train.batch_size=4",
+        ),
+        ({"ramp": [{"until": 3}, {"until": 4, "batch_size": 2}]}, "config", "batch_size=4 before 2"),
+        ({"ramp": [{"until": 3, "sequence_length": 17}]}, "config", "sequence_length=17 before 16"),
+        ({"ramp": [{"until": 0, "batch_size": 2}]}, "train.ramp.0.until=0", "equal to 1"),
+        ({"accumulate": 3}, "config", "pipeline.microbatches=2 in each of train.accumulate=3"),
+        ({"early_stop": {"min_delta": 0.1}}, "train.early_stop.patience is missing", "needs it"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(tmp_path: Path, train: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+def test_what_does_not_fit_together_is_refused(
+    tmp_path: Path, train: dict[str, Any], value: str, rule: str
+) -> None:
+    with refuses(ConfigError, value, rule):
         load_config(config_file(tmp_path, train=train))
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "axes", "said"),
+    ("pipeline", "axes", "value", "rule"),
     [
         ({"schedule": "dualpipe", "microbatches": 4}, {},
-         "a phase of train.ramp: its 6 rows make 3 microbatches, and microbatches=3: "),
-        ({}, {"dp_shard": 4}, "train.ramp with batch_size=6: with dp_shard=4 it is divided into 4 equal"),
-        ({}, {"cp": 2}, "train.ramp with sequence_length=10: with cp=2 it is divided into 4 equal parts"),
+         "a phase of train.ramp", "6 rows make 3 microbatches, and microbatches=3: "),
+        ({}, {"dp_shard": 4}, "train.ramp with batch_size=6", "with dp_shard=4 it is divided into 4"),
+        ({}, {"cp": 2}, "train.ramp with sequence_length=10", "with cp=2 it is divided into 4"),
     ],
 )  # fmt: skip
 def test_a_phase_that_schedule_or_axes_do_not_take_is_refused_before_the_run(
-    tmp_path: Path, pipeline: dict[str, Any], axes: dict[str, Any], said: str
+    tmp_path: Path, pipeline: dict[str, Any], axes: dict[str, Any], value: str, rule: str
 ) -> None:
     keys = {f"pipeline.{name}": value for name, value in pipeline.items()}
     keys |= {f"parallel.{name}": value for name, value in axes.items()}
     ramp = [{"until": 3, "batch_size": 6, "sequence_length": 10}]
     made = config(tmp_path, {**QWEN3, "num_key_value_heads": 2}, keys, batch_size=8, ramp=ramp)
-    with pytest.raises(ConfigError) as caught:
+    with refuses(ConfigError, value, rule):
         preflight(made)
-    assert said in str(caught.value)
     assert Axes(**axes) == made.parallel.axes
