@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from datetime import datetime
 from pathlib import Path
+from statistics import median
 
 import yaml
 
@@ -60,7 +62,12 @@ def main() -> None:
             for line in (folder / "struck" / "out" / "restarts.jsonl").read_text().splitlines()
         ]
         assert_as_if_nothing_had_happened(folder / "struck", folder / "undisturbed", given.steps)
-    report(given.steps, failures, seconds, accounts)
+        starts = read_run(folder / "struck" / "out").starts
+    restarts = [
+        (datetime.fromisoformat(start["at"]) - datetime.fromisoformat(start["began"])).total_seconds()
+        for start in starts[1:]
+    ]
+    report(given.steps, failures, seconds, accounts, restarts)
 
 
 def kills(given: argparse.Namespace) -> dict[int, tuple[int, str]]:
@@ -101,7 +108,9 @@ def report(
     failures: list[dict[str, object]],
     seconds: dict[str, float],
     accounts: dict[str, LostTime | None],
+    restarts: list[float],
 ) -> None:
+    """restarts: the seconds of each from its process to its first step"""
     causes = Counter(str(each["cause"]).split(",")[0] for each in failures)
     print(f"{steps} steps, {len(failures)} failures: losses and weights are those of the undisturbed run")
     for cause, count in causes.most_common():
@@ -109,6 +118,9 @@ def report(
     print(f"{seconds['undisturbed']:.0f} s undisturbed, {seconds['struck']:.0f} s with the failures")
     for each, account in accounts.items():
         print(f"{each}: {account}")
+    print(
+        f"start-up of the restarts: {median(restarts):.2f} s, the median, and {max(restarts):.2f} s at most"
+    )
 
 
 if __name__ == "__main__":

@@ -100,6 +100,30 @@ def test_another_process_of_the_same_number_is_not_taken_for_alive(tmp_path: Pat
     assert "is gone" in taken(tmp_path)[0]
 
 
+# _here: another process, as a file of an owner names it
+def test_a_launcher_keeps_the_folder_between_two_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unreleased: while it waited to start the run again, another run could take the folder.
+
+    Its own next attempt need not wait whether another comes.
+    """
+    launcher = {**owner._here(), "pid": os.getpid()}
+    del launcher["host"]
+    for ended in (False, True):
+        write(tmp_path, launcher=launcher, began=1, ended=ended)  # the rank is gone
+        assert "its launcher lives" in refusal(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setenv("PENSTOCK_LAUNCHER", str(os.getpid()))
+            patch.setattr(owner, "_SETTLED", 60.0)
+            assert taken(tmp_path) == []
+    write(tmp_path, launcher={**launcher, "began": 1}, began=1)
+    assert "is gone" in taken(tmp_path)[0]
+    write(tmp_path, launcher=launcher)  # the rank lives on
+    monkeypatch.setenv("PENSTOCK_LAUNCHER", str(os.getpid()))
+    assert "lives" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("how", ["elsewhere", "unknown", "torn"])
 @pytest.mark.fault("two jobs and one output folder", "the owner is on another machine, with another clock")
 def test_an_owner_on_another_machine_is_looked_at_until_its_file_changes(

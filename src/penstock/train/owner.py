@@ -4,6 +4,8 @@
                                     its process lives               is refused, before it writes anything
     the owner    a thread touches the file every 2 s, and stops the run once the file names another run
 
+A launcher that starts a failed run again keeps the folder meanwhile: it counts as the owner's process.
+
 Clocks are not compared. On the owner's machine its process is looked up by number and start time, as numbers
 of processes are used again. On another machine the new run watches whether the file changes.
 
@@ -24,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, FolderInUseError, RunError
+from penstock.launch.stop import LAUNCHER
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json, read_bytes
-from penstock.runtime.health.notes import ProcessId, lives, this_process
+from penstock.runtime.health.notes import ProcessId, began, lives, machine, this_process
 from penstock.runtime.ranks import Ranks
 
 OWNER = "owner.json"
@@ -157,7 +160,8 @@ class Owner:
 
 
 def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patience: float) -> Owner:
-    file, mine = output / OWNER, {"run": run, **_here(), "token": secrets.token_hex(8), "ended": False}
+    file, launcher = output / OWNER, _launcher()
+    mine = {"run": run, **_here(), "launcher": launcher, "token": secrets.token_hex(8), "ended": False}
     while True:  # again if somebody removes the file meanwhile
         content = _content(file)
         if content is None:
@@ -165,6 +169,11 @@ def _take(output: Path, run: str, say: Callable[[str], None], beat: float, patie
                 return Owner(file, mine, beat)
             continue
         facts = _facts(content)
+        if launcher is not None and facts.get("launcher") == launcher and _process_lives(facts) is False:
+            _replace(file, mine)  # an earlier attempt of this launcher, which nobody else could replace
+            return Owner(file, mine, beat)
+        if _process_lives(facts.get("launcher") or {}):
+            raise _in_use(output, facts, "its launcher lives")
         if not facts.get("ended"):
             if how := _alive(file, facts, beat, patience):
                 raise _in_use(output, facts, how)
@@ -196,6 +205,12 @@ def _here() -> OwnerFacts:
     return {"host": socket.gethostname(), **this_process()._asdict()}
 
 
+def _launcher() -> OwnerFacts | None:
+    """The process that has started this rank, and may start it again; None without one."""
+    pid = int(os.environ.get(LAUNCHER) or 0)
+    return ProcessId(machine(), pid, began(pid))._asdict() if pid else None
+
+
 def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
     """The evidence that the owner lives, in words; empty if it does not."""
     alive = _process_lives(facts)
@@ -214,9 +229,9 @@ def _alive(file: Path, facts: OwnerFacts, beat: float, patience: float) -> str:
 
 def _process_lives(facts: OwnerFacts) -> bool | None:
     """Whether the owner's process is alive; None where this process cannot see that."""
-    pid, began, machine = (facts.get(key) for key in ("pid", "began", "machine"))
-    if type(machine) is str and type(pid) is int and type(began) is int:
-        return lives(ProcessId(machine, pid, began))
+    pid, start, where = (facts.get(key) for key in ("pid", "began", "machine"))
+    if type(where) is str and type(pid) is int and type(start) is int:
+        return lives(ProcessId(where, pid, start))
     return None
 
 

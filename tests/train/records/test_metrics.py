@@ -35,6 +35,28 @@ def test_a_fresh_run_starts_the_file_anew_and_a_resumed_one_drops_what_it_repeat
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_resumed_run_knows_what_it_does_again_and_when_the_last_row_came(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert Metrics(path, "a", resumed_at=3).earlier is None  # there is no file
+    rows = [{"step": step, "loss": 1.0, "seconds": 2.0**step, "run": "a"} for step in (1, 2, 3, 2, 3, 4)]
+    rows += [
+        {"step": 3, "held_out_loss": 1.0, "seconds": 0.5, "run": "a"},
+        {"step": 9, "seconds": 1, "run": "b"},
+    ]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    os.utime(path, (100, 100))
+    # steps 2 and 3 had come again before; now 3, its evaluation and 4 will
+    assert Metrics(path, "a", resumed_at=2).earlier == (4 + 8 + 8 + 16 + 0.5, 100)
+    assert written(path) == [1, 2]
+
+
+def test_two_rows_in_a_line_are_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1},{"step": 1}\n{"step": 2}\n')
+    Metrics(path, "a", resumed_at=5)
+    assert written(path) == [0, 2]
+
+
 def test_a_resumed_run_drops_the_rows_of_others(tmp_path: Path) -> None:
     """0.5.0: after a fresh run in its folder, a run that was resumed kept that run's rows as its own."""
     path = tmp_path / "metrics.jsonl"

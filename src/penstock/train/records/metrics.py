@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -119,19 +119,39 @@ def _rows_until(path: Path, run: str, step: int) -> tuple[list[bytes], float]:
 
     Rows of versions up to 0.5.0 name no run.
     """
-    rows = []
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
-    for line in lines:
-        try:
-            row = parse_json(line)
-            if row.get("run", run) == run and row["step"] >= 0:
-                rows.append((row, line + b"\n"))
-        except UNREADABLE:  # a line that a crash cut short, or that the disk has changed
-            continue
+    rows = [
+        (row, line + b"\n")
+        for row, line in zip(_parsed(lines), lines, strict=True)
+        if isinstance(row, dict) and row.get("run", run) == run and _is_step(row.get("step"))
+    ]
     kept = [(row, line) for row, line in without_replaced_rows(rows) if row["step"] <= step]
     again = seconds_of(row for row, _ in rows) - seconds_of(row for row, _ in kept)
     return [line for _, line in kept], again
+
+
+def _parsed(lines: list[bytes]) -> list[Any]:
+    """What each line holds; None for one that a crash has cut short, or that the disk has changed.
+
+    All lines at once, as far as they are whole: one by one they take four times as long.
+    """
+    *whole, last = lines  # empty where the file ends with a whole line
+    with suppress(*UNREADABLE):
+        rows = parse_json(b"[" + b",".join(whole) + b"]")
+        if len(rows) == len(whole):
+            return [*rows, _value(last)]
+    return [_value(line) for line in lines]
+
+
+def _value(line: bytes) -> Any:
+    with suppress(*UNREADABLE):
+        return parse_json(line)
+    return None
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 class Display:
