@@ -289,7 +289,6 @@ def test_a_missing_library_is_one_error_that_names_the_command(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     ("uri", "shown"),
     [
         ("https://user:secret@host:5000/path@2", "https://host:5000/path@2"),
@@ -312,10 +311,7 @@ def test_a_password_is_neither_shown_nor_taken_from_a_config(uri: str, shown: st
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-=======
     ("section", "value", "rule", "remedy"),
->>>>>>> match
     [
         (
             "[tensorbord]",
