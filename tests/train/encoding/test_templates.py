@@ -33,7 +33,7 @@ HOSTILE = {
 
 @pytest.fixture(name="process")
 def _process() -> Iterator[TemplateProcess]:
-    process = TemplateProcess()
+    process = TemplateProcess(seconds=1)
     yield process
     process.close()
 

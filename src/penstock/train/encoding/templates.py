@@ -62,9 +62,13 @@ class Rendered(NamedTuple):
 
 
 class TemplateProcess:
-    """Renders chat templates, for any thread. It starts with the first chat, and again after it was ended."""
+    """Renders chat templates, for any thread. It starts with the first chat, and again after it was ended.
 
-    def __init__(self) -> None:
+    seconds: that a chat may take of a processor
+    """
+
+    def __init__(self, seconds: int = SECONDS) -> None:
+        self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
         self._answers: dict[bytes, Any] = {}  # the newest: text and ids of a chat are asked for in turn
@@ -116,7 +120,7 @@ class TemplateProcess:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), str(self._seconds)]
         with theirs:
             self._process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
@@ -134,7 +138,7 @@ class TemplateProcess:
         self.close()
         code, self._process = self._process.returncode, None
         if code == -signal.SIGXCPU:
-            return f"takes more than {SECONDS} s of a processor for it"
+            return f"takes more than {self._seconds} s of a processor for it"
         return f"ended its process (exit code {code}), perhaps for lack of memory"
 
 
@@ -162,12 +166,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
     connection: Connection[bytes, bytes] = Connection(int(sys.argv[1]))
+    allowed = int(sys.argv[2])
     while True:
         try:
             request = connection.recv_bytes()
         except EOFError:
             return
-        seconds = int(time.process_time()) + 1 + SECONDS
+        seconds = int(time.process_time()) + 1 + allowed
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
         connection.send_bytes(json.dumps(_answer(request)).encode())
 
