@@ -27,8 +27,9 @@ lost. Where the cause is empty, a test checks it and does not quote it.
 LIMITS = """
 ## What is not survived
 
-A bit of a message or of a weight that flips in memory and leaves a finite number is noticed by nobody:
-messages have no checksum of their own. Files have one: a changed byte of a checkpoint is always noticed.
+A bit of a weight that flips in memory and leaves a finite number is noticed by nobody. Nor is one of a
+message without `pipeline.checksums`, or before it is sent and after it is received. Files have hashes: a
+changed byte of a checkpoint is always noticed.
 """
 COLUMNS = ("where", "tried", "survived", "seconds", "named cause", "steps again")
 

@@ -208,6 +208,9 @@ class RunOptions:
             messages allow it, else channels
         wire_dtype: dtype in which floating-point tensors travel; left out, their own. A dtype narrower than
             the model's changes the gradients
+        checksums: whether each tensor that goes to another stage has an xxh3 checksum, which its receiver
+            compares: a bit that flips on the way is an error that names both ranks, the op and the tensor.
+            Between CPUs, and in one process; tensors of a GPU are refused
         shapes: how a rank knows the shapes that cross an edge. inferred: by arithmetic. exchanged: from the
             message, for models where they depend on values. padded: as inferred, with all microbatches of a
             step padded to one length; in Python also a Padding
@@ -219,6 +222,7 @@ class RunOptions:
     transport: str | None = None
     exchange: Literal["auto", "channels", "batched"] = "auto"
     wire_dtype: Any = None
+    checksums: bool = False
     shapes: Any = "inferred"
 
 

@@ -35,6 +35,7 @@ POINTS = {
     "the writer's group": ("penstock.train.run", "CheckpointWriter"),
     "a forward": ("penstock.runtime.step_memory", "StepMemory.forward"),
     "a stage's forward": ("penstock.runtime.stage", "Stage.forward"),
+    "a message's arrival": ("penstock.runtime.transport.checksums", "CheckedMessages.compare"),
     "a backward": ("penstock.runtime.step_memory", "StepMemory.before_backward"),
     "the norm": ("penstock.pipeline.pipeline", "Pipeline.clip_grad_norm_"),
     "the optimizer": ("torch.optim.adamw", "AdamW.step"),

@@ -35,7 +35,6 @@ from penstock.checkpoint.shards import (
     HostMemory,
     Mark,
     ShardFiles,
-    checksum,
     is_whole,
     laid_out,
     shards_in,
@@ -48,6 +47,7 @@ from penstock.private import foreach_copy_
 from penstock.runtime.device import stream
 from penstock.runtime.device.copies import CudaCopies, pin
 from penstock.runtime.device.stream import Time
+from penstock.runtime.transport.checksums import checksum
 
 _LINGERS = 2.0  # seconds for the thread to end after an error
 

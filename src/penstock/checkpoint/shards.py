@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import LARGEST_JSON, MIB, check_private, open_private
+from penstock.runtime.transport.checksums import checksum
 
 _ROOT = "PENSTOCK_MEMORY"
 _WHOLE = ".whole"
@@ -84,11 +84,6 @@ class HeldShard:
             mapped = mmap.mmap(opened.fileno(), self.size, mmap.MAP_PRIVATE)
             return torch.frombuffer(mapped, dtype=torch.uint8)
         return torch.zeros(8, dtype=torch.uint8)  # which can be sent, too
-
-
-def checksum(data: Tensor) -> int:
-    """Of the bytes in their order, without a copy, faster than a sum of them. Other threads run on."""
-    return xxhash.xxh3_64(data.numpy().data).intdigest()
 
 
 # ---- a host's memory

@@ -21,6 +21,7 @@ from penstock.parallel.reductions import Reductions
 from penstock.runtime.health.agreement import facts_of_process, facts_of_schedule
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.ranks import GroupRanks, Ranks
+from penstock.runtime.transport.checksums import CheckedMessages
 from penstock.runtime.transport.distributed import (
     DistributedTransport,
     clock_offset,
@@ -46,6 +47,7 @@ class WorldOptions:
     timeout: float = 300.0
     transport: str | None = None
     wire: torch.dtype | None = None
+    checksums: bool = False
     exchange: str = "auto"
     axes: Axes | None = None
 
@@ -63,7 +65,7 @@ class WorldOptions:
     @property
     def facts(self) -> dict[str, str]:
         """The options that must be equal on all ranks, by name."""
-        return {name: str(getattr(self, name)) for name in ("transport", "exchange", "axes")}
+        return {name: str(getattr(self, name)) for name in ("transport", "exchange", "checksums", "axes")}
 
     def check(self) -> None:
         """Raise ConfigError for a value that no world accepts."""
@@ -166,6 +168,9 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         device = default_device()  # the GPU of this process
     if options.transport == "nccl" and device.type != "cuda":
         raise ConfigError("transport='nccl'", f"it moves GPU memory, and the device is {device}", "Take gloo")
+    if options.checksums and device.type != "cpu":
+        rule = f"checksums are computed on the host, and messages of {device} do not go there"
+        raise ConfigError("checksums=True", rule, "Leave it out, or take device='cpu'")
     if device.type == "cuda":
         set_environment()
         torch.cuda.set_device(device)
@@ -173,6 +178,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     if options.one_process:
         _check_one_process(options)
         local = LocalTransport(options.wire)
+        _add_checksums(local, schedule, options)
         batched = goes_in_batches(options, "local", schedule)
         return World(tuple(range(schedule.ranks)), device, local, local.ranks, batched=batched)
     started = init_process_group(device, options.timeout, options.transport)
@@ -193,6 +199,7 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         if groups.backend == "nccl":
             check_connections(schedule, batched)
         transport.open(schedule, options.wire, batched=batched)
+        _add_checksums(transport, schedule, options)
         offset = clock_offset(transport.ranks)
         reductions = Reductions()
         if options.axes is not None:
@@ -201,6 +208,13 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
             transport.ranks.mesh = reductions.everyone
     on_nccl, rank = groups.backend == "nccl", transport.rank
     return World((rank,), device, transport, transport.ranks, offset, batched, mesh, reductions, on_nccl)
+
+
+def _add_checksums(transport: Transport, schedule: Schedule, options: WorldOptions) -> None:
+    """Give the messages checksums, if the options say so."""
+    if options.checksums:
+        hosts = schedule.placement.rank_of
+        transport.messages = CheckedMessages(transport.messages, hosts, options.wire, transport.name_of)
 
 
 def _all_ranks(timeout: float, device: torch.device, watch: Watch | None) -> GroupRanks:

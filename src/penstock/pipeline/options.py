@@ -169,6 +169,7 @@ class Options(LayerOptions, MeshOptions, RunOptions):
             timeout=self.timeout,
             transport=self.transport,
             wire=self.wire_dtype,
+            checksums=self.checksums,
             exchange="channels" if self.exchange == "auto" and self.shapes == "exchanged" else self.exchange,
             axes=self.axes,
         )
