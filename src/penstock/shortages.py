@@ -116,9 +116,10 @@ def _no_memory(error: BaseException) -> RunError:
 
 
 def _no_disk(error: BaseException) -> RunError:
-    name = error.filename if isinstance(error, OSError) and error.filename is not None else None
-    room = "" if name is None else _room(Path(os.fsdecode(name)))
-    value = "a file, or standard output" if name is None else os.fsdecode(name)
+    name = getattr(error, "filename", None)  # None for standard output too, and a number where it was one
+    known = isinstance(name, str | bytes | os.PathLike)
+    value = os.fsdecode(name) if known else "a file, or standard output"
+    room = _room(Path(value)) if known else ""
     return RunError(value, f"it cannot be written ({_said(error)}){room}", "Make room, or write elsewhere")
 
 

@@ -43,7 +43,7 @@ if number % 4 == 3 and rank == "0":
 
 def processes_of(folder: Path) -> list[int]:
     """The processes whose command line or environment names this folder, other than this one."""
-    found, name = [], os.fsencode(folder)
+    processes, name = list[int](), os.fsencode(folder)
     for process in Path("/proc").glob("[0-9]*"):
         try:
             texts = [(process / file).read_bytes() for file in ("cmdline", "environ")]
@@ -51,8 +51,8 @@ def processes_of(folder: Path) -> list[int]:
         except OSError:
             continue
         if any(name in text for text in texts) and not zombie and int(process.name) != os.getpid():
-            found.append(int(process.name))
-    return found
+            processes.append(int(process.name))
+    return processes
 
 
 def left_in(folder: Path) -> list[str]:

@@ -36,12 +36,13 @@ def test_the_folder_is_removed_at_the_end(temporary: Path) -> None:
 
 def test_what_a_killed_launcher_left_is_removed_and_nothing_else(temporary: Path) -> None:
     """0.5.0: 11 folders were left in the temporary folder."""
-    left(temporary, "penstock-attempt-dead")
+    dead = left(temporary, "penstock-attempt-dead")
     others = {left(temporary, "penstock-measure-x"), temporary / "penstock-attempt-link", temporary / "file"}
     (temporary / "penstock-attempt-link").symlink_to(temporary / "penstock-measure-x")
     (temporary / "file").touch()
     (temporary / "penstock-attempt-young").mkdir()
     with attempt_folder() as living:
+        assert not dead.exists()
         os.utime(living, (OLD, OLD))
         remove_left()
         assert {*temporary.iterdir()} == {*others, living, temporary / "penstock-attempt-young"}
