@@ -32,11 +32,12 @@ LAYERS = (
     "yaml_reader",
     "reading",
     "private",
+    "shortages",
     "errors",
 )
 UNRELATED = {("parallel", "models")}  # though one stands higher
 UNRELATED |= {("cli", "integrations"), ("train", "integrations")}
-UNRELATED |= {("launch", layer) for layer in LAYERS if layer not in ("launch", "errors")}
+UNRELATED |= {("launch", layer) for layer in LAYERS if layer not in ("launch", "shortages", "errors")}
 DEPTH = {name: depth for depth, name in enumerate(LAYERS)}
 
 

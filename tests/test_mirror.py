@@ -23,7 +23,7 @@ WITHOUT = {
 OF_SEVERAL = {
     "checkpoint": "every_model older_versions processes",
     "cli": "hostile hub report seeds",
-    "faults": "commands damage kills stalls",
+    "faults": "commands damage kills leftovers machine resumes stalls surroundings",
     "launch": "torchrun",
     "models": "every_model zoo",
     "models/weights": "fuzz_folders load_memory",

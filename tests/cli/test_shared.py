@@ -94,3 +94,24 @@ def test_a_narrow_terminal_cuts_nothing_off_and_a_file_has_no_colours(
     monkeypatch.setenv("COLUMNS", "20")
     assert penstock("compare", *SMALL, "--memory-limit", "2") == wide
     assert "\x1b" not in wide.out
+
+
+CLOSED = """
+import os, sys
+from penstock.cli.shared import open_streams
+open_streams()
+assert [stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] == [0, 1, 2]
+assert all(os.get_inheritable(number) for number in range(3))
+print("a word")
+print("another", file=sys.stderr)
+assert sys.stdin.read() == ""
+file = os.open(os.devnull, os.O_RDONLY)
+sys.exit(0 if file > 2 else 1)
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_become_empty_ones(closed: str) -> None:
+    """0.5.0: AttributeError, as Python has None for them."""
+    command = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, CLOSED]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode == 0

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.xdist_group("pool")
 KILLS = [
     Strike(1, "the look for a checkpoint"),
     Strike(0, "the taking of the folder"),
+    Strike(1, "the job's group"),
     Strike(1, "the handshake"),
+    Strike(1, "the mesh"),
     Strike(1, "the groups"),
     Strike(0, "the build"),
     Strike(1, "the writer's group"),
@@ -48,7 +50,9 @@ KILLS = [
     Strike(0, "what follows a commit", 2),
     Strike(0, "the removal of an older one"),
 ]
-START_UP = KILLS[:6]  # nothing says there that a rank is gone: its peers wait, until a launcher ends them
+# before a rank has joined, nothing says that it is gone: its peers wait, until a launcher ends them
+UNKNOWN = KILLS[:2]
+NOTICED = 10.0  # seconds in which the others end, whatever the timeout
 DEFAULT = ("the rename of a commit",)
 
 
@@ -65,13 +69,14 @@ def parameters(strikes: list[Strike]) -> list[object]:
 def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Path, row: Row, strike: Strike
 ) -> None:
-    made = tree(tmp_path, timeout=4.0 if strike in START_UP else TIMEOUT)
+    made = tree(tmp_path, timeout=4.0 if strike in UNKNOWN else TIMEOUT)
     killed = attempt(made, [strike])
     assert not killed.hung
     assert killed.codes[strike.rank] == -9, killed.said
     error = killed.errors[1 - strike.rank]
     assert error["kind"] in ("PeerLostError", "StalledPeerError", "RunError"), error
     assert f"rank {strike.rank}" in error["text"]
+    assert killed.seconds < NOTICED
     done = steps_done(tmp_path)
     resumed = attempt(made, resume=NEWEST)
     assert list(resumed.codes.values()) == [0, 0], resumed.errors
@@ -79,6 +84,21 @@ def test_a_killed_rank_costs_the_steps_since_the_newest_checkpoint(
     began = went_on_from(resumed.said[0])
     assert done - began <= 4  # a checkpoint every second step, which is written while the next two run
     row.note(seconds=killed.seconds, cause=killed.cause, lost=max(0, done - began))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("point", ["the mesh", "the reductions"])
+@pytest.mark.fault("a rank is killed, then --resume", "the making of a mesh of two axes")
+def test_a_rank_that_is_killed_while_groups_of_a_mesh_are_made_is_noticed_in_seconds(
+    tmp_path: Path, row: Row, point: str
+) -> None:
+    """0.5.0: after the timeout, as torch waits that long for each rank to join a group."""
+    killed = attempt(tree(tmp_path, parallel={"dp_shard": 2}), [Strike(1, point)])
+    assert not killed.hung
+    assert sorted(killed.errors) == [0, 2, 3]
+    assert all(f" on {HOST} failed first: it ended" in error["text"] for error in killed.errors.values())
+    assert killed.seconds < NOTICED
+    row.note(seconds=killed.seconds, cause=killed.cause, lost=0)
 
 
 @pytest.mark.sweep

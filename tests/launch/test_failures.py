@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import socket
@@ -157,3 +158,27 @@ def test_an_error_that_names_its_rank_is_not_given_that_of_who_raised_it(
     said = capsys.readouterr().err
     assert said.startswith(f"penstock: error: {error}\n")
     assert failures.describe(error, rank=2) == f"penstock: error: {error}"
+
+
+def test_a_rank_that_ran_out_of_something_says_so_without_a_traceback(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """0.5.0: "OSError: [Errno 24] Too many open files" with a traceback, or a bare "MemoryError: "."""
+    ended = {
+        0: ends(folder, 0, 1, lost(0, {})),
+        1: ends(folder, 1, 1, OSError(errno.EMFILE, "Too many open files")),
+    }
+    assert failures.report(ended)[0] == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"penstock: error: rank 1 on {HOST}: ulimit -n ")
+    assert "Traceback" not in said
+    assert "MemoryError" in failures.describe(MemoryError())
+    assert "()" not in failures.describe(MemoryError())
+
+
+def test_a_rank_that_was_killed_for_memory_is_named_with_that(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed = ends(folder, 1, -signal.SIGKILL)._replace(for_memory=True)
+    assert failures.report({1: killed})[0] == 137
+    assert "(SIGKILL), as memory ran out: the kernel has killed" in capsys.readouterr().err

@@ -17,7 +17,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from penstock.errors import RunError
 from penstock.launch import store as module
-from penstock.launch.failures import too_many_files
 from penstock.launch.store import GuardedStore, user_of
 from support.pool import start
 from support.refusals import refuses
@@ -170,10 +169,3 @@ def test_a_store_that_could_open_no_connections_is_refused(tmp_path: Path) -> No
     process = start(too_few, str(tmp_path))
     process.join(60)
     assert process.exitcode == 0
-
-
-def test_the_limit_of_descriptors_is_named() -> None:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    error = too_many_files("the launcher")
-    assert error.value == f"ulimit -n {soft}"
-    assert "the launcher has" in error.rule

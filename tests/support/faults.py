@@ -137,6 +137,7 @@ def _rank(made: Tree, rank: int, ranks: int, port: int, strikes: list[Strike], r
     from penstock.launch import stop as launch
     from penstock.launch.failures import ERROR_FILE
     from penstock.parallel import mesh
+    from penstock.shortages import shortage
     from penstock.train.config.sections import TrainConfig
     from penstock.train.preflight import preflight
     from penstock.train.run import run
@@ -159,7 +160,7 @@ def _rank(made: Tree, rank: int, ranks: int, port: int, strikes: list[Strike], r
     try:
         run(preflight(TrainConfig.model_validate(made), resume))
     except Exception as error:
-        words = {"kind": type(error).__name__, "text": str(error)}
+        words = {"kind": type(error).__name__, "text": str(shortage(error) or error)}
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)  # a strike may have set it
         (folder / f"rank-{rank}.json").write_text(json.dumps(words))
         launch.fail(error)

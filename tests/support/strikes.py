@@ -11,8 +11,11 @@ import importlib
 import json
 import math
 import os
+import re
 import resource
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -28,8 +31,11 @@ POINTS = {
     "the data": ("penstock.train.preflight", "load_data"),
     "the taking of the folder": ("penstock.train.run", "owned"),
     "the joining": ("penstock.parallel.mesh", "_await_all"),
+    "the job's group": ("torch.distributed", "init_process_group"),
     "the handshake": ("penstock.runtime.ranks", "Ranks.same"),
+    "the mesh": ("penstock.parallel.world", "pipeline_mesh"),
     "the groups": ("penstock.parallel.world", "Groups"),
+    "the reductions": ("penstock.parallel.reductions", "Reductions._connect"),
     "the build": ("penstock.train.run", "make_optimizers"),
     "the load of a checkpoint": ("penstock.train.before_steps", "load_checkpoint"),
     "the writer's group": ("penstock.train.run", "CheckpointWriter"),
@@ -50,6 +56,7 @@ POINTS = {
     "the manifest of a commit": ("penstock.models.weights.folder", "_publish"),
     "the rename of a commit": ("pathlib", "Path.rename"),
     "what follows a commit": ("penstock.checkpoint.background", "follow"),
+    "the end": ("penstock.train.run", "_report"),
     "the removal of an older one": ("penstock.train.checkpoints", "remove_folder"),
 }
 _ENVIRONMENT, AT_STEP = "PENSTOCK_TEST_STRIKES", "PENSTOCK_TEST_KILLS"
@@ -71,6 +78,18 @@ def _kill(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
 
 def _stop(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _pause(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """Stop for `number` seconds."""
+    wake = f"sleep {strike.number}; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill_launcher(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """The command that started this rank is killed, and this rank goes on."""
+    os.kill(int(os.environ["PENSTOCK_LAUNCHER"]), signal.SIGKILL)
 
 
 def _terminate(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
@@ -102,6 +121,50 @@ def _full(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
     file = folder / "out" / "metrics.jsonl"
     file.unlink()
     file.symlink_to("/dev/full")
+
+
+def _remove(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """Somebody removes the run's folder."""
+    shutil.rmtree(folder / "out")
+
+
+def _replace(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """Somebody moves the run's folder away, and a file has its name."""
+    (folder / "out").rename(folder / "moved")
+    (folder / "out").touch()
+
+
+def _freeze(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """From now on nobody can write in the run's folder, not even root. `thaw` ends it."""
+    subprocess.run(["chattr", "-R", "+i", str(folder / "out")], check=True)
+
+
+def thaw(folder: Path) -> None:
+    subprocess.run(["chattr", "-R", "-i", str(folder / "out")], check=True)
+
+
+def _starve(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """This process may have as much memory as it has, and needs `number` MiB more."""
+    import torch  # late: `sitecustomize` imports this file in every process
+
+    limit = 1024 * int(re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    torch.zeros(strike.number << 18)
+
+
+def _use_up_files(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """This process may open `number` files more."""
+    limit = len(os.listdir("/proc/self/fd")) + strike.number
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+CONTROL_GROUP = Path("/sys/fs/cgroup/memory") / "penstock-faults"
+
+
+def _be_killed_for_memory(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
+    """The kernel kills this process, whose control group has no memory for it."""
+    (CONTROL_GROUP / "cgroup.procs").write_text(str(os.getpid()))
+    bytearray(b"x") * (1 << 28)
 
 
 def _fail(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
@@ -138,7 +201,9 @@ def _spoil_message(strike: Strike, folder: Path, given: Sequence[Any]) -> None:
 DEEDS: dict[str, Callable[[Strike, Path, Sequence[Any]], None]] = {
     "kill": _kill, "stop": _stop, "terminate": _terminate, "raise": _raise, "leave": _leave, "fill": _fill,
     "full": _full, "fail": _fail, "clock": _turn_clock, "gradient": _spoil_gradient, "weight": _spoil_weight,
-    "message": _spoil_message, "machine": _lose_machine,
+    "message": _spoil_message, "machine": _lose_machine, "pause": _pause, "launcher": _kill_launcher,
+    "remove": _remove, "replace": _replace, "freeze": _freeze, "starve": _starve, "files": _use_up_files,
+    "memory": _be_killed_for_memory,
 }  # fmt: skip
 
 

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from penstock.launch.stop import Stop
+from penstock.pipeline.pipeline import Pipeline
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import preflight
 from penstock.train.run import run
+from penstock.train.state import read_state
 from support.pool import Pool
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 
@@ -104,3 +106,62 @@ def test_a_run_goes_on_with_another_number_of_processes_and_says_so(
     meshes = {2: "pp=2", 4: "pp=2 x dp_shard=2"}
     assert f"was {before} processes, now {now}: {meshes[now]} (was {meshes[before]})" in ended["said"]
     assert [row["step"] for row in metrics(tmp_path) if "loss" in row] == [1, 2, 3, 4]
+
+
+def cut_short(tree: dict[str, Any], rank: int, nth: int) -> dict[str, Any]:
+    """A run in which a process gets SIGTERM as it begins to evaluate its `nth` batch; 0 for never."""
+    torch.set_num_threads(1)
+    said, evaluate, calls = io.StringIO(), Pipeline.evaluate, 0
+
+    def strike(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not stop.number:
+                os.sched_yield()
+        return evaluate(pipe, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), Stop() as stop:
+        close = dist.destroy_process_group  # the world itself is the pool's to close
+        patch.setattr(dist, "destroy_process_group", lambda group=None: group and close(group))
+        patch.setattr(Pipeline, "evaluate", strike)
+        last = run(preflight(TrainConfig.model_validate(tree), NEWEST), stop)
+    ended = {"step": last.number, "stopped": last.stopped, "ended": last.ended}
+    return {**ended, "calls": calls, "said": said.getvalue()}
+
+
+def held_out(folder: Path) -> dict[int, float]:
+    evaluated = [(row["step"], row["held_out_loss"]) for row in metrics(folder) if "held_out_loss" in row]
+    assert len(evaluated) == len(dict(evaluated)), f"a step has two rows: {evaluated}"
+    return dict(evaluated)
+
+
+@pytest.mark.fault("the whole job is ended", "SIGTERM of a rank in an evaluation, which is cut short")
+def test_a_signal_cuts_an_evaluation_short_and_the_run_that_goes_on_begins_with_it(
+    tmp_path: Path, pool: Pool
+) -> None:
+    """0.5.0: the run evaluated to the end first, beyond any grace period."""
+    keys = {"data.held_out": 0.5, "train.batch_size": 2, "train.early_stop": {"patience": 9}}
+    tree, whole = made(tmp_path, **keys), made(tmp_path / "whole", **keys)
+    undisturbed = pool.run(2, cut_short, whole, 0, 0)[0]
+    batches = undisturbed["calls"] // 3  # of the evaluations after steps 0, 2 and 4
+    assert batches > 3
+    results = pool.run(2, cut_short, tree, 1, batches + 2)
+    assert [(each["step"], each["stopped"]) for each in results] == [(2, True)] * 2
+    assert [each["calls"] for each in results] == [batches + 2] * 2
+    assert results[0]["ended"].startswith("after step 2 of 4: rank 1 on ")
+    assert held_out(tmp_path).keys() == {0}
+    again = pool.run(2, cut_short, tree, 0, 0)[0]
+    assert (again["step"], again["stopped"]) == (4, False)
+    assert held_out(tmp_path) == held_out(tmp_path / "whole")
+    assert_same_tensors(checkpoint(tmp_path / "whole", 4), checkpoint(tmp_path, 4))
+    states = [read_state(checkpoint(folder, 4)) for folder in (tmp_path, tmp_path / "whole")]
+    assert states[0].best == states[1].best
+    assert not any(state.unevaluated for state in states)
+
+
+def test_a_signal_in_the_first_evaluation_ends_the_run_after_a_step(tmp_path: Path, pool: Pool) -> None:
+    results = pool.run(2, cut_short, made(tmp_path), 0, 1)
+    assert [(each["step"], each["stopped"]) for each in results] == [(1, True)] * 2
+    assert not read_state(checkpoint(tmp_path, 1)).unevaluated

@@ -46,7 +46,7 @@ class BackgroundWrite:
     def _check(self) -> None:
         """Before each exchange of the processes that write."""
         if self._dropped.is_set():
-            raise RunError("a checkpoint under way", "it was abandoned", "Go on from the one before")
+            raise RunError("a checkpoint under way", "it was abandoned", "Go on from the one before, if any")
 
     def join(self, timeout: float | None = None) -> None:
         self._thread.join(timeout)

@@ -17,7 +17,7 @@ import typer
 
 import penstock
 from penstock.cli import schedule as schedule_commands
-from penstock.cli.shared import ScheduleChoice, ending_quietly, taking, usable
+from penstock.cli.shared import ScheduleChoice, ending_quietly, open_streams, taking, usable
 from penstock.errors import ConfigError
 from penstock.launch import failures
 from penstock.launch.start import Server
@@ -39,6 +39,7 @@ app.add_typer(data_commands, name="data")
 def main() -> None:
     """Run the command and exit: 0, 1 for a failed run, 2 for the user's errors, 75 for a run that a signal
     stopped and that has saved, 130 after Ctrl-C."""
+    open_streams()
     try:
         if "" in sys.argv:  # as from a shell's variable that is not set
             raise ConfigError("an empty argument", "as a path it would be the working folder", "Leave it out")

@@ -60,6 +60,24 @@ def taking(**makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Call
     return replace
 
 
+def open_streams() -> None:
+    """Give a command that was started with closed standard streams empty ones. Call it first.
+
+    Else the first files that it opens get their numbers, and what it prints goes there, or fails.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+            stream = open(os.devnull, mode)  # noqa: SIM115  its number is another file's by now
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(opened, True)
+            stream = open(opened, mode, closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+
+
 @contextmanager
 def ending_quietly() -> Iterator[None]:
     """End a command without a traceback on Ctrl-C, and when its pipe is closed (``| head``)."""

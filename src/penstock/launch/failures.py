@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import socket
 import sys
@@ -21,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, RunError, account_of
+from penstock.errors import InputError, PeerError, PeerLostError, PenstockError, account_of
+from penstock.shortages import OUT_OF_MEMORY, shortage
 
 INTERRUPTED = 130  # the code of shells for a command that Ctrl-C ended
 # EX_TEMPFAIL of sysexits.h, "try again later": a signal stopped the run, its checkpoint is written, and
@@ -61,20 +61,14 @@ class Failure(NamedTuple):
         time: when the launcher noticed it, in seconds of time.time()
         file: its record, which may not exist
         killed: whether the launcher itself killed it
+        for_memory: whether the kernel has killed a process of this machine for memory meanwhile
     """
 
     code: int
     time: float
     file: Path
     killed: bool = False
-
-
-def too_many_files(who: str) -> RunError:
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    rule = f"{who} has {most:,} files open, and may open no more"
-    return RunError(
-        f"ulimit -n {most}", rule, "Raise it (ulimit -n), or end the other processes of this user"
-    )
+    for_memory: bool = False
 
 
 def exit_code(error: BaseException) -> int:
@@ -86,6 +80,7 @@ def exit_code(error: BaseException) -> int:
 
 def describe(error: BaseException, rank: int | None = None) -> str:
     """The text for stderr: one `penstock: error:`, after the traceback of an error that is not typed."""
+    error = shortage(error) or error
     where = "" if rank is None or _names_rank(error) else _who(rank, exit_code(error))
     text = str(error) if isinstance(error, PenstockError) else _brief(error)
     return f"{_traceback(error)}penstock: error: {where}{text}"
@@ -133,7 +128,7 @@ def record(error: BaseException) -> None:
     path, now = os.environ.get(ERROR_FILE), time.time()
     if not path:
         return
-    account = account_of(error)
+    account, error = account_of(error), shortage(error) or error
     ours = {
         "time": now,
         "message": _brief(error),
@@ -220,6 +215,8 @@ def _cause(rank: int, failure: Failure, written: Mapping[str, Any], last: str) -
     if code < 0:
         order = _LAST if failure.killed else 2 if -code == signal.SIGABRT else 0
         killed = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        if failure.for_memory and -code == signal.SIGKILL:
+            killed += OUT_OF_MEMORY
         return Cause(order, when, rank, here, killed, last, "", 128 - code)
     return Cause(2, when, rank, here, f"ended with exit code {code}", last, "", code)
 

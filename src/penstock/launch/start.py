@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,9 +22,11 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from penstock.launch import failures
+from penstock.launch.folder import attempt_folder
 from penstock.launch.server import SIGNALS, RankProcess, Rehearsal, has_ended
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 from penstock.launch.store import GuardedStore
+from penstock.shortages import out_of_memory_kills, too_many_files
 
 _LOOKS = 0.1  # seconds between two polls
 _SILENCE = 3.0  # seconds from the end of a rank to the server's word of it
@@ -172,6 +173,7 @@ class _Attempt:
         ] = {}  # when a rank was first seen to have ended, without the server's word
         self.failures: dict[int, failures.Failure] = {}
         self.silent = ""
+        self._kills = out_of_memory_kills()
 
     def start(self, ranks: int, command: list[str], environment: dict[str, str]) -> None:
         self._left = {*range(ranks)}
@@ -205,8 +207,9 @@ class _Attempt:
                 continue
             self._left.discard(rank)
             if value:
-                failure = failures.Failure(value, time.time(), self._file(rank), rank in self._killed)
-                self.failures[rank] = failure
+                for_memory = out_of_memory_kills() > self._kills
+                file, killed = self._file(rank), rank in self._killed
+                self.failures[rank] = failures.Failure(value, time.time(), file, killed, for_memory)
 
     def end_silent_server(self, overdue: bool) -> None:
         """End a server, as one that was stopped, that has not told the end of a rank for too long.
@@ -288,8 +291,8 @@ class Launcher:
     def attempt(self, ranks: int, command: list[str], restarts: int = 0) -> Ended:
         """Run `ranks` copies of `command`. restarts: the number of earlier attempts"""
         # a store for each attempt, as all attempts use the same keys
-        with tempfile.TemporaryDirectory(prefix="penstock-") as folder, GuardedStore(ranks) as store:
-            attempt = _Attempt(self._server, Path(folder))
+        with attempt_folder() as folder, GuardedStore(ranks) as store:
+            attempt = _Attempt(self._server, folder)
             try:
                 self._starting = True
                 self._server.open()
@@ -314,7 +317,7 @@ class Launcher:
         while attempt.running:
             attempt.look(_LOOKS)
             if store.full:
-                raise failures.too_many_files("the launcher")
+                raise too_many_files("the launcher")
             if self._asked and attempt.started and not passed_on:
                 passed_on = True
                 if self._seconds > failures.GRACE_SECONDS:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import NoReturn, Self
 
@@ -202,7 +202,8 @@ def fail(error: BaseException, *, quiet: bool = False) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, with its output flushed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    """End this process at once, with its output flushed, as far as it can be written."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # a full disk; closed; None where Python had none
+            stream.flush()
     os._exit(code)

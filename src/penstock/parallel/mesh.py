@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from penstock.errors import ConfigError, ModelError, PeerLostError, StalledPeerError, WorldSizeError
 from penstock.parallel.axes import MESH, Axes
 from penstock.parallel.nccl import backend_of_gpus
-from penstock.runtime.health.limits import begun, within
+from penstock.runtime.health.limits import within
 from penstock.runtime.health.watch import Watch
 from penstock.runtime.transport.groups import backend_for, naming_peers, pipelines
+from penstock.shortages import shortage
 
 
 def make_mesh(axes: Axes, ranks: int, device: torch.device) -> DeviceMesh:
@@ -124,7 +125,7 @@ def init_process_group(device: torch.device, timeout: float, backend: str | None
         )
         with naming_peers(watch, making):
             if backend == "gloo":
-                watch.wait_patiently(making, begun(making, make), limit)
+                watch.call_together(making, make, limit)
             else:  # not in a thread, which has its own current GPU
                 make()
     except BaseException:
@@ -142,6 +143,8 @@ def _rendezvous(seconds: float) -> tuple[Store, int, int]:
         )
         return membership
     except RuntimeError as cause:
+        if (own := shortage(cause)) is not None:
+            raise own from cause
         port, first_line = os.environ.get("MASTER_PORT"), str(cause).splitlines()[0]
         at = f"MASTER_ADDR={os.environ.get('MASTER_ADDR')} MASTER_PORT={port}"
         if "EADDRINUSE" in str(cause):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,11 @@ from penstock.runtime.transport.distributed import (
     times_built,
     watch_of,
 )
-from penstock.runtime.transport.groups import Groups, naming_peers
+from penstock.runtime.transport.groups import FOREVER, Groups, naming_peers
 from penstock.runtime.transport.interface import LocalTransport, Transport
 from penstock.schedule import Schedule
 
+T = TypeVar("T")
 _MAKING = "the making of the process groups"
 
 
@@ -187,8 +188,10 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         if options.takes_all:  # before any group is made: different ranks would hang in making them
             _all_ranks(options.timeout, device, watch).same("build()", common)
         with nullcontext() if watch is None else naming_peers(watch, _MAKING):
-            mesh = pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
-            groups = Groups(mesh, options.timeout, options.transport)
+            mesh = _made_together(
+                watch, device, lambda: pipeline_mesh(options.mesh, schedule.ranks, device, options.axes)
+            )
+            groups = Groups(mesh, options.timeout, options.transport, watch)
             transport = DistributedTransport(groups, device, options.timeout, watch)
     batched = goes_in_batches(options, groups.backend, schedule)
     with close_on_error(transport), naming_peers(transport.watch, _MAKING):
@@ -203,7 +206,9 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
         offset = clock_offset(transport.ranks)
         reductions = Reductions()
         if options.axes is not None:
-            reductions = Reductions.over(mesh, transport.watch, groups.limit)
+            reductions = _made_together(
+                watch, device, lambda: Reductions.over(mesh, transport.watch, groups.limit)
+            )
             transport.closers.append(reductions.close)
             transport.ranks.mesh = reductions.everyone
     on_nccl, rank = groups.backend == "nccl", transport.rank
@@ -215,6 +220,16 @@ def _add_checksums(transport: Transport, schedule: Schedule, options: WorldOptio
     if options.checksums:
         hosts = schedule.placement.rank_of
         transport.messages = CheckedMessages(transport.messages, hosts, options.wire, transport.name_of)
+
+
+def _made_together(watch: Watch | None, device: torch.device, make: Callable[[], T]) -> T:
+    """The result of `make`, in which torch makes groups of a mesh. Collective.
+
+    Where a process ends meanwhile, the others notice at once; not on a GPU, of which each thread has its own.
+    """
+    if watch is None or device.type == "cuda":
+        return make()
+    return watch.call_together(_MAKING, make, FOREVER)  # torch has a limit
 
 
 def _all_ranks(timeout: float, device: torch.device, watch: Watch | None) -> GroupRanks:

@@ -15,7 +15,7 @@ from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.errors import RunError
 from penstock.launch.stop import PASSED_ON, Stop
 from penstock.models.model_folder import TOKENIZER, other_files
-from penstock.pipeline.steps.step import accuracy_of
+from penstock.pipeline.steps.step import StepResult, accuracy_of
 from penstock.train.checkpoints import best_link, checkpoint_folder, link_best, prune
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.part import Run, RunPart, TrainStep
@@ -27,20 +27,23 @@ _LARGEST_EXPONENT = 700.0
 
 
 class HeldOutEvaluation(RunPart):
-    """Evaluates before the first step, every train.evaluate_every steps, and after the last."""
+    """Evaluates before the first step, every train.evaluate_every steps, and after the last.
+
+    A signal cuts an evaluation short, and the run that goes on begins with it.
+    """
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        if self.run.start.done == 0:
-            self._evaluate(0)
+        start = self.run.start
+        if start.done == 0 or start.state.unevaluated:
+            self._evaluate(start.done)
         yield
 
     def after(self, step: TrainStep) -> None:
         run, section = self.run, self.run.config.train
-        if not run.evaluates(step.number):
-            return
-        self._evaluate(step.number)
-        if step.number == section.last or section.early_stop is None:
+        evaluated = run.evaluates(step.number) and self._evaluate(step.number)
+        run.state = run.state._replace(unevaluated=run.evaluates(step.number) and not evaluated)
+        if not evaluated or step.number == section.last or section.early_stop is None:
             return
         early = run.state.best.ends(section.early_stop)
         if run.pipe.reductions.max(int(bool(early))):  # losses may differ by rounding; all ranks end together
@@ -48,23 +51,30 @@ class HeldOutEvaluation(RunPart):
             step.ended = f"early, after step {step.number} of {section.last}: {why}"
             step.stopped = False  # a signal in this step changes nothing
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, step: int) -> bool:
+        """Evaluate after this step. Returns whether no signal came."""
         run = self.run
         state, row, keep = run.state, self.evaluation(step), run.config.output.keep
+        if row is None:
+            run.display.say(f"step {step}/{run.config.train.last}  a signal cut its evaluation short")
+            return False
         best = state.best.after(step, row["held_out_loss"], run.config.train.early_stop)
         run.state = state._replace(best=best)
         if step:  # before the first one there is nothing to save
             ranking = ranked(state.ranking, step, keep.score(row), run.config.kept_best)
             run.state = run.state._replace(ranking=ranking)
+        return True
 
-    def evaluation(self, step: int) -> MetricsRow:
+    def evaluation(self, step: int) -> MetricsRow | None:
         """Write, show and return the mean loss a token over the held-out batches, in nats, and more.
 
-        Raises RunError if it is not finite.
+        None if a signal came before the last batch. Raises RunError if the loss is not finite.
         """
-        run, started = self.run, time.perf_counter()
-        batches = run.steps.data.held_out_batches(run.config.train.evaluate_batches)
-        results = [run.pipe.evaluate(run.prepare(batch).content) for batch in batches]
+        run, started, results = self.run, time.perf_counter(), list[StepResult]()
+        for batch in run.steps.data.held_out_batches(run.config.train.evaluate_batches):
+            if any(run.pipe.reductions.asked):  # the same on all ranks
+                return None
+            results.append(run.pipe.evaluate(run.prepare(batch).content))
         tokens = sum(result.tokens for result in results)
         loss = sum(result.loss * result.tokens for result in results) / tokens
         if reason := not_finite(held_out_loss=loss):
@@ -119,8 +129,8 @@ class SignalsWait(RunPart):
         late = RunError(
             f"train.stop_seconds={seconds:g}",
             "a signal asked the run to stop, and it has not written its checkpoint within this time",
-            "The checkpoint before is whole. Give more seconds, and set as long a grace period where the "
-            "signal comes from",
+            "One before it, if there is one, is whole. Give more seconds, and set as long a grace period "
+            "where the signal comes from",
         )
         return self._stop.saves(seconds, late)
 

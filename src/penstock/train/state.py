@@ -22,6 +22,7 @@ from penstock.train.config.sections import EarlyStopSection, TrainConfig
 from penstock.train.settings import mesh_of
 
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0
+_LATER = ("run", "skipped", "data", "mesh", "unevaluated")  # entries that an older version did not write
 _REMEDY = "Give a checkpoint that penstock train wrote"
 
 
@@ -103,6 +104,7 @@ class RunState(NamedTuple):
         best: of the evaluations up to `step`
         seen: of the losses up to `step`
         ranking: of the evaluations after a step: the best ones, whose checkpoints stay
+        unevaluated: whether a signal cut the evaluation after `step` short
         mesh: the size of each axis; None in older versions
         config: the run's whole config at that step
         versions: of penstock and torch
@@ -115,6 +117,7 @@ class RunState(NamedTuple):
     best: BestEvaluation = BestEvaluation()
     seen: Seen = Seen()
     ranking: Ranking = ()
+    unevaluated: bool = False
     mesh: dict[str, int] | None = None
     config: dict[str, Any] = {}  # noqa: RUF012  no instance changes it
     versions: dict[str, str] = {}  # noqa: RUF012
@@ -128,7 +131,7 @@ class RunState(NamedTuple):
         """
         try:
             known = {"run": UNNAMED, **{key: entries[key] for key in ("step", "config", "versions")}}
-            known |= {key: entries[key] for key in ("run", "skipped", "data", "mesh") if key in entries}
+            known |= {key: entries[key] for key in _LATER if key in entries}
             best, seen = BestEvaluation(*entries.get("best", ())), Seen.of(*entries.get("seen", ()))
             ranking = tuple((loss, at) for loss, at in entries.get("ranking", ()))
             state = cls(**known, best=best, seen=seen, ranking=ranking)
@@ -167,6 +170,7 @@ class RunState(NamedTuple):
             "mesh": mesh is None
             or (isinstance(mesh, dict) and all(type(size) is int and size > 0 for size in mesh.values())),
             "seen": self.seen.is_possible(),
+            "unevaluated": type(self.unevaluated) is bool,
             "ranking": all(
                 type(loss) in (int, float) and math.isfinite(loss) and type(at) is int and 0 < at <= step
                 for loss, at in self.ranking

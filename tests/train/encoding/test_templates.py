@@ -60,8 +60,23 @@ def test_what_a_template_raises_is_raised_here(process: TemplateProcess) -> None
     assert caught.value.lineno == 2
     with pytest.raises(TemplateError, match="no such role"):
         process.render("{{ raise_exception('no such role') }}", CHAT, {})
-    with pytest.raises(TemplateError, match="can only concatenate str"):
+    with pytest.raises(TemplateError, match="TypeError: can only concatenate str"):
         process.render("{{ 'a' + 1 }}", CHAT, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('') }}", "TemplateError"),
+        ("{{ {}['role'].strip() }}", "'dict object' has no attribute 'role'"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ [].pop() }}", "access to attribute 'pop' of 'list' object is unsafe"),
+    ],
+)
+def test_an_error_of_a_template_says_its_kind(template: str, words: str) -> None:
+    """0.5.0: "the chat template refuses it ()", or a bare message of Python."""
+    with refuses(DataError, "data file a", f"the chat template refuses it ({words}"):
+        encoder(template).encode("a", {"messages": CHAT})
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_training"])

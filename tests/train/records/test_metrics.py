@@ -167,3 +167,13 @@ def test_other_processes_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
         display.step(row(1))
         display.say("text")
     assert capsys.readouterr().out == ""
+
+
+def test_a_file_that_somebody_removed_is_not_made_anew(tmp_path: Path) -> None:
+    """0.5.0: the run went on, and the rows before were missing without a word."""
+    metrics = Metrics(tmp_path / "metrics.jsonl", "run")
+    metrics.write({"step": 1, "loss": 1.0})
+    (tmp_path / "metrics.jsonl").unlink()
+    with refuses(RunError, "metrics.jsonl", "No such file or directory", "See that it exists"):
+        metrics.write({"step": 2, "loss": 1.0})
+    assert list(tmp_path.iterdir()) == []

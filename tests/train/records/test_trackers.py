@@ -203,6 +203,7 @@ def test_a_tracker_that_cannot_write_is_warned_of_once_and_named_in_the_summary(
 
 # _trackers, _process: that it has ended is seen there alone
 @pytest.mark.long
+@pytest.mark.fault("a tracker hangs", "it is stopped, as one that waits for a network")
 def test_a_tracker_that_does_not_finish_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stopped, as a library is that waits for a network."""
     monkeypatch.setattr(module, "PATIENCE", 0.5)

@@ -17,16 +17,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from penstock.errors import PeerError, PeerLostError, StalledPeerError, give_account
-from penstock.runtime.health.limits import ANSWERS, is_late
+from penstock.errors import PeerError, PeerLostError, RunError, StalledPeerError, give_account
+from penstock.runtime.health.limits import ANSWERS, begun, is_late, is_of_peer
 from penstock.runtime.health.notes import FailureNotes, FirstFailure, LimitedStore, PeerWait, Pulse, lives
 from penstock.runtime.recorder import Progress, account
 from penstock.schedule import Op
 from penstock.schedule.order import Message
+from penstock.shortages import OUT_OF_MEMORY, out_of_memory_kills, shortage
 
 _PATIENCE = 0.5  # seconds to wait for the first failure's reason; it is written before connections close
 _START = 20.0  # seconds: the store's limit at start-up, and the most that it may be until something fails
@@ -34,6 +35,9 @@ _LINGERS = 10.0  # seconds that Python's exit waits for the last note
 _NOTICES = 1.0  # seconds in which a rank notices by itself that another one has failed
 _CEASED = 3  # periods without a note after which a rank counts as stuck
 _GONE = "; the store of the ranks' notes does not answer: this rank may be cut off, or its machine has ended"
+
+
+T = TypeVar("T")
 
 
 class Waiting(NamedTuple):
@@ -76,6 +80,7 @@ class Watch:
         # ends a call of torch or NCCL that blocks this rank's host, where that is possible: see `_free_host`
         self.frees: Callable[[], object] | None = None
         self._over = self._overdue = False  # this rank knows of a failure; its own op takes too long
+        self._kills = out_of_memory_kills()
         self._bereaved = False  # whether it has recorded the end of a process of its machine
         self._op: tuple[int, Op] | None = None
         self._began = 0.0
@@ -155,7 +160,7 @@ class Watch:
                 return
             except RuntimeError as cause:
                 if not is_late(cause):
-                    raise self._lost(waiting) from cause
+                    raise self._own_shortage(cause) or self._lost(waiting) from cause
                 self._pulse.look()
                 seconds = self._periods if self._over else self.timeout
                 stuck = [] if self._store.gone else self._ceased(self._everyone, seconds)
@@ -167,6 +172,27 @@ class Watch:
                     raise self._stalled(waiting, stuck) from cause
                 if any(self._pulse.still(process) > seconds for process in self._others(self._everyone)):
                     raise self._lost(waiting) from cause  # one that knew of a failure has ended
+
+    def call_together(self, what: str, call: Callable[[], T], limit: timedelta) -> T:
+        """Return the result of `call`, which blocks until all other ranks have made it too.
+
+        It runs in another thread, as torch does not end it where a rank has ended that had not yet joined.
+
+        Raises what `wait_patiently` does; PeerLostError as well where a rank has failed meanwhile.
+        """
+        wait = begun(what, call)
+
+        def look(period: timedelta) -> None:
+            try:
+                wait(period)
+            except RuntimeError as cause:
+                if is_late(cause) and self.broken:
+                    raise RuntimeError("connection closed: a rank has failed") from cause
+                if is_late(cause) or is_of_peer(cause):
+                    raise  # else it is an error of the call, which is raised below
+
+        self.wait_patiently(what, look, limit)
+        return wait(timedelta(0))
 
     @property
     def broken(self) -> bool:
@@ -200,15 +226,26 @@ class Watch:
         self._notes.fail(FirstFailure(self._process, self._notes.host, reason))
 
     def _record_death(self, process: int, how: str = "died or closed its connection") -> None:
-        reason = f"it {how}, as {self._own_name} noticed"
+        memory = OUT_OF_MEMORY if out_of_memory_kills() > self._kills else ""
+        reason = f"it {how}, as {self._own_name} noticed{memory}"
         self._notes.fail(FirstFailure(process, self._host(process), reason))
+
+    def _own_shortage(self, cause: BaseException) -> RunError | None:
+        """The error of a wait that failed because this process itself has run out of something."""
+        own = shortage(cause)
+        if own is not None:
+            self.failed(f"{own.value}: {own.rule}")
+        return own
 
     # ---- errors
 
-    def error(
-        self, cause: BaseException, what: Message | str = "", peer: int | None = None
-    ) -> PeerLostError | StalledPeerError:
-        """The typed error for a wait that failed with `cause`: the one for `what`, or the one last begun."""
+    def error(self, cause: BaseException, what: Message | str = "", peer: int | None = None) -> RunError:
+        """The typed error for a wait that failed with `cause`: the one for `what`, or the one last begun.
+
+        A PeerLostError or StalledPeerError, unless this process has run out of something.
+        """
+        if (own := self._own_shortage(cause)) is not None:
+            return own
         if what:
             self.begin(what, peer)
         waiting = self._waiting or Waiting("an answer", None, time.monotonic())

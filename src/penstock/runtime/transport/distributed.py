@@ -64,7 +64,7 @@ class DistributedTransport(Transport):
             watch = watch_of(drawn[0], self.rank, groups.size, timeout)
         else:
             watch.number_ranks(groups.members)
-        self.watch = watch
+        self.watch = groups.watch = watch
         self.ranks: GroupRanks = GroupRanks(
             groups.host, groups.limit, watch=watch, waits_for="the end of the step", numbered=True,
             another=partial(groups.new_on_host, "pp background"),

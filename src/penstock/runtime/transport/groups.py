@@ -31,11 +31,16 @@ class Groups:
     Args:
         timeout: seconds that a collective may take.
         backend: "gloo" or "nccl"; None takes that of the mesh.
+        watch: of all processes of the job, which then notice one that ends while a group is made.
     """
 
     _aborted = False
+    watch: Watch | None = None
 
-    def __init__(self, mesh: DeviceMesh, timeout: float, backend: str | None = None) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, timeout: float, backend: str | None = None, watch: Watch | None = None
+    ) -> None:
+        self.watch = watch
         pipeline = mesh["pp"]
         group = pipeline.get_group()
         self.rank = pipeline.get_local_rank()
@@ -84,7 +89,7 @@ class Groups:
 
     def _make(self, ranks: list[int], name: str, messages: bool, backend: str) -> dist.ProcessGroup:
         if backend != "nccl":
-            return new_group(ranks, self.limit, name)
+            return new_group(ranks, self.limit, name, self.watch)
         group: dist.ProcessGroup = dist.new_group(
             ranks,
             # NCCL's own timeout begins when the host queues an op, which may be long before it can run
@@ -169,18 +174,23 @@ def never_free(group: dist.ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def new_group(ranks: Sequence[int], limit: datetime.timedelta, name: str) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], limit: datetime.timedelta, name: str, watch: Watch | None = None
+) -> dist.ProcessGroup:
     """A gloo group of these processes of the job. Collective.
 
     Raises RuntimeError where a process does not join, or where the store does not answer: torch itself waits
-    for an answer without a limit.
+    for an answer without a limit. With a watch of all processes: PeerError, also as soon as one has ended.
     """
-    group: dist.ProcessGroup = within(
-        limit.total_seconds() + _SPARE,
-        f"the making of process group {name!r}",
-        lambda: dist.new_group([*ranks], timeout=limit, backend="gloo", group_desc=name),
-    )
-    return group
+    what, longest = f"the making of process group {name!r}", limit + datetime.timedelta(seconds=_SPARE)
+
+    def make() -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group([*ranks], timeout=limit, backend="gloo", group_desc=name)
+        return group
+
+    if watch is None:
+        return within(longest.total_seconds(), what, make)
+    return watch.call_together(what, make, longest)
 
 
 def naming_peers(watch: Watch, what: str) -> AbstractContextManager[None]:

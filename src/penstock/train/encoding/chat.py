@@ -35,7 +35,7 @@ from penstock.errors import DataError
 from penstock.private import tree_leaves
 from penstock.train.data.sources import RecordError, blaming
 from penstock.train.encoding.record import SYSTEMS, THOUGHTS, Chat, ChatReader, Texts
-from penstock.train.encoding.templates import OverLimitError, has_marks
+from penstock.train.encoding.templates import OverLimitError, has_marks, in_a_line
 from penstock.train.encoding.tokenizer import HuggingFace, Ids
 
 Labels = npt.NDArray[np.int32]
@@ -120,7 +120,7 @@ class ChatEncoder:
             )
             raise RecordError(rule, f"{remedy}; or give another one (data.chat_template)") from None
         except Exception as error:  # Jinja's, or any error of a template for values of another type
-            rule = f"the chat template refuses it ({' '.join(str(error).split())})"
+            rule = f"the chat template refuses it ({in_a_line(error)})"
             remedy = "Mend it, or give a template that accepts it (data.chat_template)"
             raise RecordError(rule, remedy) from None
 

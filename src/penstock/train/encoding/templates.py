@@ -41,6 +41,14 @@ def has_marks(template: str) -> bool:
     return bool(_MARK.search(template))
 
 
+def in_a_line(error: Exception) -> str:
+    """An error of a template in one line: Jinja's message, or of any other error also its kind."""
+    message, kind = " ".join(str(error).split()), type(error).__name__
+    if isinstance(error, TemplateError) and message:
+        return message
+    return f"{kind}: {message}" if message else kind
+
+
 class OverLimitError(Exception):
     """A template needs more than it may have. The message goes on after "the chat template"."""
 
@@ -185,7 +193,7 @@ def _answer(request: bytes) -> dict[str, Any]:
     except MemoryError:
         return {"error": f"needs more than {MEMORY >> 30} GiB of memory for it", "over": True}
     except Exception as error:  # Jinja's, or any error of a template for values of another type
-        return {"error": str(error) or type(error).__name__, "over": False}
+        return {"error": in_a_line(error), "over": False}
     if len(texts[0]) > LONGEST:
         return {"error": f"writes {len(texts[0]):,} characters, and {LONGEST:,} are the most", "over": True}
     return {"text": texts[0], "marks": marks[0] if marks else []}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -20,6 +21,7 @@ from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json
 
 MetricsRow = dict[str, Any]
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 T = TypeVar("T")
 _LONGEST = 1e12  # seconds that a row can have taken
 
@@ -46,7 +48,8 @@ def writable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         rule = f"it cannot be written ({error.strerror or error})"
-        remedy = "Make room on that disk, and go on from the newest checkpoint with --resume"
+        first = "Make room on that disk" if error.errno in _FULL else "See that it exists and can be written"
+        remedy = f"{first}; --resume goes on from the newest checkpoint, if there is one"
         raise RunError(f"{path}", rule, remedy) from error
 
 
@@ -91,8 +94,13 @@ class Metrics:
     def write(self, row: MetricsRow) -> None:
         """Append a row. Raises RunError; ValueError for a NaN, which JSON does not have."""
         line = json.dumps({**row, "run": self._run}, allow_nan=False) + "\n"
-        with writable(self._path), self._path.open("a", encoding="utf-8") as file:
+        with writable(self._path), open(self._path, "a", encoding="utf-8", opener=_existing) as file:
             file.write(line)
+
+
+def _existing(path: str, flags: int) -> int:
+    """Open a file, and make none: the rows of one that somebody removed would be missing without a word."""
+    return os.open(path, flags & ~os.O_CREAT)
 
 
 def without_replaced_rows(rows: Iterable[tuple[MetricsRow, T]]) -> list[tuple[MetricsRow, T]]:
