@@ -36,7 +36,8 @@ OF_SEVERAL = {
     "schedule": "properties",
     "schedule/builders": "builders",
     "schedule/render": "render",
-    "train": "chats exactly_once heads mesh masked_models precision protocol ramps reward_models",
+    "train": "chats embedding_models exactly_once heads masked_models mesh precision protocol ramps "
+    "reward_models",
     "train/data": "document_length",
     "train/encoding": "columns",
 }

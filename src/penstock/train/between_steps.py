@@ -64,7 +64,7 @@ class HeldOutEvaluation(RunPart):
         """
         run, started = self.run, time.perf_counter()
         batches = run.steps.data.held_out_batches(run.config.train.evaluate_batches)
-        results = [run.pipe.evaluate(batch.content) for batch in batches]
+        results = [run.evaluate(batch.content) for batch in batches]
         tokens = sum(result.tokens for result in results)
         loss = sum(result.loss * result.tokens for result in results) / tokens
         if reason := not_finite(held_out_loss=loss):

@@ -1,8 +1,8 @@
-"""The keys of train.loss: a loss of preferences, in place of that of next tokens."""
+"""The keys of train.loss: a loss of pairs of rows, in place of that of next tokens."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -10,10 +10,18 @@ from penstock.options import NotNegative
 from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
+    from penstock.batch.loss import Loss
     from penstock.batch.preferences import Preference
 
 
-class DPOSection(Section):
+class LossKeys(Section):
+    """The keys of one loss. data: the kind of data that it reads; compares: its rows, in words"""
+
+    data: ClassVar[str] = "preference"
+    compares: ClassVar[str] = "chosen and rejected rows"
+
+
+class DPOSection(LossKeys):
     """Direct preference optimization. The reference is the starting weights, without a new adapter."""
 
     kind: Literal["dpo"] = "dpo"  # the name alone means all defaults
@@ -21,14 +29,14 @@ class DPOSection(Section):
     variant: Literal["sigmoid", "ipo"] = "sigmoid"  # ipo: a squared distance, of means over tokens
 
 
-class ORPOSection(Section):
+class ORPOSection(LossKeys):
     """Odds ratio preference optimization: the chosen completion's mean loss a token, and odds of both."""
 
     kind: Literal["orpo"] = "orpo"  # likewise
     beta: Positive = 0.1  # weight of the odds, the paper's lambda
 
 
-class SimPOSection(Section):
+class SimPOSection(LossKeys):
     """Simple preference optimization: means over tokens, without a reference."""
 
     kind: Literal["simpo"] = "simpo"  # likewise
@@ -36,26 +44,40 @@ class SimPOSection(Section):
     gamma: Annotated[float, Field(ge=0)] = 1.0  # the margin that it is to reach
 
 
-class RewardSection(Section):
+class RewardSection(LossKeys):
     """A reward model's loss (Bradley-Terry): the chosen row's score is to be above the rejected one's."""
 
     kind: Literal["reward"] = "reward"  # likewise; the model is a classifier with num_labels: 1
     center: NotNegative = 0.0  # weight of the squared sum of both scores, which keeps them around 0
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection
+class ContrastiveSection(LossKeys):
+    """An embeddings model's loss: an anchor's positive against all other positives of the step (InfoNCE)."""
+
+    kind: Literal["contrastive"] = "contrastive"  # likewise; a classifier, whose num_labels is the width
+    temperature: Positive = 0.05  # cosines are divided by it
+    data: ClassVar[str] = "pair"
+    compares: ClassVar[str] = "anchors and positives"
+
+
+AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection | ContrastiveSection
 LOSSES: dict[str, type[AnyLoss]] = {
     "dpo": DPOSection,
     "orpo": ORPOSection,
     "simpo": SimPOSection,
     "reward": RewardSection,
+    "contrastive": ContrastiveSection,
 }
 
 
-def make_loss(section: AnyLoss) -> Preference:
+def make_loss(section: AnyLoss) -> Loss:
     """The loss with the keys of a section."""
     from penstock.batch import preferences  # a config with an error is refused without torch
+    from penstock.batch.contrastive import Contrastive
+    from penstock.pipeline.whole_step import WholeStepLoss
 
+    if isinstance(section, ContrastiveSection):
+        return WholeStepLoss(Contrastive(section.temperature))
     kinds: dict[str, type[Preference]]
     kinds = {
         "dpo": preferences.DPO,
@@ -74,7 +96,8 @@ LossSection = Annotated[
     Annotated[DPOSection, Tag(tag("dpo"))]
     | Annotated[ORPOSection, Tag(tag("orpo"))]
     | Annotated[SimPOSection, Tag(tag("simpo"))]
-    | Annotated[RewardSection, Tag(tag("reward"))],
+    | Annotated[RewardSection, Tag(tag("reward"))]
+    | Annotated[ContrastiveSection, Tag(tag("contrastive"))],
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

@@ -37,7 +37,7 @@ from penstock.options import (
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
-from penstock.train.config.loss import LossValue
+from penstock.train.config.loss import LOSSES, LossValue
 from penstock.train.config.values import (
     CheckpointingValue,
     CompileValue,
@@ -137,10 +137,11 @@ class RecordSection(Section):
     # tokens: input_ids, perhaps labels; both from JSON, JSONL, Parquet or a dataset. preference: chosen and
     # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. classification:
     # a text and its label, token_classification: words and their labels, from such files, for a model with
-    # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
+    # such a head. pair: two texts that belong together, such as anchor and positive, from such files, for
+    # train.loss=contrastive. masked: texts by the file as auto, for a masked language model. dummy: made up
     kind: Literal[
         "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "classification",
-        "token_classification", "masked", "megatron", "dummy",
+        "token_classification", "pair", "masked", "megatron", "dummy",
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
     # of a JSONL line or a dataset's row; words with kind: token_classification
@@ -153,12 +154,18 @@ class RecordSection(Section):
     # Of chats and tokens: fields of a record, or of a message, that are not to be read, as [id, source]. Any
     # other field that has no meaning here is refused
     ignored_fields: Patterns = ()
+    # with kind: pair: of anchor and positive, as [anchor, positive]; null: by their names, which may also be
+    # query or question, and answer or document
+    pair_fields: Annotated[tuple[str, str], Field(strict=False)] | None = None
     columns: ColumnsSection | None = None  # with kind: chat: the fields of prompt and completion
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
     def check_keys(self) -> None:
         super().check_keys()
+        if self.pair_fields is not None and self.kind != "pair":
+            rule = f"pair_fields name an anchor and its positive, and kind={self.kind} has none"
+            raise ValueError(f"{rule}; set kind=pair, or leave pair_fields out")
         if self.columns is None:
             return
         for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
@@ -260,6 +267,7 @@ class DataSection(RecordSection, NamedSection):
         of_kind: dict[str, dict[str, object]] = {
             "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
             "preference": {"packing": "none", "overlong": "truncate"},
+            "pair": {"packing": "none", "overlong": "truncate"},
             "classification": {"packing": "none", "overlong": "truncate"},
             "token_classification": {
                 "packing": "none",
@@ -319,8 +327,8 @@ class DataSection(RecordSection, NamedSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
-        if self.has_pairs:
-            self._check_pairs()
+        if self.paired is not None:
+            self._check_pairs(self.paired)
         if self.labels != "next tokens":
             self._check_labels()
         if self.mask_probability is not None and self.masked_share is None:
@@ -334,8 +342,14 @@ class DataSection(RecordSection, NamedSection):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether rows of the data are pairs, of a chosen and a rejected completion."""
-        return any(source.kind == "preference" for source in self.sources)
+        """Whether a row of the data is two rows of a batch."""
+        return self.paired is not None
+
+    @property
+    def paired(self) -> str | None:
+        """The kind of the data, if its rows are pairs."""
+        kinds = {source.kind for source in self.sources}
+        return next((kind for kind in ("preference", "pair") if kind in kinds), None)
 
     @property
     def labels(self) -> LabelsOf:
@@ -346,12 +360,12 @@ class DataSection(RecordSection, NamedSection):
     @property
     def first_label(self) -> int:
         """The first token of a document whose label may count: nothing predicts the one at 0."""
-        return int(self.labels == "next tokens")
+        return int(self.labels == "next tokens" and self.paired != "pair")
 
     @property
     def accuracy(self) -> str:
         """The name of the accuracy in metrics."""
-        return "accuracy" if self.labels == "rows" else "token_accuracy"
+        return "accuracy" if self.labels == "rows" or self.paired == "pair" else "token_accuracy"
 
     def _check_labels(self) -> None:
         kind = next(kind for kind, labels in _OWN_LABELS.items() if labels == self.labels)
@@ -374,18 +388,18 @@ class DataSection(RecordSection, NamedSection):
         if odd := next((source.kind for source in everything if source.kind != kind), None):
             raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
 
-    def _check_pairs(self) -> None:
-        self._check_alone("preference", "a loss compares the two rows of each pair")
+    def _check_pairs(self, kind: str) -> None:
+        self._check_alone(kind, "a loss compares the rows of pairs")
         for name, wanted in (
             ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
             ("messages_field", None), ("held_out_from", None),
         ):  # fmt: skip
             if (value := getattr(self, name)) != wanted:
-                rule = f"data.kind=preference with data.{name}={value}: a pair is two whole completions"
+                rule = f"data.kind={kind} with data.{name}={value}: a pair is two whole texts"
                 raise ValueError(f"{rule}; leave {name} out")
         if self.overlong == "cut":
             raise ValueError(
-                "data.kind=preference with data.overlong=cut would compare pieces; take truncate or drop"
+                f"data.kind={kind} with data.overlong=cut would compare pieces; take truncate or drop"
             )
 
     @property
@@ -800,22 +814,40 @@ class TrainConfig(Section):
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""
-        loss, pairs = self.train.loss, self.data.has_pairs
-        if loss is None or not pairs:
-            if pairs:
-                raise ValueError("data.kind=preference without train.loss; set train.loss=dpo, say")
+        loss, pairs = self.train.loss, self.data.paired
+        if loss is None or loss.data != pairs:
             if loss is not None:
-                rule = f"train.loss={loss.kind} compares chosen and rejected rows"
+                rule = f"train.loss={loss.kind} compares {loss.compares} (data.kind={loss.data})"
                 raise ValueError(
                     f"{rule}, and data.kind={self.data.kind} has none; leave train.loss out, or set the kind"
                 )
+            if pairs is not None:
+                some = next(name for name, keys in LOSSES.items() if keys.data == pairs)
+                raise ValueError(f"data.kind={pairs} without train.loss; set train.loss={some}, say")
             if self.data.labels != "next tokens":
                 self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
             return
-        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
+        self._check_off(f"train.loss={loss.kind}", samples=loss.kind not in ("reward", "contrastive"))
+        if loss.kind == "contrastive":
+            self._check_whole_step()
         if self.pipeline.balance == "measured" and loss.kind == "dpo":
             rule = "pipeline.balance=measured runs steps before train.loss=dpo has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
+
+    def _check_whole_step(self) -> None:
+        """Raise ValueError for what divides a step whose rows are all compared with each other."""
+        parallel = self.parallel
+        for value, off in (
+            (f"train.accumulate={self.train.accumulate}", self.train.accumulate == 1),
+            ("pipeline.balance=measured", self.pipeline.balance is None),
+            (f"parallel.dp_replicate={parallel.dp_replicate}", parallel.dp_replicate == 1),
+            (f"parallel.dp_shard={parallel.dp_shard}", parallel.dp_shard == 1),
+        ):
+            if not off:
+                raise ValueError(
+                    f"{value} steps on a part of the rows, and train.loss=contrastive compares all of a "
+                    "step; leave it out, and give more pipeline.microbatches or pipeline.ranks"
+                )
 
     def _check_off(self, other: str, *, samples: bool) -> None:
         """Raise ValueError for settings that only the loss of next tokens has.
@@ -836,10 +868,11 @@ class TrainConfig(Section):
         metric, loss = self.output.keep.metric, self.train.loss
         if metric == "held_out_loss":
             return
-        own = f"held_out_{self.data.accuracy}"
-        if metric != own if loss is None else "rewards" not in metric:
-            has = f"the loss of {self.data.labels} has {own}"
-            if loss is not None:
+        own, rewards = f"held_out_{self.data.accuracy}", loss is not None and loss.data == "preference"
+        if "rewards" not in metric if rewards else metric != own:
+            of = f"the loss of {self.data.labels}" if loss is None else f"train.loss={loss.kind}"
+            has = f"{of} has {own}"
+            if loss is not None and rewards:
                 has = f"train.loss={loss.kind} has held_out_rewards/accuracies and held_out_rewards/margins"
             raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")
         if not self.kept_best:

@@ -39,7 +39,7 @@ from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
 from penstock.train.data.masking import HELD_OUT, MaskedRows, Masking
 from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
-from penstock.train.data.pairs import PairLayout, ScoredPairs, pair_each, whole_pairs
+from penstock.train.data.pairs import HeadPairs, PairLayout, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -461,9 +461,9 @@ def _pairs(
     """Raises ConfigError as `_pad_of`."""
     kind = config.train.loss.kind if config.train.loss is not None else ""
     longest = config.data.longest_document
-    if kind == "reward":
+    if kind in ("reward", "contrastive"):
         assert space is not None
-        return ScoredPairs(calls, False, longest=longest, pad=_pad_of(space, "train.loss=reward"))
+        return HeadPairs(calls, False, longest=longest, pad=_pad_of(space, f"train.loss={kind}"))
     return PairLayout(calls, False, padding, longest=longest, refers=kind == "dpo")
 
 
@@ -648,7 +648,7 @@ def _write_rows(
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
     elif section.has_pairs:
-        pieces = whole_pairs(store, longest, section.overlong)
+        pieces = whole_pairs(store, longest, section.overlong, section.first_label)
     else:
         shortest = SHORTEST if section.first_label else 1
         pieces = cut(np.asarray(store.lengths), longest, section.overlong, shortest)

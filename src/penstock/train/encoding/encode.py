@@ -26,12 +26,13 @@ from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
+from penstock.train.encoding.pairs import PairEncoder
 from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 
 RecordKind = Literal[  # the content of records
-    "text", "chat", "tokens", "preference", "classification", "token_classification", "masked"
+    "text", "chat", "tokens", "preference", "pair", "classification", "token_classification", "masked"
 ]
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
@@ -50,7 +51,7 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: the keywords of the encoder of chats, preferences or labels; for texts, of the tokenizer's
+        options: the keywords of the encoder of chats, pairs or labels; for texts, of the tokenizer's
             `encode`; for tokens, of tokens_of
     """
 
@@ -69,12 +70,12 @@ class Encoder:
         """Whether some tokens may not count."""
         if self.kind == "chat":
             return bool(dict(self.options)["loss_on"] != "all")
-        return self.kind not in ("text", "classification", "masked")
+        return self.kind not in ("text", "pair", "classification", "masked")
 
     @property
     def writes_ids(self) -> bool:
         """Whether all ids are the tokenizer's."""
-        return self.kind in ("text", "chat", "preference", "masked")
+        return self.kind in ("text", "chat", "preference", "pair", "masked")
 
     @property
     def separator(self) -> int | None:
@@ -93,7 +94,9 @@ class Encoder:
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
     @cached_property
-    def _preferences(self) -> PreferenceEncoder:
+    def _pairs(self) -> PreferenceEncoder | PairEncoder:
+        if self.kind == "pair":
+            return PairEncoder(self.tokenizer, **dict(self.options))
         assert isinstance(self.tokenizer, HuggingFace)
         return PreferenceEncoder(self.tokenizer, **dict(self.options))
 
@@ -111,7 +114,7 @@ class Encoder:
                 return [(name, Encoded(of_text) if text.strip() else None)
                         for name, of_text, text in zip(names, ids, texts, strict=True)]  # fmt: skip
             return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
-        if self.kind == "preference":
+        if self.kind in ("preference", "pair"):
             return [document for record in records for document in self._pair(record)]
         if self.kind == "chat":
             encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
@@ -122,8 +125,8 @@ class Encoder:
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _pair(self, record: Record) -> EncodedRecords:
-        """The two documents of a preference; one None for a pair that is dropped."""
-        pair = self._preferences.encode(record.name, self._row(record))
+        """The two documents of a record; one None for a pair that is dropped."""
+        pair = self._pairs.encode(record.name, self._row(record))
         return [(record.name, None)] if pair is None else [(record.name, half) for half in pair]
 
     def _row(self, record: Record) -> dict[str, Any]:
@@ -157,6 +160,12 @@ def make_encoder(
             ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
         )  # fmt: skip
         return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
+    if keys.kind == "pair":
+        options = (
+            ("fields", keys.pair_fields), ("longest", section.sequence_length),
+            ("drop", section.overlong == "drop"), ("ignored", keys.ignored_fields),
+        )  # fmt: skip
+        return Encoder(tokenizer, "pair", source.format == "jsonl", keys.text_field, options)
     if keys.kind == "masked":
         whole = section.packing == "stream" or section.overlong != "truncate"
         options = (("special", True), ("longest", None if whole else section.sequence_length))
