@@ -119,6 +119,8 @@ FORMS = (
     Form("train", "loss: {kind: dpo, beta: 0.3}", "DPO", _PAIRS),
     Form("train", "loss: reward", "a reward model: one score a row", _PAIRS),
     Form("train", "loss: kto", "KTO with its defaults", _PAIRS.replace("preference", "unpaired")),
+    Form("train", "loss: {kind: contrastive, temperature: 0.02}", "an embeddings model",
+         "data: {path: pairs.jsonl, kind: pair, tokenizer: bytes}"),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),
     Form("train", "early_stop: {patience: 3}", "the end after three evaluations without a lower loss"),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import AutoPipeline
-from penstock.errors import ConfigError, ModelError
+from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.pipeline import WholeStepLoss
 from support import heads
 from support.reference import assert_gradients, gradients_of
@@ -49,6 +49,31 @@ def test_gradients_are_those_of_one_process(name: str, model_type: str, schedule
         assert result.loss == pytest.approx(float(expected.detach()), rel=1e-10)
         assert result.tokens == ROWS
         assert_gradients(gradients_of(pipe), gradients_of(model), 1e-10)
+
+
+class WithAccuracy:
+    """A loss of groups of two rows, with an accuracy."""
+
+    rows_per_group = 2
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        return contrastive(vectors)
+
+    def accuracy(self, vectors: Tensor) -> float:
+        return float(len(vectors))
+
+
+def test_an_evaluation_has_the_loss_of_all_rows_and_its_accuracy() -> None:
+    model = heads.tiny("BertForSequenceClassification", "bert")
+    expected = float(contrastive(model(**batch()).logits).detach())
+    loss = WholeStepLoss(WithAccuracy())
+    pipe = AutoPipeline(ranks=2, microbatches=4, loss_fn=loss).build(model)
+    evaluated = loss.evaluate(pipe, batch())
+    assert evaluated.loss == pytest.approx(expected, rel=1e-10)
+    assert (evaluated.tokens, evaluated.accuracy, loss.step(pipe, batch()).accuracy) == (ROWS, ROWS, ROWS)
+    assert WholeStepLoss(contrastive).rows_per_group == 1
+    with refuses(BatchError, "microbatch 0"):
+        loss.step(pipe, [{name: value[:3] for name, value in batch().items()}])
 
 
 def test_the_optimizer_steps_as_in_one_process() -> None:

@@ -20,6 +20,7 @@ from penstock.errors import CheckpointError, UnfitError
 from penstock.models.weights.files import weight_files
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.whole_step import WholeStepLoss
 from penstock.train.adapter import adapter_folder
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, find_start, start_after
@@ -128,6 +129,8 @@ def compare(
         source, auto.seed, auto.loss_of(source.model), dtypes, prepared.axes, folder, auto.autocast
     )
     first = _first_call(prepared, 0, prepare)  # the same one in every pipeline of a mesh
+    if isinstance(reference.loss, WholeStepLoss):
+        first = reference.loss.linear([first] if isinstance(first, dict) else first)
     say(check_split(pipe, reference, first, mode))
 
 

@@ -74,7 +74,7 @@ class HeldOutEvaluation(RunPart):
         for batch in run.steps.data.held_out_batches(run.config.train.evaluate_batches):
             if any(run.pipe.reductions.asked):  # the same on all ranks
                 return None
-            results.append(run.pipe.evaluate(run.prepare(batch).content))
+            results.append(run.evaluate(run.prepare(batch).content))
         tokens = sum(result.tokens for result in results)
         loss = sum(result.loss * result.tokens for result in results) / tokens
         if reason := not_finite(held_out_loss=loss):

@@ -75,7 +75,7 @@ def _step(run: Run, step_number: int) -> TrainStep:
     batch = run.prepare(batch)
     size = run.steps.data.sizes.at(step_number)
     calls = calls_of(batch.content, size.calls, run.config.pipeline.microbatches)
-    call = partial(pipe.step, total_tokens=pipe.count_tokens(*calls)) if len(calls) > 1 else pipe.step
+    call = partial(run.step, total_tokens=pipe.count_tokens(*calls)) if len(calls) > 1 else run.step
     result = _sum([call(content) for content in calls])
     stopwatch.lap("step")
     for part in run.parts:

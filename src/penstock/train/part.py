@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.step import StepResult
+from penstock.pipeline.whole_step import WholeStepLoss
 from penstock.train.checkpoints import Start
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, LoadedBatch
@@ -37,6 +39,8 @@ from penstock.train.owner import Owner
 from penstock.train.records.metrics import Display, Log, MetricsRow
 from penstock.train.sizes import Size
 from penstock.train.state import RunState
+
+Call = Callable[..., StepResult]  # of the pipeline, with a batch
 
 
 class Steps:
@@ -104,6 +108,7 @@ class Run:
     Attributes:
         owner: of the output folder; on the first process
         parts: in the order in which they are called
+        whole: the loss, if it is one of the whole step
         state: the run's entries in a checkpoint, up to now; loop and parts replace them
         checkpoint: the newest one of the run; None before the first
     """
@@ -118,8 +123,12 @@ class Run:
     writer: CheckpointWriter
     owner: Owner | None
     parts: Sequence[RunPart] = ()
+    whole: WholeStepLoss | None = None
 
     def __post_init__(self) -> None:
+        of_all = self.whole
+        self.step: Call = self.pipe.step if of_all is None else partial(of_all.step, self.pipe)
+        self.evaluate: Call = self.pipe.evaluate if of_all is None else partial(of_all.evaluate, self.pipe)
         self.state: RunState = self.start.state
         self.checkpoint: Path | None = self.start.checkpoint
 

@@ -26,6 +26,7 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
+from penstock.pipeline.whole_step import check_dropout
 from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
@@ -245,6 +246,11 @@ _HEADS: dict[LabelsOf, tuple[type[OwnLoss], str, str]] = {
     "tokens": (TokenLabels, "...ForTokenClassification", "num_labels"),
     "masked tokens": (TokenLabels, "...ForMaskedLM", "vocab_size"),
 }
+# losses of pairs that read a head over rows: what it gives, and the config of such a model
+_OF_ROWS = {
+    "reward": ("one score", "num_labels: 1"),
+    "contrastive": ("a vector", "num_labels: 64, say, the vector's width"),
+}
 _TAKE = "Take a model {}: its name stands in architectures of its config"
 
 
@@ -269,16 +275,19 @@ def _check_compared(kind: str, auto: AutoPipeline, plan: BuildPlan) -> None:
     """Raise ConfigError for a head that does not give what a loss of preferences compares."""
     model = plan.source.model
     value = f"train.loss={kind} for {type(model).__name__}"
-    if kind != "reward":
+    if kind not in _OF_ROWS:
         if not is_language_model(model):
             rule = "it compares log-probabilities of tokens, and the head is none of a causal language model"
             raise ConfigError(value, rule, "Take such a model, or train.loss=reward for one score a row")
         return
     own = replace(auto, loss_fn=None).loss_of(model, plan.chain)  # with the options that such a head refuses
-    if type(own) is not RowLabels or model.config.num_labels != 1:
+    gives, labels = _OF_ROWS[kind]
+    if type(own) is not RowLabels or (model.config.num_labels == 1) != (kind == "reward"):
         has = f"num_labels={model.config.num_labels}" if type(own) is RowLabels else "labels of tokens"
-        rule = f"a reward model gives one score a row, and its head has {has}"
-        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with num_labels: 1")
+        rule = f"such a model gives {gives} a row, and its head has {has}"
+        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with {labels}")
+    if kind == "contrastive":
+        check_dropout(model)
 
 
 def _check_counts(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> None:

@@ -16,6 +16,7 @@ from penstock.launch.failures import record_stop
 from penstock.launch.stop import Stop
 from penstock.parallel.world import close_on_error
 from penstock.pipeline.pipeline import Pipeline
+from penstock.pipeline.whole_step import WholeStepLoss
 from penstock.train.before_steps import balanced, compare, open_memory, recalled, resumed
 from penstock.train.checkpoints import Start, check_unchanged, remove_unfinished, set_aside
 from penstock.train.loop import train
@@ -73,7 +74,10 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     metrics = Metrics(output / "metrics.jsonl", owner.run, start.done or None) if owner else None
     steps = Steps(prepared.data.of(pipe.batch_part[0]), start.done, config.train.last, pipe.device)
     writer = CheckpointWriter(pipe, background=config.train.checkpoint_background)
-    this = Run(config, pipe, optimizers, start, steps, display, Log(display, metrics), writer, owner)
+    whole = auto.loss_fn if isinstance(auto.loss_fn, WholeStepLoss) else None
+    this = Run(
+        config, pipe, optimizers, start, steps, display, Log(display, metrics), writer, owner, (), whole
+    )
     this.parts = parts_of(this, prepared, auto, memory, stop)
     with display, ExitStack() as entered:
         for part in this.parts:

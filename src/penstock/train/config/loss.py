@@ -1,4 +1,4 @@
-"""The keys of train.loss: a loss of preferences, in place of that of next tokens."""
+"""The keys of train.loss: a loss of pairs of rows, in place of that of next tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.options import NotNegative
 from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
+    from penstock.batch.loss import Loss
     from penstock.batch.row_loss import RowLoss
 
 
@@ -68,16 +69,31 @@ class KTOSection(Section):
     refers: ClassVar[bool] = True
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection | KTOSection
+class ContrastiveSection(PairsSection):
+    """An embeddings model's loss: an anchor's positive against all other positives of the step (InfoNCE)."""
+
+    kind: Literal["contrastive"] = "contrastive"  # likewise; a classifier, whose num_labels is the width
+    temperature: Positive = 0.05  # cosines are divided by it
+    reads: ClassVar[str] = "pair"
+    rows: ClassVar[str] = "anchors and positives"
+    metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
+
+
+AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection | KTOSection | ContrastiveSection
 LOSSES: dict[str, type[AnyLoss]] = {
-    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "reward": RewardSection, "kto": KTOSection
+    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "reward": RewardSection,
+    "kto": KTOSection, "contrastive": ContrastiveSection,
 }  # fmt: skip
 
 
-def make_loss(section: AnyLoss) -> RowLoss:
+def make_loss(section: AnyLoss) -> Loss:
     """The loss with the keys of a section."""
     from penstock.batch import kto, preferences  # a config with an error is refused without torch
+    from penstock.batch.contrastive import Contrastive
+    from penstock.pipeline.whole_step import WholeStepLoss
 
+    if isinstance(section, ContrastiveSection):
+        return WholeStepLoss(Contrastive(section.temperature))
     kinds: dict[str, type[RowLoss]] = {
         "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO,
         "reward": preferences.Reward, "kto": kto.KTO,
@@ -94,7 +110,8 @@ LossSection = Annotated[
     | Annotated[ORPOSection, Tag(tag("orpo"))]
     | Annotated[SimPOSection, Tag(tag("simpo"))]
     | Annotated[RewardSection, Tag(tag("reward"))]
-    | Annotated[KTOSection, Tag(tag("kto"))],
+    | Annotated[KTOSection, Tag(tag("kto"))]
+    | Annotated[ContrastiveSection, Tag(tag("contrastive"))],
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

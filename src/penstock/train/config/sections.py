@@ -37,7 +37,7 @@ from penstock.options import (
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
-from penstock.train.config.loss import LossValue
+from penstock.train.config.loss import LOSSES, LossValue
 from penstock.train.config.values import (
     CheckpointingValue,
     CompileValue,
@@ -70,6 +70,12 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 _MOST_TOKENS = 10**12  # a step; beyond it sizes of tensors leave 64 bits
 _MOST_PROCESSES = 10**6
 LabelsOf = Literal["next tokens", "tokens", "rows", "masked tokens"]
+# kinds of data whose rows a loss compares, and what a row is
+_COMPARED = {
+    "preference": "a pair is two whole completions",
+    "unpaired": "a row is one whole completion",
+    "pair": "a pair is two whole texts",
+}
 # by the kind of the data, for a model's own head
 _OWN_LABELS: dict[str, LabelsOf] = {
     "classification": "rows",
@@ -138,10 +144,11 @@ class RecordSection(Section):
     # rejected, perhaps prompt, from such files, for train.loss; a row of the data is a pair. unpaired: a
     # prompt, a completion and label (true or false), or such pairs, for train.loss=kto. classification: a
     # text and its label, token_classification: words and their labels, from such files, for a model with
-    # such a head. masked: texts by the file as auto, for a masked language model. dummy: made up
+    # such a head. pair: two texts that belong together, such as anchor and positive, from such files, for
+    # train.loss=contrastive. masked: texts by the file as auto, for a masked language model. dummy: made up
     kind: Literal[
         "auto", "text", "jsonl", "parquet", "dataset", "chat", "tokens", "preference", "unpaired",
-        "classification", "token_classification", "masked", "megatron", "dummy",
+        "classification", "token_classification", "pair", "masked", "megatron", "dummy",
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
     # of a JSONL line or a dataset's row; words with kind: token_classification
@@ -155,12 +162,18 @@ class RecordSection(Section):
     # Of chats and tokens: fields of a record, or of a message, that are not to be read, as [id, source]. Any
     # other field that has no meaning here is refused
     ignored_fields: Patterns = ()
+    # with kind: pair: of anchor and positive, as [anchor, positive]; null: by their names, which may also be
+    # query or question, and answer or document
+    pair_fields: Annotated[tuple[str, str], Field(strict=False)] | None = None
     columns: ColumnsSection | None = None  # with kind: chat: the fields of prompt and completion
     include: Patterns = ("*",)  # of a folder: files whose names match one of these patterns
     exclude: Patterns = ()  # of a folder: names of files and folders to leave out
 
     def check_keys(self) -> None:
         super().check_keys()
+        if self.pair_fields is not None and self.kind != "pair":
+            rule = f"pair_fields name an anchor and its positive, and kind={self.kind} has none"
+            raise ValueError(f"{rule}; set kind=pair, or leave pair_fields out")
         if self.columns is None:
             return
         for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
@@ -263,6 +276,7 @@ class DataSection(RecordSection, NamedSection):
             "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
             "preference": {"packing": "none", "overlong": "truncate"},
             "unpaired": {"packing": "none", "overlong": "truncate"},
+            "pair": {"packing": "none", "overlong": "truncate"},
             "classification": {"packing": "none", "overlong": "truncate"},
             "token_classification": {
                 "packing": "none",
@@ -322,8 +336,8 @@ class DataSection(RecordSection, NamedSection):
             self._check_images()
         if self.streaming is not None:
             self._check_streaming()
-        if self.completions is not None:
-            self._check_completions(self.completions)
+        if self.compared is not None:
+            self._check_compared(self.compared)
         if self.labels != "next tokens":
             self._check_labels()
         if self.mask_probability is not None and self.masked_share is None:
@@ -337,14 +351,14 @@ class DataSection(RecordSection, NamedSection):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether rows of the data are pairs, of a chosen and a rejected completion."""
-        return self.completions == "preference"
+        """Whether a row of the data is two rows of a batch."""
+        return self.compared in ("preference", "pair")
 
     @property
-    def completions(self) -> Literal["preference", "unpaired"] | None:
-        """The kind of rows of whole completions that losses of preferences read; None for other rows."""
+    def compared(self) -> str | None:
+        """The kind of the data, if it is one whose rows a loss compares."""
         kinds = {source.kind for source in self.sources}
-        return "preference" if "preference" in kinds else "unpaired" if "unpaired" in kinds else None
+        return next((kind for kind in _COMPARED if kind in kinds), None)
 
     @property
     def labels(self) -> LabelsOf:
@@ -355,12 +369,12 @@ class DataSection(RecordSection, NamedSection):
     @property
     def first_label(self) -> int:
         """The first token of a document whose label may count: nothing predicts the one at 0."""
-        return int(self.labels == "next tokens")
+        return int(self.labels == "next tokens" and self.compared != "pair")
 
     @property
     def accuracy(self) -> str:
         """The name of the accuracy in metrics."""
-        return "accuracy" if self.labels == "rows" else "token_accuracy"
+        return "accuracy" if self.labels == "rows" or self.compared == "pair" else "token_accuracy"
 
     def _check_labels(self) -> None:
         kind = next(kind for kind, labels in _OWN_LABELS.items() if labels == self.labels)
@@ -383,10 +397,9 @@ class DataSection(RecordSection, NamedSection):
         if odd := next((source.kind for source in everything if source.kind != kind), None):
             raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
 
-    def _check_completions(self, kind: Literal["preference", "unpaired"]) -> None:
-        pairs = kind == "preference"
-        what = "a pair is two whole completions" if pairs else "a row is one whole completion"
-        self._check_alone(kind, f"a loss compares whole completions, and {what}")
+    def _check_compared(self, kind: str) -> None:
+        what, pairs = _COMPARED[kind], self.has_pairs
+        self._check_alone(kind, f"a loss compares rows, and {what}")
         for name, wanted in (
             ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
             ("messages_field", None), *((("held_out_from", None),) if pairs else ()),
@@ -810,10 +823,10 @@ class TrainConfig(Section):
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""
-        loss, kind = self.train.loss, self.data.completions
+        loss, kind = self.train.loss, self.data.compared
         if loss is None:
             if kind is not None:
-                fitting = "dpo" if kind == "preference" else "kto"
+                fitting = next(name for name, keys in LOSSES.items() if keys.reads == kind)
                 raise ValueError(f"data.kind={kind} without train.loss; set train.loss={fitting}, say")
             if self.data.labels != "next tokens":
                 self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
@@ -826,10 +839,27 @@ class TrainConfig(Section):
         if loss.kind == "kto" and min(sizes) == 1:
             rule = "train.loss=kto with train.batch_size=1: its KL term pairs each prompt with the completion"
             raise ValueError(f"{rule} of another row of the step; give 2 or more")
-        self._check_off(f"train.loss={loss.kind}", samples=loss.kind != "reward")
+        self._check_off(f"train.loss={loss.kind}", samples=loss.kind not in ("reward", "contrastive"))
+        if loss.kind == "contrastive":
+            self._check_whole_step()
         if self.pipeline.balance == "measured" and loss.refers:
             rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has its reference"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
+
+    def _check_whole_step(self) -> None:
+        """Raise ValueError for what divides a step whose rows are all compared with each other."""
+        parallel = self.parallel
+        for value, off in (
+            (f"train.accumulate={self.train.accumulate}", self.train.accumulate == 1),
+            ("pipeline.balance=measured", self.pipeline.balance is None),
+            (f"parallel.dp_replicate={parallel.dp_replicate}", parallel.dp_replicate == 1),
+            (f"parallel.dp_shard={parallel.dp_shard}", parallel.dp_shard == 1),
+        ):
+            if not off:
+                raise ValueError(
+                    f"{value} steps on a part of the rows, and train.loss=contrastive compares all of a "
+                    "step; leave it out, and give more pipeline.microbatches or pipeline.ranks"
+                )
 
     def _check_off(self, other: str, *, samples: bool) -> None:
         """Raise ValueError for settings that only the loss of next tokens has.

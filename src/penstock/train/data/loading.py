@@ -39,7 +39,7 @@ from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
 from penstock.train.data.masking import HELD_OUT, MaskedRows, Masking
 from penstock.train.data.packing import PACKINGS, SHORTEST, Packing, Pieces, cut, one_each
-from penstock.train.data.pairs import PairLayout, ScoredPairs, pair_each, whole_pairs
+from penstock.train.data.pairs import HeadPairs, PairLayout, pair_each, whole_pairs
 from penstock.train.data.rows import (
     BatchLayout,
     Content,
@@ -382,7 +382,7 @@ def _begin_thread(device: torch.device, threads: int) -> None:
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
-    chat = section.completions is not None or any(source.kind == "chat" for source in section.sources)
+    chat = any(source.kind in ("chat", "preference", "unpaired") for source in section.sources)
     name, trusted = tokenizer_folder(config), config.model.trust_remote_code
     if section.images is not None:
         return Processor(name, read_template(section.chat_template), section.images, trusted)
@@ -419,8 +419,8 @@ def load_data(
         calls = (config.pipeline.microbatches * config.train.accumulate,)
         seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
         layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
-    if section.completions is not None:
-        layout = _completions(config, space, calls, padding)
+    if section.compared is not None:
+        layout = _compared(config, space, calls, padding)
     if section.labels != "next tokens" and section.packing != "stream":
         assert space is not None
         layout = _labelled(section, space, calls)
@@ -467,14 +467,14 @@ def _masking(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Mask
     return Masking.of(tokenizer_folder(config), tokenizer, vocabulary, probability, config.train.seed)
 
 
-def _completions(
+def _compared(
     config: TrainConfig, space: LabelSpace | None, calls: tuple[int, ...], padding: Padding | None
 ) -> BatchLayout:
     """Raises ConfigError as `_pad_of`."""
     loss, longest = config.train.loss, config.data.longest_document
-    if loss is not None and loss.kind == "reward":
+    if loss is not None and loss.kind in ("reward", "contrastive"):
         assert space is not None
-        return ScoredPairs(calls, False, longest=longest, pad=_pad_of(space, "train.loss=reward"))
+        return HeadPairs(calls, False, longest=longest, pad=_pad_of(space, f"train.loss={loss.kind}"))
     make = PairLayout if config.data.has_pairs else UnpairedLayout
     return make(calls, False, padding, longest=longest, refers=loss is not None and loss.refers)
 
@@ -660,7 +660,7 @@ def _write_rows(
         starts = np.arange(0, len(store.tokens) - length + 1, length)
         pieces = Pieces(starts, np.full(len(starts), length))
     elif section.has_pairs:
-        pieces = whole_pairs(store, longest, section.overlong)
+        pieces = whole_pairs(store, longest, section.overlong, section.first_label)
     else:
         shortest = SHORTEST if section.first_label else 1
         pieces = cut(np.asarray(store.lengths), longest, section.overlong, shortest)

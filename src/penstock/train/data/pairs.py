@@ -79,8 +79,8 @@ class PairLayout(ReferringLayout):
 
 
 @dataclass(frozen=True)
-class ScoredPairs(PairLayout):
-    """Microbatches of pairs for a head over rows, which scores each. pad: the id of padding"""
+class HeadPairs(PairLayout):
+    """Microbatches of pairs for a head over rows, without labels. pad: the id of padding"""
 
     pad: int = 0
 
@@ -93,8 +93,8 @@ def pair_each(lengths: Numbers, capacity: int) -> Packing:
     return Packing(np.arange(len(lengths)), np.arange(0, len(lengths) + 1, 2))
 
 
-def whole_pairs(store: Store, capacity: int, overlong: str) -> Pieces:
-    """The pieces of pairs of which both halves have a token that counts, besides their first ones.
+def whole_pairs(store: Store, capacity: int, overlong: str, first: int = 1) -> Pieces:
+    """The pieces of pairs of which both halves have a token that counts, from their token `first` on.
 
     overlong: the end of a document longer than `capacity` is left out (truncate), or the pair is (drop)
     """
@@ -103,6 +103,6 @@ def whole_pairs(store: Store, capacity: int, overlong: str) -> Pieces:
     kept = np.ones(len(lengths), dtype=np.bool_) if overlong == "truncate" else lengths <= capacity
     for document in np.flatnonzero(kept).tolist():
         labels = store.read(int(starts[document]), int(cut[document]))[1]
-        kept[document] = (labels[1:] != IGNORED).any()
+        kept[document] = (labels[first:] != IGNORED).any()
     both = np.repeat(kept.reshape(-1, 2).all(1), 2)
     return Pieces(starts[both], cut[both])

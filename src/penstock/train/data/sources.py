@@ -35,7 +35,9 @@ _GIVE = "Give a local path; for a data set of the Hub give its split too, such a
 MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
 # kinds of records that a row of a dataset may hold
-_OF_SEVERAL_FIELDS = ("chat", "tokens", "preference", "unpaired", "classification", "token_classification")
+_OF_SEVERAL_FIELDS = (
+    "chat", "tokens", "preference", "unpaired", "pair", "classification", "token_classification"
+)  # fmt: skip
 _OF_ROWS = (*_OF_SEVERAL_FIELDS, "dataset", "masked")
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON

@@ -26,14 +26,16 @@ from penstock.train.config.sections import DataSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
+from penstock.train.encoding.pairs import PairEncoder
 from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
 from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
 from penstock.train.encoding.unpaired import UnpairedEncoder
 
 RecordKind = Literal[  # the content of records
-    "text", "chat", "tokens", "preference", "unpaired", "classification", "token_classification", "masked"
-]
+    "text", "chat", "tokens", "preference", "unpaired", "pair", "classification", "token_classification",
+    "masked",
+]  # fmt: skip
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
 _COMPLETIONS = ("preference", "unpaired")  # kinds of records with whole completions
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
@@ -52,8 +54,8 @@ class Encoder:
 
     Attributes:
         lines: whether a record's bytes are JSON, and not a text
-        options: the keywords of the encoder of chats, completions or labels; for texts, of the tokenizer's
-            `encode`; for tokens, of tokens_of
+        options: the keywords of the encoder of chats, completions, pairs or labels; for texts, of the
+            tokenizer's `encode`; for tokens, of tokens_of
     """
 
     tokenizer: Tokenizer
@@ -71,12 +73,12 @@ class Encoder:
         """Whether some tokens may not count."""
         if self.kind == "chat":
             return bool(dict(self.options)["loss_on"] != "all")
-        return self.kind not in ("text", "classification", "masked")
+        return self.kind not in ("text", "pair", "classification", "masked")
 
     @property
     def writes_ids(self) -> bool:
         """Whether all ids are the tokenizer's."""
-        return self.kind in ("text", "chat", *_COMPLETIONS, "masked")
+        return self.kind in ("text", "chat", *_COMPLETIONS, "pair", "masked")
 
     @property
     def separator(self) -> int | None:
@@ -95,7 +97,9 @@ class Encoder:
         return ChatEncoder(self.tokenizer, **dict(self.options))
 
     @cached_property
-    def _preferences(self) -> PreferenceEncoder:
+    def _pairs(self) -> PreferenceEncoder | PairEncoder:
+        if self.kind == "pair":
+            return PairEncoder(self.tokenizer, **dict(self.options))
         assert isinstance(self.tokenizer, HuggingFace)
         return PreferenceEncoder(self.tokenizer, **dict(self.options))
 
@@ -118,7 +122,7 @@ class Encoder:
                 return [(name, Encoded(of_text) if text.strip() else None)
                         for name, of_text, text in zip(names, ids, texts, strict=True)]  # fmt: skip
             return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
-        if self.kind == "preference":
+        if self.kind in ("preference", "pair"):
             return [document for record in records for document in self._pair(record)]
         if self.kind == "unpaired":
             return self._completions(records)
@@ -131,8 +135,8 @@ class Encoder:
         return [(record.name, encode(record.name, self._row(record))) for record in records]
 
     def _pair(self, record: Record) -> EncodedRecords:
-        """The two documents of a preference; one None for a pair that is dropped."""
-        pair = self._preferences.encode(record.name, self._row(record))
+        """The two documents of a record; one None for a pair that is dropped."""
+        pair = self._pairs.encode(record.name, self._row(record))
         return [(record.name, None)] if pair is None else [(record.name, half) for half in pair]
 
     def _completions(self, records: Sequence[Record]) -> EncodedRecords:
@@ -177,6 +181,12 @@ def make_encoder(
             ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
         )  # fmt: skip
         return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
+    if keys.kind == "pair":
+        options = (
+            ("fields", keys.pair_fields), ("longest", section.sequence_length),
+            ("drop", section.overlong == "drop"), ("ignored", keys.ignored_fields),
+        )  # fmt: skip
+        return Encoder(tokenizer, "pair", source.format == "jsonl", keys.text_field, options)
     if keys.kind == "masked":
         whole = section.packing == "stream" or section.overlong != "truncate"
         options = (("special", True), ("longest", None if whole else section.sequence_length))
