@@ -117,6 +117,7 @@ FORMS = (
     Form("train", "chunked_loss: liger", "the head and its loss by Liger's fused kernel"),
     Form("train", "loss: simpo", "SimPO with its defaults", _PAIRS),
     Form("train", "loss: {kind: dpo, beta: 0.3}", "DPO", _PAIRS),
+    Form("train", "loss: {kind: distillation, teacher: models/my-teacher}", "from a teacher"),
     Form("train", "loss: kto", "KTO with its defaults", _PAIRS.replace("preference", "unpaired")),
     Form("train", "profile: {steps: [10, 12]}", "a trace of steps 10, 11 and 12"),
     Form("train", "ramp: [{until: 50, batch_size: 4}]", "4 rows in each of the first 50 steps"),

@@ -1,4 +1,4 @@
-"""The keys of train.loss: a loss of preferences, in place of that of next tokens."""
+"""The keys of train.loss: a loss of preferences or of distillation, in place of that of next tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
+from penstock.train.config.values import PathText, Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
     from penstock.batch.row_loss import RowLoss
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 class PairsSection(Section):
     """A loss that compares the two rows of each pair."""
 
-    reads: ClassVar[str] = "preference"  # the kind of its data
+    reads: ClassVar[str | None] = "preference"  # the kind of its data
     rows: ClassVar[str] = "chosen and rejected rows"
     item: ClassVar[str] = "pair"  # what its mean is over
     metrics: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")  # the higher, the better
     refers: ClassVar[bool] = False  # whether it reads a reference model
+    needs: ClassVar[str] = "its reference"  # what steps before the run's own do not have
 
 
 class DPOSection(PairsSection):
@@ -53,27 +54,51 @@ class KTOSection(Section):
     beta: Positive = 0.1  # how strongly the model is held to the reference
     desirable_weight: Positive = 1.0  # factor of the loss of desirable rows
     undesirable_weight: Positive = 1.0  # of the others; where one kind is rarer, its loss may weigh more
-    reads: ClassVar[str] = "unpaired"
+    reads: ClassVar[str | None] = "unpaired"
     rows: ClassVar[str] = "desirable and undesirable rows"
     item: ClassVar[str] = "row"
     metrics: ClassVar[tuple[str, ...]] = ("rewards/margins",)
     refers: ClassVar[bool] = True
+    needs: ClassVar[str] = "its reference"
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | KTOSection
+class DistillationSection(Section):
+    """Each next token's distribution approaches a teacher's, which runs over the same ranks."""
+
+    kind: Literal["distillation"] = "distillation"  # required
+    teacher: PathText  # a local Hugging Face folder with weights; its vocabulary is the model's
+    divergence: Literal["forward", "reverse"] = "forward"  # KL(teacher || model), or the other way round
+    temperature: Positive = 1.0  # of both distributions
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.0  # the share of the labels' cross-entropy
+    reads: ClassVar[str | None] = None  # all data with labels of next tokens
+    rows: ClassVar[str] = "next tokens"
+    item: ClassVar[str] = "token"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    refers: ClassVar[bool] = False
+    needs: ClassVar[str] = "its teacher"
+
+
+AnyLoss = DPOSection | ORPOSection | SimPOSection | KTOSection | DistillationSection
 LOSSES: dict[str, type[AnyLoss]] = {
-    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "kto": KTOSection
+    "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "kto": KTOSection,
+    "distillation": DistillationSection,
 }  # fmt: skip
 
 
 def make_loss(section: AnyLoss) -> RowLoss:
     """The loss with the keys of a section."""
-    from penstock.batch import kto, preferences  # a config with an error is refused without torch
+    from penstock.batch import (
+        distillation,
+        kto,
+        preferences,
+    )  # a config with an error is refused without torch
 
     kinds: dict[str, type[RowLoss]] = {
-        "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO, "kto": kto.KTO
+        "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO, "kto": kto.KTO,
+        "distillation": distillation.Taught,
     }  # fmt: skip
     keys = section.model_dump()
+    keys.pop("teacher", None)  # which runs beside the loss
     return kinds[keys.pop("kind")](**keys)
 
 
@@ -84,7 +109,8 @@ LossSection = Annotated[
     Annotated[DPOSection, Tag(tag("dpo"))]
     | Annotated[ORPOSection, Tag(tag("orpo"))]
     | Annotated[SimPOSection, Tag(tag("simpo"))]
-    | Annotated[KTOSection, Tag(tag("kto"))],
+    | Annotated[KTOSection, Tag(tag("kto"))]
+    | Annotated[DistillationSection, Tag(tag("distillation"))],
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[
