@@ -118,6 +118,7 @@ FORMS = (
     Form("train", "loss: simpo", "SimPO with its defaults", _PAIRS),
     Form("train", "loss: {kind: dpo, beta: 0.3}", "DPO", _PAIRS),
     Form("train", "loss: reward", "a reward model: one score a row", _PAIRS),
+    Form("train", "loss: {kind: distillation, teacher: models/my-teacher}", "from a teacher"),
     Form("train", "loss: kto", "KTO with its defaults", _PAIRS.replace("preference", "unpaired")),
     Form("train", "loss: {kind: contrastive, temperature: 0.02}", "an embeddings model",
          "data: {path: pairs.jsonl, kind: pair, tokenizer: bytes}"),

@@ -14,8 +14,8 @@ and that of a step the mean over all tokens that count. As TRL's, it has no fact
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.batch.deferred_logits import whole
 from penstock.batch.loss import IGNORED, check_labels, labels_of
+from penstock.batch.placement import OnDevice, host_values
 from penstock.batch.row_loss import RowLoss, check_positive, counted_tokens, wide
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
@@ -59,8 +60,7 @@ class Distillation(RowLoss):
 
     def weight(self, microbatch: Microbatch) -> int:
         """The number of tokens that count. Raises BatchError for entries that do not fit."""
-        labels = labels_of(microbatch, "labels", self.reads)
-        check_labels("labels", labels)
+        count, labels = self.counted(microbatch), microbatch["labels"]
         teacher = microbatch.get(TEACHER)
         remedy = f"Add {TEACHER}=teacher.evaluate(batch, outputs=True, everywhere=True).outputs, say"
         if teacher is None:
@@ -71,6 +71,12 @@ class Distillation(RowLoss):
             raise BatchError(f"{TEACHER} given as {_shown(teacher)}", rule, remedy)
         if TOKENS in microbatch:
             self._check_tokens(microbatch[TOKENS], teacher)
+        return count
+
+    def counted(self, microbatch: Microbatch) -> int:
+        """The number of tokens that count. Raises BatchError for labels that are none."""
+        labels = labels_of(microbatch, "labels", self.reads)
+        check_labels("labels", labels)
         return int(counted_tokens(labels).sum())
 
     def of_logits(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -78,7 +84,7 @@ class Distillation(RowLoss):
         labels = microbatch["labels"].to(logits.device, torch.int64)[:, 1:]
         counted = labels != IGNORED
         logits, labels = logits[counted], labels[counted]  # (tokens, vocabulary)
-        teacher = wide(microbatch[TEACHER][:, :-1].to(logits.device)[counted]).to(logits.dtype)
+        teacher = wide(self._teacher(microbatch, counted)).to(logits.device, logits.dtype)
         student = F.log_softmax(logits / self.temperature, -1)
         if TOKENS in microbatch:
             tokens = microbatch[TOKENS][:, :-1].to(logits.device, torch.int64)[counted]
@@ -93,6 +99,11 @@ class Distillation(RowLoss):
         if not self.mix:
             return total
         return (1 - self.mix) * total + self.mix * F.cross_entropy(logits, labels, reduction="sum")
+
+    def _teacher(self, microbatch: Microbatch, counted: Tensor) -> Tensor:
+        """The teacher's logits of the tokens that count (tokens, vocabulary)."""
+        logits: Tensor = microbatch[TEACHER][:, :-1]
+        return logits.to(counted.device)[counted]
 
     def _apart(self, student: Tensor, teacher: Tensor) -> Tensor:
         """The divergence, summed. Both: logarithms of probabilities (tokens, vocabulary)"""
@@ -109,6 +120,38 @@ class Distillation(RowLoss):
             rule = "the reverse divergence reads the teacher's probability of every token"
             remedy = "Give all logits without it, or take divergence='forward'"
             raise BatchError(f"{TOKENS} with divergence='reverse'", rule, remedy)
+
+
+@dataclass(frozen=True)
+class Taught(Distillation):
+    """The same of a teacher that runs before each step, and leaves its logits here.
+
+    Only the process that hosts the last stage has them, so that none are sent. So the loss cannot be
+    computed elsewhere, as in one process of several for a comparison.
+    """
+
+    takes_number: ClassVar[bool] = True
+    not_compared: ClassVar[str] = "the teacher's logits are on the last stage's process alone"
+    logits: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def weight(self, microbatch: Microbatch) -> int:
+        return self.counted(microbatch)
+
+    def total(self, output: Any, microbatch: Microbatch, *number: int) -> Tensor:
+        """number: of the microbatch in the step"""
+        entries = {**microbatch, TEACHER: self.logits[number[0]]}
+        return super().total(output, OnDevice(entries, host_values(microbatch)))
+
+    def _teacher(self, microbatch: Microbatch, counted: Tensor) -> Tensor:
+        logits: Tensor = microbatch[TEACHER]
+        return logits
+
+
+def of_counted(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logits (rows, sequence, vocabulary) from which a loss predicts a label: (tokens, vocabulary)."""
+    counted = labels[:, 1:] != IGNORED
+    chosen: Tensor = whole(logits)[:, :-1][counted.to(logits.device)]
+    return chosen
 
 
 def _fits(teacher: Tensor, labels: Tensor) -> bool:

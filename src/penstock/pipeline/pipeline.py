@@ -58,12 +58,14 @@ class Pipeline(SplitModel):
         self._built = built
         self._shared, self._routed = SharedGradients(built, self.modules), RoutedExperts(built)
         self._seeds = Seeds(built)
-        every_step = [SameWeights(built), Edges(built), self._seeds, Autocast(built)]
+        self._every_step: list[StepPart] = [
+            SameWeights(built), Edges(built), self._seeds, Autocast(built)
+        ]  # fmt: skip
         # parts of steps that train, after those of every step; the optimizer's step comes between these two
         self._parts: Sequence[StepPart] = (OptimizerWatch(self.parameters()), self._shared, self._routed)
         # the last part, as its warning may become an error on this rank alone
         self._whole_backwards = WholeBackwards(self.stages)
-        self._steps = StepRunner(built, every_step)
+        self._steps = StepRunner(built, self._every_step)
         self._training = self._steps.schedules.training(built.schedule.microbatches)  # of the last step
         self._proof = self._training.proof
         self._evaluations = Evaluations(built, self._steps)
@@ -93,6 +95,10 @@ class Pipeline(SplitModel):
         pipe = cls(stages_from_provider(provider, options))
         pipe._shared.copy_first([parameter for _, parameter in pipe.owned_parameters()])
         return pipe
+
+    def use(self, part: StepPart) -> None:
+        """Add a part of your own to each later step and evaluation. Every rank adds it."""
+        self._every_step.append(part)
 
     # ---- run
 

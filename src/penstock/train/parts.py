@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.batch.distillation import Taught
 from penstock.batch.kto import KTO
 from penstock.batch.row_loss import RowLoss
 from penstock.checkpoint.in_memory import MemoryCheckpoints
@@ -27,6 +28,7 @@ from penstock.train.records.sample import Sample
 from penstock.train.records.slow_ranks import SlowRankWatch
 from penstock.train.records.throughput import Usage
 from penstock.train.skips import Skips, Spikes
+from penstock.train.teacher import Teacher
 
 
 def parts_of(
@@ -48,7 +50,8 @@ def parts_of(
         Checkpoints(run, prepared.tokenizer),
         StepProfiler(run, profile) if profile else None,
         StepTimeline(run, schedule_of),
-        Rewards(run, auto.loss_fn) if isinstance(auto.loss_fn, RowLoss) else None,
+        Teacher(run, auto, auto.loss_fn) if isinstance(auto.loss_fn, Taught) else None,
+        Rewards(run, auto.loss_fn) if isinstance(auto.loss_fn, RowLoss) and auto.loss_fn.names else None,
         KLTerm(run) if isinstance(auto.loss_fn, KTO) else None,
         usage,
         Skips(run),

@@ -51,6 +51,7 @@ from penstock.train.settings import (
     make_padding,
     sizes_of,
 )
+from penstock.train.teacher import check_teacher
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def preflight(config: TrainConfig, resume: str | None = None, cluster: Cluster |
     if isinstance(tokenizer, Processor):
         tokenizer.check_fits(model)
     check_prompt(config.output, tokenizer, model.config)
+    check_teacher(config, model.config, tokenizer)
     data = load_data(
         config,
         tokenizer,

@@ -142,6 +142,8 @@ def check_split(
     Raises: DifferenceError if they differ; ConfigError if mode is "always" and the check is impossible.
     """
     began = time.perf_counter()
+    if reason := getattr(reference.loss, "not_compared", ""):
+        return skipped(reason, mode)
     group = rows_per_group(reference.loss)
     of_rows = getattr(reference.loss, "of_rows", ())
     short = shorten(batch, pipe.schedule.microbatches, reference.tokens, group, of_rows)

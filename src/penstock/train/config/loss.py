@@ -1,4 +1,4 @@
-"""The keys of train.loss: a loss of pairs of rows, in place of that of next tokens."""
+"""The keys of train.loss: a loss that compares rows, or of a teacher, in place of that of next tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from penstock.options import NotNegative
-from penstock.train.config.values import Positive, Section, by_name, tag, tag_by
+from penstock.train.config.values import PathText, Positive, Section, by_name, tag, tag_by
 
 if TYPE_CHECKING:
     from penstock.batch.loss import Loss
@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 class PairsSection(Section):
     """A loss that compares the two rows of each pair."""
 
-    reads: ClassVar[str] = "preference"  # the kind of its data
+    reads: ClassVar[str | None] = "preference"  # the kind of its data
     rows: ClassVar[str] = "chosen and rejected rows"
     item: ClassVar[str] = "pair"  # what its mean is over
     metrics: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")  # the higher, the better
     refers: ClassVar[bool] = False  # whether it reads a reference model
+    needs: ClassVar[str] = "its reference"  # what steps before the run's own do not have
 
 
 class DPOSection(PairsSection):
@@ -62,11 +63,12 @@ class KTOSection(Section):
     beta: Positive = 0.1  # how strongly the model is held to the reference
     desirable_weight: Positive = 1.0  # factor of the loss of desirable rows
     undesirable_weight: Positive = 1.0  # of the others; where one kind is rarer, its loss may weigh more
-    reads: ClassVar[str] = "unpaired"
+    reads: ClassVar[str | None] = "unpaired"
     rows: ClassVar[str] = "desirable and undesirable rows"
     item: ClassVar[str] = "row"
     metrics: ClassVar[tuple[str, ...]] = ("rewards/margins",)
     refers: ClassVar[bool] = True
+    needs: ClassVar[str] = "its reference"
 
 
 class ContrastiveSection(PairsSection):
@@ -74,21 +76,41 @@ class ContrastiveSection(PairsSection):
 
     kind: Literal["contrastive"] = "contrastive"  # likewise; a classifier, whose num_labels is the width
     temperature: Positive = 0.05  # cosines are divided by it
-    reads: ClassVar[str] = "pair"
+    reads: ClassVar[str | None] = "pair"
     rows: ClassVar[str] = "anchors and positives"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
 
 
-AnyLoss = DPOSection | ORPOSection | SimPOSection | RewardSection | KTOSection | ContrastiveSection
+class DistillationSection(Section):
+    """Each next token's distribution approaches a teacher's, which runs over the same ranks."""
+
+    kind: Literal["distillation"] = "distillation"  # required
+    teacher: PathText  # a local Hugging Face folder with weights; its vocabulary is the model's
+    divergence: Literal["forward", "reverse"] = "forward"  # KL(teacher || model), or the other way round
+    temperature: Positive = 1.0  # of both distributions
+    mix: Annotated[float, Field(ge=0, le=1)] = 0.0  # the share of the labels' cross-entropy
+    reads: ClassVar[str | None] = None  # all data with labels of next tokens
+    rows: ClassVar[str] = "next tokens"
+    item: ClassVar[str] = "token"
+    metrics: ClassVar[tuple[str, ...]] = ()
+    refers: ClassVar[bool] = False
+    needs: ClassVar[str] = "its teacher"
+
+
+AnyLoss = (
+    DPOSection | ORPOSection | SimPOSection | RewardSection | KTOSection | ContrastiveSection
+    | DistillationSection
+)  # fmt: skip
 LOSSES: dict[str, type[AnyLoss]] = {
     "dpo": DPOSection, "orpo": ORPOSection, "simpo": SimPOSection, "reward": RewardSection,
-    "kto": KTOSection, "contrastive": ContrastiveSection,
+    "kto": KTOSection, "contrastive": ContrastiveSection, "distillation": DistillationSection,
 }  # fmt: skip
 
 
 def make_loss(section: AnyLoss) -> Loss:
     """The loss with the keys of a section."""
-    from penstock.batch import kto, preferences  # a config with an error is refused without torch
+    # a config with an error is refused without torch
+    from penstock.batch import distillation, kto, preferences
     from penstock.batch.contrastive import Contrastive
     from penstock.pipeline.whole_step import WholeStepLoss
 
@@ -96,9 +118,10 @@ def make_loss(section: AnyLoss) -> Loss:
         return WholeStepLoss(Contrastive(section.temperature))
     kinds: dict[str, type[RowLoss]] = {
         "dpo": preferences.DPO, "orpo": preferences.ORPO, "simpo": preferences.SimPO,
-        "reward": preferences.Reward, "kto": kto.KTO,
+        "reward": preferences.Reward, "kto": kto.KTO, "distillation": distillation.Taught,
     }  # fmt: skip
     keys = section.model_dump()
+    keys.pop("teacher", None)  # which runs beside the loss
     return kinds[keys.pop("kind")](**keys)
 
 
@@ -111,7 +134,8 @@ LossSection = Annotated[
     | Annotated[SimPOSection, Tag(tag("simpo"))]
     | Annotated[RewardSection, Tag(tag("reward"))]
     | Annotated[KTOSection, Tag(tag("kto"))]
-    | Annotated[ContrastiveSection, Tag(tag("contrastive"))],
+    | Annotated[ContrastiveSection, Tag(tag("contrastive"))]
+    | Annotated[DistillationSection, Tag(tag("distillation"))],
     Discriminator(tag_by("kind")),
 ]
 LossValue = Annotated[

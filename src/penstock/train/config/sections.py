@@ -37,7 +37,7 @@ from penstock.options import (
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import AdapterKey
-from penstock.train.config.loss import LOSSES, LossValue
+from penstock.train.config.loss import LOSSES, DistillationSection, LossValue
 from penstock.train.config.values import (
     CheckpointingValue,
     CompileValue,
@@ -587,7 +587,8 @@ class TrainSection(Section, RoutingOptions, LayerOptions):
     # mixture an epoch has as many rows as its sources together. The run shows the steps when it begins
     epochs: Annotated[Positive, at_most(10**6)] | None = None
     batch_size: Count = 8  # rows a step, over all microbatches; with data.kind=preference, pairs
-    loss: LossValue = None  # of preferences, with data.kind=preference or unpaired; null: of next tokens
+    # of preferences, with data.kind=preference or unpaired; distillation; null: of next tokens
+    loss: LossValue = None
     # The dtype of the computation, on any mesh. mixed: weights, gradients and the optimizer's states in
     # float32, and products in bfloat16, by torch.autocast; null: model.dtype
     precision: Literal["float32", "bfloat16", "mixed"] | None = None
@@ -831,9 +832,11 @@ class TrainConfig(Section):
             if self.data.labels != "next tokens":
                 self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
             return
+        if isinstance(loss, DistillationSection):
+            self._check_distillation()
         if loss.reads != kind:
             rule = f"train.loss={loss.kind} compares {loss.rows}"
-            remedy = f"leave train.loss out, or set data.kind={loss.reads}"
+            remedy = "leave train.loss out" + (f", or set data.kind={loss.reads}" if loss.reads else "")
             raise ValueError(f"{rule}, and data.kind={self.data.kind} has none; {remedy}")
         sizes = [self.train.batch_size, *(phase.batch_size or 2 for phase in self.train.ramp)]
         if loss.kind == "kto" and min(sizes) == 1:
@@ -842,8 +845,8 @@ class TrainConfig(Section):
         self._check_off(f"train.loss={loss.kind}", samples=loss.kind not in ("reward", "contrastive"))
         if loss.kind == "contrastive":
             self._check_whole_step()
-        if self.pipeline.balance == "measured" and loss.refers:
-            rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has its reference"
+        if self.pipeline.balance == "measured" and (loss.refers or loss.reads is None):
+            rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has {loss.needs}"
             raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
 
     def _check_whole_step(self) -> None:
@@ -860,6 +863,18 @@ class TrainConfig(Section):
                     f"{value} steps on a part of the rows, and train.loss=contrastive compares all of a "
                     "step; leave it out, and give more pipeline.microbatches or pipeline.ranks"
                 )
+
+    def _check_distillation(self) -> None:
+        """Raise ValueError for settings with which a teacher does not run beside the model."""
+        sizes = self.parallel.axes.sizes
+        for value, off in (
+            (f"data.kind={self.data.kind}", self.data.labels == "next tokens"),
+            ("data.images", self.data.images is None),
+            ("pipeline.shapes=padded", self.pipeline.shapes != "padded"),
+            *((f"parallel.{axis}={sizes[axis]}", sizes[axis] == 1) for axis in ("cp", "ep", "tp")),
+        ):
+            if not off:
+                raise ValueError(f"{value} is not for train.loss=distillation; leave it out")
 
     def _check_off(self, other: str, *, samples: bool) -> None:
         """Raise ValueError for settings that only the loss of next tokens has.
@@ -883,7 +898,7 @@ class TrainConfig(Section):
         own = [f"held_out_{name}" for name in ((self.data.accuracy,) if loss is None else loss.metrics)]
         if metric not in own:
             has = f"the loss of {self.data.labels}" if loss is None else f"train.loss={loss.kind}"
-            has += f" has {' and '.join(own)}"
+            has += f" has {' and '.join(own) or 'held_out_loss'}"
             raise ValueError(f"output.keep.metric={metric} is of another loss: {has}; take one of these")
         if not self.kept_best:
             raise ValueError(f"output.keep.metric={metric} without output.keep.best; set best to 1 or more")

@@ -1,0 +1,183 @@
+"""Distillation in the trainer: TRL's divergence from a teacher over the same ranks; what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from penstock.errors import ConfigError, ModelError
+from penstock.train.config.sections import TrainConfig
+from penstock.train.encoding.tokenizer import HuggingFace
+from penstock.train.preflight import preflight
+from penstock.train.run import run
+from support import jobs_train
+from support.pool import Pool
+from support.refusals import refuses
+from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model, tensors
+
+WIDE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 4}
+
+
+def with_teacher(
+    folder: Path, keys: dict[str, Any] | None = None, loss: dict[str, Any] | None = None, **train: Any
+) -> TrainConfig:
+    """A run over prompts and completions, and a wider and deeper teacher."""
+    (folder / "out").mkdir(exist_ok=True)
+    if not (folder / "teacher").exists():
+        save_model(folder / "teacher", seed=1, initializer_range=0.3, **WIDE)
+        save_model(folder / "student", vocab_size=258)
+    rows = [{"prompt": "q" * (1 + at % 5), "completion": "abc"[at % 3] * (2 + at % 7)} for at in range(40)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    keys = {"model": {"path": str(folder / "student")}, "data.path": str(folder / "rows.jsonl"),
+            "data.kind": "chat", "data.held_out": 0.2, "data.sequence_length": 32} | (keys or {})  # fmt: skip
+    section = {"kind": "distillation", "teacher": str(folder / "teacher"), **(loss or {})}
+    return config(folder, QWEN3, keys, **{"loss": section, **train})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+@pytest.mark.parametrize(
+    ("divergence", "keys"),
+    [
+        ("forward", {}),
+        ("reverse", {"train.accumulate": 2}),
+        ("forward", {"pipeline.schedule": "zb_v", "train.batch_size": 5}),
+        ("reverse", {"data.packing": "best_fit"}),
+    ],
+)
+def test_three_steps_give_the_weights_of_trls_divergence_in_one_process(
+    divergence: Any, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # else the import is a warning, and so an error
+    from trl.experimental.gkd import GKDTrainer
+
+    settings = {"learning_rate": 0.02, "schedule": "constant", "weight_decay": 0.0, "eps": 1e-3,
+                "betas": (0.9, 0.999)}  # fmt: skip
+    if "pipeline.schedule" in keys:  # two stages on each rank
+        keys = keys | {"model": {"config": {**QWEN3, "vocab_size": 258, "num_hidden_layers": 4}}}
+    loss = {"divergence": divergence, "temperature": 2.0, "mix": 0.25}
+    made = with_teacher(tmp_path, {"optimizer": settings} | keys, loss, steps=3, clip_norm=None)
+    prepared = preflight(made)
+    batches: list[Any] = [prepared.data.batch(step).content for step in (1, 2, 3)]
+    built = prepared.auto.build(prepared.model)
+    whole = AutoModelForCausalLM.from_config(prepared.plan.source.model.config)
+    whole.load_state_dict(dict(built.named_parameters()))
+    built.close()
+    teacher = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+    run(prepared)
+    optimizer, losses = torch.optim.AdamW(whole.parameters(), 0.02, eps=1e-3, weight_decay=0.0), []
+    for batch in batches:
+        count = sum(int((part["labels"][:, 1:] != -100).sum()) for part in batch)
+        optimizer.zero_grad()
+        total = 0.0
+        for part in batch:
+            inputs = {name: value for name, value in part.items() if name != "labels"} | {"use_cache": False}
+            labels, student = part["labels"][:, 1:], whole(**inputs).logits[:, :-1]
+            with torch.no_grad():
+                taught = teacher(**inputs).logits[:, :-1]
+            apart = GKDTrainer.generalized_jsd_loss(
+                student,
+                taught,
+                labels,
+                beta=float(divergence == "reverse"),
+                temperature=2.0,
+                num_items_in_batch=count,
+            )
+            entropy = F.cross_entropy(student.flatten(0, 1), labels.flatten(), reduction="sum") / count
+            (0.75 * apart + 0.25 * entropy).backward()
+            total += float((0.75 * apart + 0.25 * entropy).detach())
+        losses.append(total)
+        optimizer.step()
+    assert [row["loss"] for row in metrics(tmp_path) if "loss" in row] == pytest.approx(losses, rel=1e-5)
+    saved = {name.split()[1]: value for name, value in tensors(checkpoint(tmp_path, 3)).items()}
+    for name, parameter in whole.named_parameters():
+        torch.testing.assert_close(saved[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_approaches_its_teacher_and_resumes_bit_for_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = with_teacher(tmp_path, steps=6, checkpoint_every=3, check="auto")
+    run(preflight(made))
+    assert "not checked against the whole model: the teacher's logits are on" in capsys.readouterr().out
+    rows = metrics(tmp_path)
+    held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+    assert held_out[-1] < held_out[0]
+    assert not {"perplexity", "held_out_token_accuracy"} & rows[0].keys()
+    checkpoint(tmp_path, 6).rename(tmp_path / "before")
+    run(preflight(made, str(checkpoint(tmp_path, 3))))
+    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
+    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+
+
+def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
+    made = with_teacher(tmp_path)
+    assert made.train.loss is not None
+    run(preflight(with_teacher(tmp_path, loss={"teacher": str(tmp_path / "student")}, steps=1)))
+    (step,) = [row for row in metrics(tmp_path) if "loss" in row]
+    assert step["loss"] == pytest.approx(0, abs=1e-7)
+    assert step["grad_norm"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
+def test_a_mesh_trains_as_one_pipeline_does(axis: str, pool: Pool, tmp_path: Path) -> None:
+    keys = {"train.batch_size": 7, f"parallel.{axis}": 2}
+    made = with_teacher(tmp_path, keys).model_dump(mode="json")
+    for said in pool.run(4, jobs_train.trained, made):
+        assert said["error"] == ""
+    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
+    output.mkdir(parents=True)
+    made["parallel"][axis], made["output"]["folder"] = 1, str(output)
+    run(preflight(TrainConfig.model_validate(made)))
+    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
+        for name in {"loss", "held_out_loss", "grad_norm"} & row.keys():
+            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+def test_another_vocabulary_or_tokenizer_is_refused(tmp_path: Path) -> None:
+    made = with_teacher(tmp_path)
+    save_model(tmp_path / "larger", **{**WIDE, "vocab_size": 300})
+    with refuses(
+        ConfigError, f"train.loss.teacher={tmp_path}/larger", "its vocab_size is 300, and the model's 258"
+    ):
+        preflight(with_teacher(tmp_path, loss={"teacher": str(tmp_path / "larger")}))
+    other = HuggingFace("bytes").own
+    other.save_pretrained(tmp_path / "teacher")
+    preflight(made)
+    vocabulary = json.loads((tmp_path / "teacher" / "tokenizer.json").read_text())
+    first, second, *_ = vocabulary["model"]["vocab"]
+    ids = vocabulary["model"]["vocab"]
+    ids[first], ids[second] = ids[second], ids[first]
+    (tmp_path / "teacher" / "tokenizer.json").write_text(json.dumps(vocabulary))
+    with refuses(ConfigError, "train.loss.teacher=", "its tokenizer is another one, in 2 tokens"):
+        preflight(made)
+
+
+def test_a_teacher_without_weights_is_refused(tmp_path: Path) -> None:
+    made = with_teacher(tmp_path)
+    (tmp_path / "teacher" / "model.safetensors").unlink()
+    with refuses(ConfigError, "train.loss.teacher=", "has no weights"):
+        preflight(made)
+    with pytest.raises(ModelError):
+        preflight(with_teacher(tmp_path, loss={"teacher": str(tmp_path / "nowhere")}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"pipeline.shapes": "padded"}, "pipeline.shapes=padded is not for train.loss=distillation"),
+        ({"parallel.tp": 2}, "parallel.tp=2 is not for train.loss=distillation"),
+        ({"data.kind": "preference"}, "data.kind=preference has none; leave train.loss out"),
+        ({"train.z_loss": 0.1}, "train.z_loss=0.1 is not for train.loss=distillation"),
+        ({"train.loss": {"kind": "distillation"}}, "teacher"),
+    ],
+)
+def test_settings_without_a_teacher_are_refused(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        with_teacher(tmp_path, keys)
