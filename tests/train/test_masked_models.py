@@ -72,7 +72,10 @@ def test_loss_and_gradients_are_those_of_transformers(packing: str, tmp_path: Pa
 
 
 def test_a_text_is_a_row_with_special_tokens_and_blank_ones_are_left_out(tmp_path: Path) -> None:
-    data = preflight(with_masks(tmp_path, {"data.overlong": "truncate"})).data
+    prepared = preflight(with_masks(tmp_path, {"data.overlong": "truncate"}))
+    assert "2 records without a token to train on are left out" in prepared.notes
+    assert not any("the loss counts" in note for note in prepared.notes)
+    data = prepared.data
     assert len(data.rows) + len(data.held_out) == 60
     for row in range(len(data.rows)):
         (piece,) = data.rows.read(row)

@@ -66,6 +66,7 @@ def test_every_gradient_is_that_of_the_mean_over_pairs(ranks: int, center: float
     loss = {"kind": "reward", "center": center}
     prepared = preflight(with_scores(tmp_path, keys, batch_size=5, loss=loss))
     pipe = prepared.auto.build(prepared.model)
+    assert not any("the loss counts" in note for note in prepared.notes)  # it scores prompts too
     parts: Any = prepared.data.batch(1).content
     assert [len(part["input_ids"]) for part in parts] == [6, 4]
     for part in parts:

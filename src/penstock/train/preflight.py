@@ -361,7 +361,9 @@ def _data_notes(config: TrainConfig, data: Data, start: Start) -> Iterator[str]:
         yield "the checkpoint does not say which data it is of, so penstock cannot check whether they changed"
     counted, tokens, dropped = (sum(getattr(source.store.facts, name) for source in data.rows.sources)
                                 for name in ("counted", "tokens", "dropped"))  # fmt: skip
-    if counted < tokens or dropped:
+    if dropped and not config.counts_labels:
+        yield f"{dropped} records without a token to train on are left out"
+    elif config.counts_labels and (counted < tokens or dropped):
         left = f"; {dropped} records without such a token are left out" if dropped else ""
         yield f"the loss counts {counted:,} of {tokens:,} tokens, {counted / tokens:.1%}{left}"
     share = data.expected(config.train.last).padding

@@ -779,6 +779,12 @@ class TrainConfig(Section):
             return "bfloat16"
         return self.parallel.param_dtype or self.model.dtype
 
+    @property
+    def counts_labels(self) -> bool:
+        """Whether the loss counts the tokens that have a label: not with masks, nor for scores of rows."""
+        loss = self.train.loss
+        return self.data.masked_share is None and (loss is None or loss.kind != "reward")
+
     def check_keys(self) -> None:
         self._check_precision()
         parts = max(self.parallel.dp_replicate * self.parallel.dp_shard, 1)  # -1: checked once known
