@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from hypothesis import settings
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support import pool as processes
@@ -25,6 +26,10 @@ from support.pool import Pool
 if "PENSTOCK_CACHE" not in os.environ:  # the workers of xdist have it of the process that started them
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-cache-")
     atexit.register(shutil.rmtree, os.environ["PENSTOCK_CACHE"], ignore_errors=True)
+
+
+settings.register_profile("untimed", deadline=None)  # a busy machine takes any time for an example
+settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -122,7 +122,7 @@ def test_an_override_means_the_same_wherever_it_stands(
         return 0
 
     monkeypatch.setattr(restart, "keep_running", keep_running)
-    file, server = config_file(tmp_path), SimpleNamespace(follow=lambda _: None)
+    file, server = config_file(tmp_path), SimpleNamespace(follow=lambda _: None, rehearse=lambda _: None)
     for number in cases:
         with seeded(number) as choices:
             overrides = choices.sample(OVERRIDES, choices.randint(1, 4))

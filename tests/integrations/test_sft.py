@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ def without_logits(seen: Seen) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if not k.endswith(OF_LOGITS)} for entry in seen.logs]
 
 
+@pytest.mark.skipif(
+    find_spec("triton") is not None and not torch.cuda.is_available(),
+    reason="TRL's own trainer calls a Triton kernel, which needs a GPU where Triton is installed",
+)
 def test_trains_as_trls_trainer(pool: Pool, tmp_path: Path) -> None:
     trainer = SFTTrainer(model=trainers.model(), args=arguments(tmp_path / "plain"), **options())
     trainer.train()

@@ -211,7 +211,7 @@ def test_a_pipeline_of_equal_stages_takes_two_forwards_a_microbatch() -> None:
     times = {name: getattr(stage, name) for name in once}
     equal = replace(trial, kept=replace(trial.kept, bytes=0.0, **times))
     assert equal.estimate().timeline.makespan == pytest.approx((7 + 3 - 1) * sum(times.values()))
-    assert 0.8 * stage.forward < stage.recomputed <= stage.forward
+    assert 0.7 * stage.forward < stage.recomputed <= stage.forward  # .74 with torch 2.11, which stops earlier
     products = [op for op in stage.works[0].weight_grad if op.kind == "matmul"]
     added = [op for op in stage.works[0].weight_grad if op.kind == "other"]
     assert sum(op.calls for op in products) == 7  # q, k, v, o, gate, up, down

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from inspect import get_annotations
+from inspect import cleandoc, get_annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -12,10 +12,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from penstock.options import (
     CheckpointingOptions,
@@ -42,6 +45,15 @@ class Section(BaseModel):
 
     def check_keys(self) -> None:
         """Raise ValueError "rule; remedy" for keys that do not fit together."""
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """The schema, with what the section means: older pydantic leaves it out below a dataclass."""
+        schema = handler(core_schema)
+        handler.resolve_ref_schema(schema).setdefault("description", cleandoc(cls.__doc__ or ""))
+        return schema
 
     @classmethod
     def keys_in_order(cls) -> list[str]:
