@@ -18,6 +18,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PenstockError, RunError
 
@@ -116,11 +117,12 @@ def _no_memory(error: BaseException) -> RunError:
 
 
 def _no_disk(error: BaseException) -> RunError:
-    name = getattr(error, "filename", None)  # None for standard output too, and a number where it was one
-    value, room = "a file, or standard output", ""
-    if isinstance(name, str | bytes | os.PathLike):
-        value = os.fsdecode(name)
-        room = _room(Path(value))
+    name: Any = getattr(
+        error, "filename", None
+    )  # None for standard output too, and a number where it was one
+    known = isinstance(name, str | bytes | os.PathLike)
+    value = os.fsdecode(name) if known else "a file, or standard output"
+    room = _room(Path(value)) if known else ""
     return RunError(value, f"it cannot be written ({_said(error)}){room}", "Make room, or write elsewhere")
 
 
