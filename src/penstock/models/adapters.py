@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.errors import ConfigError, ModelError
+from penstock.models.name_patterns import check_patterns
 
 LoraConfig: TypeAlias = Any  # peft's
 PREFIX = "base_model.model."  # of every name in an adapter's file: the base model's path in PeftModel
@@ -172,6 +173,7 @@ def add_adapter(
         )
     config.base_model_name_or_path = None  # PEFT sets the model's name, and warns about another
     try:
+        check_patterns(vars(config), [name for name, _ in model.named_modules()])
         _check_names(model, config)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # from transformers, and meant for PEFT

@@ -61,8 +61,8 @@ class TensorFile:
         except SafetensorError as cause:
             rule = f"it is no complete safetensors file ({cause})"
             raise CheckpointError(f"{path} of {path.stat().st_size} bytes", rule, remedy) from cause
-        except OSError as cause:
-            rule = f"it cannot be read ({cause.strerror or cause})"
+        except (OSError, MemoryError) as cause:  # safetensors maps a file before it looks at its length
+            rule = f"it cannot be read ({getattr(cause, 'strerror', None) or cause})"
             raise CheckpointError(str(path), rule, remedy) from cause
         header.pop("__metadata__", None)
         self._begin, self._header = _LENGTH + length, header

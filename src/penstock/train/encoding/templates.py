@@ -172,7 +172,7 @@ def _placeholder(value: Any) -> object:
 def main() -> None:
     """Answer until the connection ends."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
+    _limit(resource.RLIMIT_AS, _address_space() + MEMORY)
     connection: Connection[bytes, bytes] = Connection(int(sys.argv[1]))
     allowed = int(sys.argv[2])
     while True:
@@ -180,8 +180,7 @@ def main() -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        seconds = int(time.process_time()) + 1 + allowed
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + allowed)
         connection.send_bytes(json.dumps(_answer(request)).encode())
 
 
@@ -197,6 +196,12 @@ def _answer(request: bytes) -> dict[str, Any]:
     if len(texts[0]) > LONGEST:
         return {"error": f"writes {len(texts[0]):,} characters, and {LONGEST:,} are the most", "over": True}
     return {"text": texts[0], "marks": marks[0] if marks else []}
+
+
+def _limit(kind: int, most: int) -> None:
+    """Limit this process, within the limit that it was started with, as by `ulimit`: none may raise that."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _address_space() -> int:
