@@ -1,4 +1,4 @@
-"""Write docs/config.md from the models of penstock.train.config.sections: ``python docs/config.py``.
+"""Write docs/config.md from the sections of penstock.train.config: ``python docs/config.py``.
 
 What a key means is the comment that stands behind it in the source, or above it; for an option that
 AutoPipeline has too, the sentence in penstock.options. What it may hold is what the model checks.

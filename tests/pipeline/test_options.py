@@ -25,7 +25,8 @@ from penstock.options import (
     sentences,
 )
 from penstock.pipeline.options import Options, with_pipeline_axis
-from penstock.train.config.sections import ModelSection, ParallelSection, PipelineSection, TrainSection
+from penstock.train.config.model import ModelSection, ParallelSection, PipelineSection
+from penstock.train.config.training import TrainSection
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.own_chain import Piece, squares, x_batch
 from support.refusals import refuses

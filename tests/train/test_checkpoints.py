@@ -26,7 +26,8 @@ from penstock.train.checkpoints import (
     newest_checkpoint,
     prune,
 )
-from penstock.train.config.sections import KeepSection, TrainConfig
+from penstock.train.config.output import KeepSection
+from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import owned
 from penstock.train.part import TrainStep
 from penstock.train.preflight import preflight

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoConfig, Qwen3Config
 
 from penstock.errors import ConfigError, ModelError
-from penstock.train.config.sections import ModelSection
+from penstock.train.config.model import ModelSection
 from penstock.train.model import inline_config, named_model
 from support.refusals import refuses
 

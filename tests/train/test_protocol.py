@@ -41,7 +41,7 @@ from penstock.train.checkpoints import (
     prune,
     remove_unfinished,
 )
-from penstock.train.config.sections import KeepSection
+from penstock.train.config.output import KeepSection
 from penstock.train.owner import OWNER, owned
 from penstock.train.state import RunState
 from support.covering import every

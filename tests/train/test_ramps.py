@@ -18,7 +18,8 @@ from penstock.errors import ConfigError, DataError
 from penstock.schedule import Timeline
 from penstock.train.between_steps import HeldOutEvaluation
 from penstock.train.checkpoints import NEWEST
-from penstock.train.config.sections import EarlyStopSection, TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.config.training import EarlyStopSection
 from penstock.train.data.rows import has_labels
 from penstock.train.preflight import preflight
 from penstock.train.run import run

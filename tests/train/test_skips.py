@@ -15,7 +15,8 @@ import torch
 
 from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.pipeline.steps.step import StepResult
-from penstock.train.config.sections import SpikeSection, TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.config.training import SpikeSection
 from penstock.train.data.loading import LoadedBatch
 from penstock.train.data.rows import Fill
 from penstock.train.loop import seed_step

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from penstock.batch.loss import IGNORED
 from penstock.cli.shared import echo, table
-from penstock.train.config.sections import DataSection, TrainConfig
+from penstock.train.config.data import DataSection
+from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.data.rows import Piece, SourceRows
 from penstock.train.encoding.labels import LabelSpace

@@ -38,7 +38,9 @@ from penstock.models.weights.folder import (
     target_of,
     unfinished,
 )
-from penstock.train.config.sections import KeepSection, ModelSection, TrainConfig
+from penstock.train.config.model import ModelSection
+from penstock.train.config.output import KeepSection
+from penstock.train.config.sections import TrainConfig
 from penstock.train.optimizers.optimizer import SHAPED
 from penstock.train.owner import last_run
 from penstock.train.settings import mesh_of

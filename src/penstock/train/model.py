@@ -14,7 +14,8 @@ from penstock.errors import ConfigError
 from penstock.models import hub
 from penstock.models.model_folder import check_numbers, config_of
 from penstock.models.source import ModelLike
-from penstock.train.config.sections import ModelSection, TrainConfig
+from penstock.train.config.model import ModelSection
+from penstock.train.config.sections import TrainConfig
 
 # keys of older config.json files that transformers still reads, one that no config.json has, and those of
 # heads for labels

@@ -30,7 +30,8 @@ from penstock.planner.search import memory_limit
 from penstock.planner.workload import Workload
 from penstock.schedule.choose import build
 from penstock.train.checkpoints import recorded_state
-from penstock.train.config.sections import PLANNED, TrainConfig
+from penstock.train.config.model import PLANNED
+from penstock.train.config.sections import TrainConfig
 from penstock.train.model import config_in
 from penstock.train.settings import axes_of, largest_microbatch, mesh_of, ranks_of, sizes_of
 

@@ -31,7 +31,8 @@ from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
-from penstock.train.config.sections import LabelsOf, TrainConfig
+from penstock.train.config.data import LabelsOf
+from penstock.train.config.sections import TrainConfig
 from penstock.train.data.loading import Data, load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace

@@ -31,7 +31,8 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.compiling import Compile, check_compiler
 from penstock.pipeline.building.experts import check_name, needs_gpu
 from penstock.train.config.loss import make_loss
-from penstock.train.config.sections import PipelineSection, TrainConfig, check_rows
+from penstock.train.config.model import PipelineSection
+from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.config.values import PaddingSection, Section
 from penstock.train.model import has_hub_weights
 from penstock.train.optimizers.optimizer import check_installed

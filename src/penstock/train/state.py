@@ -18,7 +18,8 @@ from penstock.errors import CheckpointError
 from penstock.models.weights.folder import UNREADABLE, check_contents
 from penstock.reading import read_json
 from penstock.runtime.health.agreement import version_of_penstock
-from penstock.train.config.sections import EarlyStopSection, TrainConfig
+from penstock.train.config.sections import TrainConfig
+from penstock.train.config.training import EarlyStopSection
 from penstock.train.settings import mesh_of
 
 UNNAMED = "unnamed"  # the run of a checkpoint of versions up to 0.5.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from penstock.train.config.meanings import meanings_of, section_of
-from penstock.train.config.sections import KeepSection, PipelineSection, TrainSection
+from penstock.train.config.model import PipelineSection
+from penstock.train.config.output import KeepSection
+from penstock.train.config.training import TrainSection
 
 
 def test_a_comment_behind_a_key_or_above_it_is_its_meaning() -> None:

@@ -1,8 +1,7 @@
-"""The keys of a config: defaults and limits."""
+"""A whole config: its defaults, and the rules between its sections."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -32,16 +31,46 @@ def test_sizes_that_nobody_has_are_refused(tmp_path: Path, keys: str, message: s
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
+    ("overrides", "message"),
     [
-        ("[12, 10]", r"steps=\[12, 10\]: the first step to profile comes after the last. Write \[10, 12\]"),
-        ("[0, 2]", "train.profile.steps"),
-        ("[10]", "train.profile.steps"),
-        ("[90, 101]", r"profile.steps=\[90, 101\] goes beyond steps=100.* Profile steps up to 100"),
+        (
+            ["train.precision=mixed", "model.dtype=bfloat16"],
+            "train.precision=mixed keeps weights in float32, and model.dtype=bfloat16. Leave model.dtype out",
+        ),
+        (
+            ["train.precision=mixed", "parallel={dp_shard: 2, param_dtype: bfloat16}"],
+            "are two ways to compute in half precision. Leave param_dtype out",
+        ),
+        (
+            ["train.epochs=2", "data.streaming={}", "data.validation={path: b}"],
+            "train.epochs=2 with data.streaming: a stream does not know how many rows it has",
+        ),
+        (
+            ["output.keep={last: 1, every: 10}", "train.checkpoint_every=4"],
+            "output.keep.every=10 is no multiple of train.checkpoint_every=4",
+        ),
+        (
+            ["output.keep.metric=held_out_token_accuracy"],
+            "output.keep.metric=held_out_token_accuracy without output.keep.best. Set best to 1 or more",
+        ),
+        (
+            ["train.ramp=[{until: 5, batch_size: 16}]"],
+            "train.ramp has batch_size=16 before 8, and train.batch_size=8 is reached last",
+        ),
     ],
 )
-def test_steps_to_profile_are_a_range_of_the_run(tmp_path: Path, steps: str, message: str) -> None:
-    assert re.search(message, refused(tmp_path, MINIMAL, f"train.profile={{steps: {steps}}}"))
-    profile = loaded(tmp_path, MINIMAL, "train.profile={steps: [10, 12]}").train.profile
-    assert profile is not None
-    assert profile.steps == (10, 12)
+def test_sections_that_do_not_fit_together_are_refused(
+    tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    assert message in refused(tmp_path, MINIMAL, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("precision", "weights", "products"),
+    [("null", "float32", "float32"), ("mixed", "float32", "bfloat16"), ("bfloat16", "bfloat16", "bfloat16")],
+)
+def test_the_precision_sets_the_dtypes_of_weights_and_products(
+    tmp_path: Path, precision: str, weights: str, products: str
+) -> None:
+    config = loaded(tmp_path, MINIMAL, f"train.precision={precision}")
+    assert (config.model.dtype, config.computed) == (weights, products)

@@ -21,7 +21,8 @@ from torch import Tensor
 from penstock.batch.padding import Padding
 from penstock.batch.placement import sent_ahead
 from penstock.errors import DataError
-from penstock.train.config.sections import SourceSection, TrainConfig
+from penstock.train.config.data import SourceSection
+from penstock.train.config.sections import TrainConfig
 from penstock.train.data import loading, sources
 from penstock.train.data.loading import Data, LoadedBatch, load_data
 from penstock.train.data.packing import PACKINGS, Packing, Pieces, one_each

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, DataError, PenstockError
-from penstock.train.config.sections import SourceSection, TrainConfig
+from penstock.train.config.data import SourceSection
+from penstock.train.config.sections import TrainConfig
 from penstock.train.data import loading, store
 from penstock.train.data.sources import open_source
 from penstock.train.data.store import (

@@ -12,8 +12,9 @@ import pytest
 import endings
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
+from penstock.train.config.data import ColumnsSection
 from penstock.train.config.load import load_config
-from penstock.train.config.sections import ColumnsSection, TrainConfig
+from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.chat import ChatEncoder
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preflight import preflight

@@ -114,7 +114,7 @@ def _finding(entry: Any) -> tuple[str, str, str]:
             return _unknown_key(name, entry)
         case "missing":
             return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
-    return finding(entry, name or "config", "See the keys and their types in penstock.train.config.sections")
+    return finding(entry, name or "config", "See the keys and their types in docs/config.md")
 
 
 # our words for the keys of other trainers; with their section where it alone says what is meant

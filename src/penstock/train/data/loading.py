@@ -34,7 +34,9 @@ from penstock.batch.placement import Up, send_ahead
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.private import tree_map_only
 from penstock.runtime.device.copies import CudaCopies
-from penstock.train.config.sections import DataSection, SourceSection, TrainConfig, TrainSection
+from penstock.train.config.data import DataSection, SourceSection
+from penstock.train.config.sections import TrainConfig
+from penstock.train.config.training import TrainSection
 from penstock.train.data.changes import Known, changes
 from penstock.train.data.labelled import LabelledLayout
 from penstock.train.data.masking import HELD_OUT, MaskedRows, Masking

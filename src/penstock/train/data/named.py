@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import DataError
-from penstock.train.config.sections import NamedSection, SourceSection
+from penstock.train.config.data import NamedSection, SourceSection
 
 
 def arrow_files(section: SourceSection, datasets: Any) -> tuple[Path, ...]:

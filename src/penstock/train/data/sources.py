@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.errors import DataError
 from penstock.reading import MIB, check_regular, json_at, open_regular, size
-from penstock.train.config.sections import DummySection, SourceSection
+from penstock.train.config.data import DummySection, SourceSection
 from penstock.train.data.named import arrow_files
 
 Columns = Callable[[list[str]], list[str]]

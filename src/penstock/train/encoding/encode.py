@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
-from penstock.train.config.sections import DataSection
+from penstock.train.config.data import DataSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from penstock.reading import parse_json
-from penstock.train.config.sections import ColumnsSection
+from penstock.train.config.data import ColumnsSection
 from penstock.train.data.sources import MEND, RecordError
 from penstock.train.encoding.tokenizer import ChatMessages, HuggingFace
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.private import ExperimentalConfig
-from penstock.train.config.sections import ProfileSection
+from penstock.train.config.training import ProfileSection
 from penstock.train.part import Run, RunPart
 
 

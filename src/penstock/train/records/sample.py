@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from penstock.errors import ConfigError
-from penstock.train.config.sections import OutputSection
+from penstock.train.config.output import OutputSection
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.model import positions
 from penstock.train.part import Run, RunPart, TrainStep
