@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from support import trainers
 from support.pool import Pool
 from support.refusals import refuses
 from support.trainers import Seen
+from support.trl import skip_kernels
 
 WORDS = ["<pad>", "<eos>", *"abcdefghijklmnopqrstuvwxyz"]
 # entropy and accuracy of tokens are measured on the logits of TRL's own loss
@@ -59,11 +59,8 @@ def without_logits(seen: Seen) -> list[dict[str, float]]:
     return [{k: v for k, v in entry.items() if not k.endswith(OF_LOGITS)} for entry in seen.logs]
 
 
-@pytest.mark.skipif(
-    find_spec("triton") is not None and not torch.cuda.is_available(),
-    reason="TRL's own trainer calls a Triton kernel, which needs a GPU where Triton is installed",
-)
 def test_trains_as_trls_trainer(pool: Pool, tmp_path: Path) -> None:
+    skip_kernels()
     trainer = SFTTrainer(model=trainers.model(), args=arguments(tmp_path / "plain"), **options())
     trainer.train()
     weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}

@@ -9,12 +9,20 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError, RunError
+from penstock.planner import workers
 from penstock.planner.workers import forked, processors
 from support.refusals import refuses
 
 KNOWN = {"base": 0}
 
 
+@pytest.fixture
+def _forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks, also where another test has run a backward with a torch that has CUDA: none runs one here."""
+    monkeypatch.setattr(workers, "_forks_run_backwards", lambda: True)  # private: no other way to say so
+
+
+@pytest.mark.usefixtures("_forks")
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_results_come_in_the_order_of_the_arguments(processes: int) -> None:
     def square(number: int) -> int:
@@ -26,6 +34,7 @@ def test_results_come_in_the_order_of_the_arguments(processes: int) -> None:
         assert squares([]) == []
 
 
+@pytest.mark.usefixtures("_forks")
 def test_a_process_knows_what_this_one_knew_when_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KNOWN, "base", 40)
 
@@ -54,6 +63,7 @@ def test_an_error_is_raised_here_and_others_may_follow(processes: int) -> None:
         assert halves([2, 4]) == [1, 2]
 
 
+@pytest.mark.usefixtures("_forks")
 def test_a_process_that_is_free_takes_the_next_argument() -> None:
     """One long argument, and short ones behind it: the other process takes all of these."""
 
@@ -67,6 +77,7 @@ def test_a_process_that_is_free_takes_the_next_argument() -> None:
     assert len({*short}) == 1
 
 
+@pytest.mark.usefixtures("_forks")
 def test_a_process_that_is_killed_is_an_error_that_says_so() -> None:
     def die(number: int) -> int:
         if number:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from support.reference import Gradients, gradients_of
 
@@ -21,14 +25,21 @@ def trl_settings(kind: Any, folder: Path, **options: Any) -> Any:
     return kind(**plain | options)
 
 
+def skip_kernels() -> None:
+    """Skip where TRL calls a Triton kernel for logits, and nothing runs it: Triton without a GPU."""
+    if find_spec("triton") is not None and not torch.cuda.is_available():
+        pytest.skip("TRL's trainers call a Triton kernel where Triton is installed, and it needs a GPU")
+
+
 def trl_steps(
     trainer: Any, settings: Any, model: Any, rows: list[dict[str, Any]], tokenizer: Any, **options: Any
 ) -> tuple[list[Gradients], list[dict[str, Any]]]:
-    """Train over the rows in their order. Returns each step's gradients, and its log."""
+    """Train over the rows in their order. Returns each step's gradients, and its log; skips as above."""
     from datasets import Dataset
     from torch.utils.data import SequentialSampler
     from transformers import TrainerCallback
 
+    skip_kernels()
     gradients, kept = list[Gradients](), list[dict[str, Any]]()
 
     class Keep(TrainerCallback):  # type: ignore[misc, unused-ignore]
