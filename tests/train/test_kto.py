@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preference import with_references
@@ -171,6 +171,22 @@ def test_a_mesh_trains_as_one_pipeline_does(accumulate: int, pool: Pool, tmp_pat
     for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
         for name in {"loss", "held_out_loss", "grad_norm", "held_out_kl", *NAMES} & row.keys():
             assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+def test_a_metric_that_the_held_out_rows_do_not_give_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    """All rows are desirable, so there is no margin to the others."""
+    keys = {"output.keep": {"metric": "held_out_rewards/margins", "best": 1}}
+    made = with_rows(tmp_path, keys, records=[{**row, "label": True} for row in rows()])
+    with refuses(ConfigError, "output.keep.metric=held_out_rewards/margins", "both kinds"):
+        run(preflight(made))
+    assert [row["step"] for row in metrics(tmp_path)] == [0]
+
+
+def test_a_held_out_row_alone_is_refused(tmp_path: Path) -> None:
+    """Its KL term would be its own log-ratio, and its loss the same at every evaluation."""
+    (tmp_path / "one.jsonl").write_text(json.dumps(rows(1)[0]))
+    with refuses(DataError, "one held-out row", "another row"):
+        preflight(with_rows(tmp_path, {"data.validation": {"path": str(tmp_path / "one.jsonl")}}))
 
 
 def test_a_record_that_is_no_row_is_one_message(tmp_path: Path) -> None:

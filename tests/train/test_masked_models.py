@@ -138,6 +138,9 @@ def test_heads_and_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
         preflight(with_masks(tmp_path, model=QWEN3))
     with refuses(DataError, "data.tokenizer=bytes", "this tokenizer has none"):
         preflight(with_masks(tmp_path, {"data.tokenizer": "bytes"}))
+    padded = {"pipeline.shapes": "padded"}
+    with refuses(ConfigError, "shapes='padded' for BertForMaskedLM", "may see padding"):
+        preflight(with_masks(tmp_path, padded, {**BERT, "vocab_size": 128}))
     assert all(rank.total > 0 for rank in memory(dry_run(with_masks(tmp_path))))
 
 

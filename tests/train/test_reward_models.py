@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from penstock.cli.dry_run import memory
 from penstock.errors import ConfigError, ModelError
@@ -155,6 +155,36 @@ def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
     for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
         for name in {"loss", "held_out_loss", "grad_norm", "rewards/margins"} & row.keys():
             assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_has_the_head_and_peft_loads_both(tmp_path: Path) -> None:
+    """The check compares every gradient with the whole model's; another run goes on from the adapter."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    torch.manual_seed(0)
+    base = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**SCORES))
+    base.save_pretrained(tmp_path / "model")
+    model = {"path": str(tmp_path / "model")}
+    made = with_scores(tmp_path, {"model": model, "adapter": {"r": 4}}, checkpoint_every=2, check="always")
+    prepared = preflight(made)
+    run(prepared)
+    trained, last = checkpoint(tmp_path, 4), metrics(tmp_path)[-2]
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(trained)
+    head = adapted.base_model.model.score.modules_to_save["default"].weight
+    assert not torch.equal(head, base.score.weight)
+    batches = prepared.data.held_out_batches(made.train.evaluate_batches)
+    with torch.no_grad():
+        scores = torch.cat([scores_of(adapted, batch.content) for batch in batches])  # type: ignore[arg-type]
+    assert last["held_out_loss"] == pytest.approx(float(bradley_terry(scores)), rel=1e-5)
+    trained.rename(tmp_path / "before")
+    run(preflight(made, str(checkpoint(tmp_path, 2))))
+    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 4))
+    keys = {"model": model, "adapter": {"path": str(tmp_path / "before")}}
+    (tmp_path / "further").mkdir()
+    run(preflight(with_scores(tmp_path / "further", keys, steps=1)))
+    first = metrics(tmp_path / "further")[0]
+    assert first["held_out_loss"] == pytest.approx(last["held_out_loss"], rel=1e-6)
 
 
 def test_a_run_is_planned_without_its_data(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from penstock.models.name_patterns import check_patterns
 LoraConfig: TypeAlias = Any  # peft's
 PREFIX = "base_model.model."  # of every name in an adapter's file: the base model's path in PeftModel
 _PLACES = ("base_model_name_or_path", "revision")  # options that locate the base model
+_WITH_HEAD, _HEADS = ("SEQ_CLS", "TOKEN_CLS"), ("classifier", "score")  # tasks that train a head, its names
 _NAMED = 12  # modules that an error lists
 
 
@@ -172,6 +173,9 @@ def add_adapter(
             "Take True or 'gaussian', or use PEFT itself: build(get_peft_model(...)), merge_and_unload()",
         )
     config.base_model_name_or_path = None  # PEFT sets the model's name, and warns about another
+    if config.task_type in _WITH_HEAD:  # an adapter's file has the names that PEFT adds each time
+        given = config.modules_to_save or ()
+        config.modules_to_save = [name for name in given if name not in _HEADS] or None
     try:
         check_patterns(vars(config), [name for name, _ in model.named_modules()])
         _check_names(model, config)

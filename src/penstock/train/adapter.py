@@ -83,8 +83,10 @@ class AdapterSection(Section):
         """Where the adapter's first values are; None for a new one."""
         return None if self.path is None else Path(self.path).expanduser()
 
-    def lora_config(self) -> LoraConfig:
+    def lora_config(self, task: str | None = "CAUSAL_LM") -> LoraConfig:
         """PEFT's config with these keys, or that in `path`.
+
+        task: PEFT's name of what the model's head is for; None for one that it has no name for
 
         Raises ConfigError if PEFT refuses them, or is not installed; CheckpointError for a folder that holds
         no adapter, UnfitError for one that is not LoRA.
@@ -96,7 +98,7 @@ class AdapterSection(Section):
         peft = import_peft()
         try:
             return peft.LoraConfig(
-                task_type="CAUSAL_LM",
+                task_type=task,
                 r=self.r,
                 lora_alpha=self.alpha,
                 lora_dropout=self.dropout,

@@ -54,14 +54,15 @@ class HeldOutEvaluation(RunPart):
     def _evaluate(self, step: int) -> bool:
         """Evaluate after this step. Returns whether no signal came."""
         run = self.run
-        state, row, keep = run.state, self.evaluation(step), run.config.output.keep
+        state, row = run.state, self.evaluation(step)
         if row is None:
             run.display.say(f"step {step}/{run.config.train.last}  a signal cut its evaluation short")
             return False
+        score = run.config.output.keep.score(row)  # before the first step it raises its error, if any
         best = state.best.after(step, row["held_out_loss"], run.config.train.early_stop)
         run.state = state._replace(best=best)
         if step:  # before the first one there is nothing to save
-            ranking = ranked(state.ranking, step, keep.score(row), run.config.kept_best)
+            ranking = ranked(state.ranking, step, score, run.config.kept_best)
             run.state = run.state._replace(ranking=ranking)
         return True
 

@@ -30,6 +30,7 @@ from penstock.parallel.axes import MESH, Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.compiling import Compile, check_compiler
 from penstock.pipeline.building.experts import check_name, needs_gpu
+from penstock.train.config.data import LabelsOf
 from penstock.train.config.loss import make_loss
 from penstock.train.config.model import PipelineSection
 from penstock.train.config.sections import TrainConfig, check_rows
@@ -188,7 +189,7 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         sequence_length=config.data.longest_document,  # attention stays within a document
         image_tokens=0 if config.data.images is None else None,
         autocast=torch.bfloat16 if config.train.precision == "mixed" else None,
-        adapter=None if config.adapter is None else config.adapter.lora_config(),
+        adapter=None if config.adapter is None else config.adapter.lora_config(_task(config)),
         quantize=None if config.adapter is None else config.adapter.quantize,
         device="cpu" if config.train.device == "cpu" else None,
         timeout=pipeline.timeout_seconds,
@@ -196,6 +197,17 @@ def make_auto(config: TrainConfig) -> AutoPipeline:
         axes=None if axes == Axes() else axes,
         sharded=parallel.sharded,
     )
+
+
+# of heads, by PEFT: with one of rows or tokens, it trains the whole head, and saves it with the adapter
+_TASKS: dict[LabelsOf, str | None] = {
+    "next tokens": "CAUSAL_LM", "rows": "SEQ_CLS", "tokens": "TOKEN_CLS", "masked tokens": None
+}  # fmt: skip
+
+
+def _task(config: TrainConfig) -> str | None:
+    loss = config.train.loss
+    return _TASKS["rows" if loss is not None and loss.kind == "reward" else config.data.labels]
 
 
 def _loss_of(config: TrainConfig) -> Loss | None:

@@ -92,6 +92,8 @@ def test_the_check_is_turned_off_by_a_word_that_yaml_reads_as_false(tmp_path: Pa
         ("train.momentum=0.9", "Did you mean optimizer.momentum?"),  # of Muon's branch alone
         ("trian.steps=3", "trian={'steps': 3}: a config has no such key. Did you mean train?"),
         ("optimizer.momentun=0.9", "Take one of learning_rate, weight_decay"),  # of AdamW's branch alone
+        ("train.loss={kind: dpo, gamma: 2}", "section train.loss has no such key. Take one of kind, beta"),
+        ("pipeline=null", "pipeline=None: it is a section of keys. Give its keys, or leave it out"),
         ("train.qqqq=3", "Take one of steps, epochs, batch_size"),
         ("train.steps=ten", "train.steps='ten': it should be a valid integer. Write a whole number"),
         ("train.steps=2.5", "train.steps=2.5: it should be a valid integer"),

@@ -54,6 +54,20 @@ def test_step_and_row_determine_the_masks(tmp_path: Path) -> None:
     assert MaskedRows(rows, made, 1).lengths(0) == [len(ROW)]
 
 
+def test_a_text_always_has_a_masked_token(tmp_path: Path) -> None:
+    """Of few tokens most draws mask none: any of them is then the one, and no special one ever."""
+    short, made, chosen = np.array([2, 5, 6, 7, 3]), masking(tmp_path, 0.01), set()
+    for step in range(1, 40):
+        ids, labels = read(MaskedRows(HeldRows([[Piece(short, short)]]), made, step))
+        (at,) = (place for place, label in enumerate(labels) if label != -100)
+        assert labels[at] == short[at]
+        assert [*ids[:at], *ids[at + 1 :]] == [*short[:at], *short[at + 1 :]]
+        chosen.add(at)
+    assert chosen == {1, 2, 3}
+    alone = np.array([2, 3])
+    assert read(MaskedRows(HeldRows([[Piece(alone, alone)]]), made, 1)) == ([2, 3], [-100, -100])
+
+
 def test_a_tokenizer_without_a_mask_token_is_refused(tmp_path: Path) -> None:
     without: Any = HuggingFace("bytes")
     for tokenizer in (ByteTokenizer(), without):

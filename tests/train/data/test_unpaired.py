@@ -61,3 +61,10 @@ def test_a_neighbour_is_the_row_before_in_the_first_step_of_a_row() -> None:
     assert made[[0, 3, 6]].tolist() == [6, 0, 3]
     assert made[1] == 2  # 2 and 5 have theirs from the first step
     assert made[4] == 3  # in no step
+
+
+def test_no_row_is_its_own_neighbour_where_a_step_has_it_twice() -> None:
+    """The last step of the first epoch ends with the first rows of the second."""
+    made = neighbours(5, [[0, 1, 2], [4, 3, 4], [3, 3, 3]])
+    assert made[[4, 3]].tolist() == [3, 4]
+    assert neighbours(5, [[4, 4]]).tolist() == neighbours(5).tolist()

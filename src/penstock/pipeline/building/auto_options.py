@@ -83,7 +83,7 @@ class AutoOptions(RoutingOptions, ModelOptions, SplitOptions, Options):
             )
         if self.padding() is not None and not is_language_model(model):
             raise ConfigError(
-                f"shapes={self.shapes!r} for {kind}",
+                f"shapes='padded' for {kind}",
                 "its tokens may see padding, or its head may look for the last token of a row",
                 "Take shapes='inferred', which pads nothing",
             )

@@ -114,6 +114,9 @@ def _finding(entry: Any) -> tuple[str, str, str]:
             return _unknown_key(name, entry)
         case "missing":
             return f"{name} is missing", "the run needs it", f"Write it into the config, or give {name}=..."
+        case "model_type":
+            value = f"{name}={shown(entry['input'])}"
+            return value, "it is a section of keys", "Give its keys, or leave it out"
     return finding(entry, name or "config", "See the keys and their types in docs/config.md")
 
 
@@ -185,7 +188,8 @@ def _unknown_key(name: str, entry: Any) -> tuple[str, str, str]:
     if path and path[-1] in _TAGGED:  # the keys of this member of the union alone
         known = _TAGGED[path[-1]].keys_in_order()
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    elsewhere = [other for other in names if f".{other}".endswith(f".{key}")]
+    # a member of a union lacks keys of the others, which have the same names
+    elsewhere = [other for other in names if f".{other}".endswith(f".{key}") and other != name]
     if (here := _ELSEWHERE.get(name, _ELSEWHERE.get(key))) is not None:
         remedy = here
     elif near:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from penstock.errors import ConfigError
 from penstock.options import Count, SmallNatural
 from penstock.train.config.values import PathText, Section
 from penstock.train.records.trackers import TrackerSection
@@ -35,7 +36,11 @@ class KeepSection(Section):
             raise ValueError("every is set and last is not, which keeps all; set last to 1 or more, too")
 
     def score(self, row: Mapping[str, Any]) -> float:
-        """Of an evaluation, by its row of metrics.jsonl; less is better."""
+        """Of an evaluation, by its row of metrics.jsonl; less is better. Raises ConfigError."""
+        if self.metric not in row:
+            rule = "the held-out rows give no such number: margins need rows of both kinds, accuracy classes"
+            remedy = "Take held_out_loss, or hold out other rows"
+            raise ConfigError(f"output.keep.metric={self.metric}", rule, remedy)
         value = float(row[self.metric])
         return value if self.metric == "held_out_loss" else -value
 

@@ -444,6 +444,9 @@ def load_data(
     rows = StoredRows(tuple(trained for trained, _ in splits))
     evaluated = data.held_out if held_out else StoredRows(tuple(rest for _, rest in splits))
     _check_size(config, splits, rows, evaluated)
+    if section.compared == "unpaired" and len(evaluated) == 1:
+        rule = "the KL term of KTO pairs each prompt with the completion of another row"
+        raise DataError("one held-out row", rule, "Hold out two or more: data.validation, or data.held_out")
     counts = tuple(map(len, rows.sources))
     limits = tuple(source.epochs and source.epochs * count
                    for source, count in zip(section.sources, counts, strict=True))  # fmt: skip

@@ -5,7 +5,8 @@
     labels    .  . 31  . .           -100 where no token is masked
 
 transformers masks (DataCollatorForLanguageModeling). The seed, the step and the number of the row determine
-what is masked, so that a resumed run and any mesh mask the same tokens, and each epoch others.
+what is masked, so that a resumed run and any mesh mask the same tokens, and each epoch others. A text of
+which that masks nothing has one masked token, as in BERT: a step of short texts would have no loss.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from transformers import DataCollatorForLanguageModeling
 
+from penstock.batch.loss import IGNORED
 from penstock.errors import DataError
 from penstock.train.data.rows import Piece, Rows
 from penstock.train.encoding.encode import check_highest
@@ -61,8 +64,16 @@ class Masking:
         # made for each call: two threads may read rows, and it holds the generator
         collator = DataCollatorForLanguageModeling(self.own, mlm_probability=self.probability)
         collator.generator = generator
-        ids, labels = collator.numpy_mask_tokens(piece.ids[None].copy())
-        return piece._replace(ids=ids[0], labels=labels[0])
+        (ids,), (labels,) = collator.numpy_mask_tokens(piece.ids[None].copy())
+        if (labels == IGNORED).all() and len(plain := self._plain(piece)):
+            at = generator.choice(plain)
+            labels[at], ids[at] = ids[at], self.own.mask_token_id
+        return piece._replace(ids=ids, labels=labels)
+
+    def _plain(self, piece: Piece) -> npt.NDArray[np.int64]:
+        """Where the tokens are that may be masked: all but special ones."""
+        special = self.own.get_special_tokens_mask(piece.ids.tolist(), already_has_special_tokens=True)
+        return np.flatnonzero(np.logical_not(special))
 
 
 @dataclass(frozen=True)

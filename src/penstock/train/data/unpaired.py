@@ -70,11 +70,16 @@ class UnpairedLayout(ReferringLayout):
 def neighbours(count: int, steps: Iterable[Sequence[int]] = ()) -> npt.NDArray[np.int64]:
     """By row, of `count`, the row before it in its first step; that of a step's first row is its last one.
 
+    A row is no neighbour of its own, also where a step has it twice, as the end of one epoch and the start of
+    the next.
+
     steps: the rows of each step. For a row of none of them, it is the row before it in the data.
     """
     made, seen = np.roll(np.arange(count), 1), np.zeros(count, dtype=np.bool_)
     for rows in steps:
         for at, row in enumerate(rows):
-            if not seen[row]:
-                made[row], seen[row] = rows[at - 1], True
+            before = (rows[at - back] for back in range(1, len(rows)))
+            other = next((other for other in before if other != row), None)
+            if other is not None and not seen[row]:
+                made[row], seen[row] = other, True
     return made
