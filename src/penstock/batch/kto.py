@@ -112,7 +112,7 @@ def mismatched(batch: Microbatch) -> dict[str, Tensor]:
     batch: input_ids and labels (rows, sequence), perhaps attention_mask
     Returns these entries, padded on the right. Raises BatchError.
     """
-    ids, labels = batch["input_ids"], labels_of(batch, "labels", "the tokens of each row's completion")
+    ids, labels = batch["input_ids"], labels_of(batch, "labels", KTO.reads)
     hidden = batch.get("attention_mask", torch.ones_like(ids)) == 0
     prompts, completions = list[Tensor](), list[Tensor]()
     for row, row_hidden, of_row in zip(ids, hidden, labels, strict=True):

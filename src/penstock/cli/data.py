@@ -35,9 +35,10 @@ def show(config: TrainConfig, rows: int) -> None:
     for index, row in enumerate(first_rows(data, rows)):
         console.print(f"\nrow {index}: {summary(row, space, config.data)}", style="bold")
         for piece in row:
-            shown = coloured(
-                piece, tokenizer, console.is_terminal, first, names, config.data.labels == "rows"
-            )
+            if config.data.labels == "rows":  # the label is that of the whole text, and no token has one
+                shown = Text(tokenizer.decode(piece.ids.tolist()))
+            else:
+                shown = coloured(piece, tokenizer, console.is_terminal, first, names)
             console.print(shown, soft_wrap=True)
 
 
@@ -88,20 +89,12 @@ def in_loss(piece: Piece, first: int = 1) -> npt.NDArray[np.bool_]:
 
 
 def coloured(
-    piece: Piece,
-    tokenizer: Tokenizer,
-    colours: bool,
-    first: int = 1,
-    names: Sequence[str] = (),
-    whole: bool = False,
+    piece: Piece, tokenizer: Tokenizer, colours: bool, first: int = 1, names: Sequence[str] = ()
 ) -> Text:
     """The text of a document; counted tokens are green, or between [[ and ]] without colours.
 
     first: see `in_loss`; names: of the classes of tokens, which then follow their tokens
-    whole: whether its label is of the whole text, so that no token has one
     """
-    if whole:
-        return Text(tokenizer.decode(piece.ids.tolist()))
     text = Text()
     counts = in_loss(piece, first).tolist()
     tags = [names[label] if counted and names else counted

@@ -70,9 +70,7 @@ def keep_running(
             print(_hopeless(causes, saved), file=sys.stderr)
             return ended.code
         attempt, wait = attempt + 1, _wait(len(causes))
-        when = f"in {wait:.0f} s" if wait else "at once"
-        origin = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
-        print(f"penstock: restart {attempt} {when}, {origin}", file=sys.stderr, flush=True)
+        print(_next(attempt, wait, saved), file=sys.stderr, flush=True)
         if stopped := launcher.wait(wait):
             return _restarted(attempt, STOPPED if saved.step else 128 + stopped)
 
@@ -80,6 +78,12 @@ def keep_running(
 def _wait(failed: int) -> float:
     """Seconds before the next attempt, after `failed` ones since the last new checkpoint: 0, 1, 2, 4, ..."""
     return min(_LONGEST, 2.0 ** (failed - 2)) if failed > 1 else 0.0
+
+
+def _next(attempt: int, wait: float, saved: Saved) -> str:
+    when = f"in {wait:.0f} s" if wait else "at once"
+    origin = f"from the checkpoint of step {saved.step}" if saved.step else "from the beginning"
+    return f"penstock: restart {attempt} {when}, {origin}"
 
 
 def _restarted(restarts: int, code: int) -> int:

@@ -132,7 +132,7 @@ def _rehearse(call: Rehearsal) -> None:
 
 
 def _freeze() -> None:
-    """Else a collection in a rank would write to all shared pages."""
+    """Exempt all objects from garbage collection: one in a rank would write to all shared pages."""
     gc.collect()
     gc.freeze()
 

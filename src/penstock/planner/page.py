@@ -191,7 +191,7 @@ def _chart(marks: Iterable[str], across: tuple[float, float, str], up: tuple[flo
 
 
 def _picture(high: int, marks: str) -> str:
-    """One that a narrow window scrolls, so that its words stay readable."""
+    """A picture in a box that scrolls in a narrow window, so that its words stay readable. high: in pixels"""
     drawn = f'<svg class="chart" viewBox="0 0 {_WIDE} {high}" role="img">{marks}</svg>'
     return f'<div class="scroll">{drawn}</div>'
 

@@ -1,10 +1,10 @@
 """Find the fastest runs of a model on a cluster, with a bound on what the search may have missed.
 
 1. Each schedule of a mesh gets a lower bound, for any split and anything recomputed (bound.py).
-2. Runs are drafted in the order of what they promise, with about their bubble and their recomputation. A
-   draft simulates a few microbatches a rank, and lengthens the step evenly. What a mesh's drafts take longer
-   than they promised, its other runs are taken to, too: a promise knows no communication but that of
-   gradients. When half of the search's time is used, the order is that of the bounds.
+2. Runs are drafted in the order of the times that they promise, which estimate bubble and recomputation. A
+   draft simulates a few microbatches a rank, and lengthens the step evenly. A promise knows no communication
+   but that of gradients, so the promises of a mesh are multiplied by the least ratio of a draft's time to its
+   promise there. Once half of `most` is used, the order is that of the bounds.
 3. A run is left out where its bound is above the tenth best so far, or where its memory never fits.
 4. The best are simulated whole, with the memory of their messages.
 
@@ -35,10 +35,10 @@ from penstock.reading import gib
 from penstock.schedule.collector import collector_paused
 
 RESERVED = 0.06  # of a device's memory: the framework's context, NCCL's buffers, fragments
-_SIMULATED = 40  # long runs of a search that fit; of short ones more
-_LONG = 2400  # F of the forms of a run that counts as one, as any longer run does
-_SHORTEST = 100  # F: what a form costs beside its own
-_FORMS = 3  # simulated of a run whose activations do not fit as they are
+_SIMULATED = 40  # long runs that a search simulates; it simulates more if they are short
+_LONG = 2400  # forward ops in the forms of a run that counts as one; a longer run counts as one, too
+_SHORTEST = 100  # forward ops: the cost of a form besides its own ops
+_FORMS = 3  # simulated of a run that recomputes or offloads
 _SURELY = 0.7  # of what a schedule holds about: if that is too much, it is not tried
 _COPIED = 3  # microbatches of a rank that offloads: one at work, one leaves, one comes back
 _AT_ONCE = 16  # drafts between two looks at the best so far
@@ -49,8 +49,8 @@ _FEW = 12  # runs of a search for what would fit
 class Promise(NamedTuple):
     """A run before it is simulated.
 
-    likely, least: seconds that it takes about, and at least
-    size: what to simulate it costs, in long runs
+    likely, least: estimate and lower bound of its time, in seconds
+    size: the cost of its simulation; 1 is that of a long run
     """
 
     likely: float
@@ -113,9 +113,9 @@ def plan(
     Args:
         batch: rows of a step; length: tokens of a row
         limit: bytes of a device; None takes its memory but for `RESERVED`
-        keep: how many runs to return; most: about how many long ones to simulate, or more that
-            are short
-        processes: that work at the same time; the result is the same for any number
+        keep: the number of runs to return
+        most: about the number of long runs to simulate; a short one counts as a part of one (`Promise.size`)
+        processes: the number that work at the same time; the result is the same for any number
 
     Raises ConfigError where no mesh takes such a batch, or nothing fits.
     """
@@ -205,11 +205,11 @@ def _simulated(
     fitting: list[Draft] = []
     missed: Miss | None = None
     left, waiting, used = math.inf, list(promises), 0.0
-    later = dict[Hashable, float]()  # by mesh: the least that a draft took, over what it promised
+    slower = dict[Hashable, float]()  # by mesh: the least ratio of a draft's time to its promise
     while waiting:
         times = nsmallest(keep, (run.seconds for run in fitting))
         slowest = times[-1] if len(times) == keep else math.inf
-        waiting.sort(key=_by_bound if 2 * used >= most else partial(_by_promise, later))
+        waiting.sort(key=_by_bound if 2 * used >= most else partial(_by_promise, slower))
         some, waiting = waiting[:_AT_ONCE], waiting[_AT_ONCE:]
         chosen = [promise for promise in some if promise.least < slowest and used < most]
         left = min([left, *(promise.least for promise in some if promise not in chosen)])
@@ -218,7 +218,7 @@ def _simulated(
             if isinstance(run, Draft):
                 fitting.append(run)
                 used += min(1.0, promise.size * (_FORMS if run.candidate.saves else 1))
-                later[promise.mesh] = min(later.get(promise.mesh, math.inf), run.seconds / promise.likely)
+                slower[promise.mesh] = min(slower.get(promise.mesh, math.inf), run.seconds / promise.likely)
             elif isinstance(run, Miss) and (missed is None or run.nbytes < missed.nbytes):
                 missed = run
     return fitting, missed, left
@@ -228,8 +228,8 @@ def _by_bound(promise: Promise) -> float:
     return promise.least
 
 
-def _by_promise(later: Mapping[Hashable, float], promise: Promise) -> float:
-    return promise.likely * later.get(promise.mesh, 1.0)
+def _by_promise(slower: Mapping[Hashable, float], promise: Promise) -> float:
+    return promise.likely * slower.get(promise.mesh, 1.0)
 
 
 def _size(run: Candidate, kind: ScheduleKind) -> float:

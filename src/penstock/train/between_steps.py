@@ -249,7 +249,8 @@ class InMemoryCheckpoints(RunPart):
 
     def __init__(self, run: Run, memory: MemoryCheckpoints) -> None:
         super().__init__(run)
-        self._memory, self._seconds = memory, 0.0  # that training has waited since the last row
+        self._memory = memory
+        self._seconds = 0.0  # that training has waited for them since the last row
 
     def running(self) -> AbstractContextManager[object]:
         return self._memory

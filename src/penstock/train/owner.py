@@ -111,9 +111,9 @@ class Owner:
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait until no other run that came at the same moment can take the folder, and do work before this.
+        """Wait until no other run that came at the same moment can take the folder.
 
-        Raises FolderInUseError if one has.
+        Call it as late as possible: work before it shortens the wait. Raises FolderInUseError if one has.
         """
         time.sleep(max(0.0, self._settled - time.monotonic()))
         with suppress(OSError):  # a disk that fails now may work at the next beat

@@ -204,14 +204,14 @@ _NOT_HERE = {  # options of transformers' generate, and what to do instead
 }
 
 
-COLDEST = 1e-4  # logits over a lower temperature overflow float32, and the first token is drawn, always
+COLDEST = 1e-4  # logits divided by a lower temperature overflow float32, and token 0 is drawn each time
 
 
 def _refuse_options(generating: Generating) -> None:
     """Raise ConfigError for options that a pipeline cannot follow."""
     config, rule = generating.config, "a pipeline generates by greedy search or by sampling"
     if config.do_sample and config.temperature is not None and config.temperature < COLDEST:
-        cold = f"samples have one of {COLDEST:g} or more: logits over a lower one overflow"
+        cold = f"sampling needs {COLDEST:g} or more: logits divided by less overflow float32"
         remedy = "Take do_sample=False, for the likeliest tokens"
         raise ConfigError(f"temperature={config.temperature:g}", cold, remedy)
     if config.num_beams != 1:

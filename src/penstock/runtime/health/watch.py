@@ -315,9 +315,7 @@ class Watch:
 
     def _patience(self, lost: int | None) -> float:
         """Seconds to wait for the first failure's reason."""
-        if (
-            lost is None
-        ):  # a rank that knows its lost peer records it; otherwise the lost one's notes stop changing
+        if lost is None:  # nobody records an unknown loss: wait until the lost rank's notes stop changing
             return max(6 * _PATIENCE, self._periods)
         return 0.0 if self._has_ended(self._members[lost]) else _PATIENCE  # a killed one writes none
 

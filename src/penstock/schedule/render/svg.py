@@ -77,7 +77,11 @@ text {{ fill: #f0f6fc; }}
 
 def svg(drawing: Drawing) -> str:
     body: list[str] = []
-    below = _TITLE_AT + 8 if drawing.title else 0
+    below, title, heading = 0, list[str](), list[str]()
+    if drawing.title:
+        below, text = _TITLE_AT + 8, escape(drawing.title)
+        title = [f"<title>{text}</title>"]
+        heading = [f'<text class="title" x="24" y="{_TITLE_AT}">{text}</text>']
     for panel in drawing.panels:
         sketch = _Sketch(drawing, panel, below)
         body += sketch.lines()
@@ -89,14 +93,10 @@ def svg(drawing: Drawing) -> str:
     head = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
         f'height="{height}" role="img">',
-        *([f"<title>{escape(drawing.title)}</title>"] if drawing.title else ()),
+        *title,
         f"<style>{_STYLE}{_DARK}{colours}\n</style>",
         f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="8"/>',
-        *(
-            [f'<text class="title" x="24" y="{_TITLE_AT}">{escape(drawing.title)}</text>']
-            if drawing.title
-            else ()
-        ),
+        *heading,
     ]
     return "\n".join([*head, *body, "</svg>"]) + "\n"
 

@@ -217,32 +217,12 @@ class DataSection(RecordSection, NamedSection):
 
     def check_keys(self) -> None:
         super().check_keys()
-        if (self.path is None) == (not self.mixture):
-            given = "neither is" if self.path is None else "both are"
-            raise ValueError(
-                f"one of data.path and data.mixture is needed, and here {given}; "
-                "write path: FILE, or mixture: [{path: FILE, weight: 1}, ...]"
-            )
-        if self.mixture and not sum(source.weight for source in self.mixture):
-            raise ValueError(
-                "the weights of data.mixture sum to 0, so that no source gives a row; "
-                "give one of them a weight above 0"
-            )
-        length = self.document_length
-        if length is not None and self.packing not in ("sequential", "best_fit"):
-            raise ValueError(
-                f"data.document_length={length} is for rows of several documents, and data.packing="
-                f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
-            )
+        self._check_sources()
+        self._check_document_length()
         if self.held_out_from is not None and self.validation is not None:
             raise ValueError(
                 f"data.held_out_from={self.held_out_from} with data.validation, which is what is held out; "
                 "leave one of them out"
-            )
-        if length is not None and length > self.sequence_length:
-            raise ValueError(
-                f"data.document_length={length} is above data.sequence_length={self.sequence_length}, the "
-                "length of a row; give that or less"
             )
         if self.dummy is not None and all(source.kind != "dummy" for source in self.sources):
             raise ValueError(f"data.dummy with data.kind={self.kind} reads files; set data.kind=dummy")
@@ -257,6 +237,32 @@ class DataSection(RecordSection, NamedSection):
         if self.mask_probability is not None and self.masked_share is None:
             rule = f"data.mask_probability={self.mask_probability} masks tokens, and data.kind={self.kind}"
             raise ValueError(f"{rule} none; set data.kind=masked, or leave it out")
+
+    def _check_sources(self) -> None:
+        if (self.path is None) == (not self.mixture):
+            given = "neither is" if self.path is None else "both are"
+            raise ValueError(
+                f"one of data.path and data.mixture is needed, and here {given}; "
+                "write path: FILE, or mixture: [{path: FILE, weight: 1}, ...]"
+            )
+        if self.mixture and not sum(source.weight for source in self.mixture):
+            raise ValueError(
+                "the weights of data.mixture sum to 0, so that no source gives a row; "
+                "give one of them a weight above 0"
+            )
+
+    def _check_document_length(self) -> None:
+        length = self.document_length
+        if length is not None and self.packing not in ("sequential", "best_fit"):
+            raise ValueError(
+                f"data.document_length={length} is for rows of several documents, and data.packing="
+                f"{self.packing} makes no such rows; take sequential or best_fit, or leave it out"
+            )
+        if length is not None and length > self.sequence_length:
+            raise ValueError(
+                f"data.document_length={length} is above data.sequence_length={self.sequence_length}, the "
+                "length of a row; give that or less"
+            )
 
     @property
     def masked_share(self) -> float | None:

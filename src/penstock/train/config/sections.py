@@ -120,6 +120,13 @@ class TrainConfig(Section):
                 f"output.keep.every={kept} is no multiple of train.checkpoint_every={every}, so it keeps few "
                 "checkpoints, or none; take a multiple"
             )
+        self._check_sizes()
+        if self.data.tokenizer is None and self.model.path is None:
+            rule = "data.tokenizer is missing, and model.config has none"
+            raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
+
+    def _check_sizes(self) -> None:
+        """Raise ValueError for rows, steps or meshes of a size that does not fit, or that no run has."""
         padding, sequence = self.pipeline.padding, self.data.sequence_length
         if padding is not None and padding.length is not None and padding.length < sequence:
             rule = f"pipeline.padding.length={padding.length} is below data.sequence_length={sequence}"
@@ -133,9 +140,6 @@ class TrainConfig(Section):
         if processes > _MOST_PROCESSES:
             rule = f"pipeline.ranks and the sizes of parallel make {processes:,} processes"
             raise ValueError(f"{rule}, and a run has {_MOST_PROCESSES:,} at most; give smaller ones")
-        if self.data.tokenizer is None and self.model.path is None:
-            rule = "data.tokenizer is missing, and model.config has none"
-            raise ValueError(f"{rule}; give the word bytes, or a folder with a tokenizer")
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""

@@ -415,17 +415,7 @@ def load_data(
     Raises: DataError, ConfigError.
     """
     section, size = config.data, config.train.batch_size
-    layout: BatchLayout = StreamLayout(padding)
-    if section.packing != "stream":
-        packed = section.packing in ("sequential", "best_fit")
-        calls = (config.pipeline.microbatches * config.train.accumulate,)
-        seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
-        layout = DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
-    if section.compared is not None:
-        layout = _compared(config, space, calls, padding)
-    if section.labels != "next tokens" and section.packing != "stream":
-        assert space is not None
-        layout = _labelled(section, space, calls)
+    layout = _layout(config, tokenizer, padding, flash, space)
     seed = config.train.seed if section.holds_out_at_random else None
     load = _Loader(section, tokenizer, vocabulary, Cache.at(section.cache), seed, space)
     share, least, held_out = section.held_out, -(-size // len(section.sources)), []
@@ -462,6 +452,24 @@ def load_data(
     data = replace(data, rows=rows, held_out=evaluated, sampler=sampler, digest=whole, known=known)
     data.check(data.steps_of(config.train))
     return data
+
+
+def _layout(
+    config: TrainConfig, tokenizer: Tokenizer, padding: Padding | None, flash: bool, space: LabelSpace | None
+) -> BatchLayout:
+    """How rows become microbatches. Raises ConfigError as `_pad_of`."""
+    section = config.data
+    if section.packing == "stream":
+        return StreamLayout(padding)
+    calls = (config.pipeline.microbatches * config.train.accumulate,)
+    if section.compared is not None:
+        return _compared(config, space, calls, padding)
+    if section.labels != "next tokens":
+        assert space is not None
+        return _labelled(section, space, calls)
+    packed = section.packing in ("sequential", "best_fit")
+    seen = (tokenizer.entries, tokenizer.image_token) if isinstance(tokenizer, Processor) else ()
+    return DocumentLayout(calls, packed, padding, flash, section.longest_document, *seen)
 
 
 def _masking(config: TrainConfig, tokenizer: Tokenizer, vocabulary: int) -> Masking | None:

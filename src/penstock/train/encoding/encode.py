@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
-from penstock.train.config.data import DataSection
+from penstock.train.config.data import DataSection, SourceSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
@@ -115,24 +115,37 @@ class Encoder:
 
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
-        if self.kind in ("text", "masked"):
-            names, texts = [record.name for record in records], [self._text(record) for record in records]
-            ids = self.tokenizer.encode(names, texts, **dict(self.options))
-            if self.kind == "masked":  # a blank text has special tokens, and nothing to mask
-                return [(name, Encoded(of_text) if text.strip() else None)
-                        for name, of_text, text in zip(names, ids, texts, strict=True)]  # fmt: skip
-            return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
-        if self.kind in ("preference", "pair"):
-            return [document for record in records for document in self._pair(record)]
-        if self.kind == "unpaired":
-            return self._completions(records)
-        if self.kind == "chat":
-            encode: Callable[[str, dict[str, Any]], Encoded | None] = self._chats.encode
-        elif self.kind != "tokens":
-            encode = self._labels.encode
-        else:
-            encode = partial(tokens_of, ignored=dict(self.options).get("ignored", ()))
+        match self.kind:
+            case "text":
+                return self._texts(records)
+            case "masked":  # a blank text has special tokens, and nothing to mask
+                documents = zip(records, self._texts(records), strict=True)
+                return [
+                    (name, encoded if self._text(record).strip() else None)
+                    for record, (name, encoded) in documents
+                ]
+            case "preference" | "pair":
+                return [document for record in records for document in self._pair(record)]
+            case "unpaired":
+                return self._completions(records)
+            case "chat":
+                return self._each(records, self._chats.encode)
+            case "classification" | "token_classification":
+                return self._each(records, self._labels.encode)
+            case "tokens":
+                ignored = dict(self.options).get("ignored", ())
+                return self._each(records, partial(tokens_of, ignored=ignored))
+
+    def _each(
+        self, records: Sequence[Record], encode: Callable[[str, dict[str, Any]], Encoded | None]
+    ) -> EncodedRecords:
+        """The tokens of records that are one document each. encode: function of a record's name and fields"""
         return [(record.name, encode(record.name, self._row(record))) for record in records]
+
+    def _texts(self, records: Sequence[Record]) -> EncodedRecords:
+        names, texts = [record.name for record in records], [self._text(record) for record in records]
+        ids = self.tokenizer.encode(names, texts, **dict(self.options))
+        return [(name, Encoded(of_text)) for name, of_text in zip(names, ids, strict=True)]
 
     def _pair(self, record: Record) -> EncodedRecords:
         """The two documents of a record; one None for a pair that is dropped."""
@@ -174,40 +187,56 @@ def make_encoder(
 
     space: the labels of the model's head, which only records with such labels need
     """
-    keys = source.section
-    if keys.kind in ("classification", "token_classification"):
-        options: tuple[tuple[str, Any], ...] = (
-            ("space", space), ("text", keys.text_field), ("label", keys.label_field),
-            ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
-        )  # fmt: skip
-        return Encoder(tokenizer, keys.kind, source.format == "jsonl", keys.text_field, options)
-    if keys.kind == "pair":
-        options = (
-            ("fields", keys.pair_fields), ("longest", section.sequence_length),
-            ("drop", section.overlong == "drop"), ("ignored", keys.ignored_fields),
-        )  # fmt: skip
-        return Encoder(tokenizer, "pair", source.format == "jsonl", keys.text_field, options)
-    if keys.kind == "masked":
-        whole = section.packing == "stream" or section.overlong != "truncate"
-        options = (("special", True), ("longest", None if whole else section.sequence_length))
-        return Encoder(tokenizer, "masked", source.format == "jsonl", keys.text_field, options)
-    if keys.kind in ("chat", "tokens", "preference", "unpaired"):
-        kind: RecordKind = keys.kind
-    else:
-        first = next(source.records(), None) if source.format not in ("text", "megatron") else None
-        fields = _row(first) if first else {}
-        kind = "tokens" if TOKENS[0] in fields and keys.text_field not in fields else "text"
-    options = (("ignored", keys.ignored_fields),) if kind != "text" else ()
-    if kind == "chat":
-        options += (
-            ("form", keys.chat_form), ("field", keys.messages_field), ("loss_on", section.loss_on),
-            ("drop", section.unanswered == "drop"), ("columns", keys.columns),
-        )  # fmt: skip
-    if kind in _COMPLETIONS:
-        options += (("drop", section.unanswered == "drop"),)
-    if kind == "unpaired":
-        options += (("label", keys.label_field),)
+    keys, kind = source.section, _kind_of(source)
+    options = _options(kind, section, keys, space)
     return Encoder(tokenizer, kind, source.format == "jsonl", keys.text_field, options)
+
+
+def _kind_of(source: DataSource) -> RecordKind:
+    """The content of the source's records. Reads the first one if only that shows it."""
+    kind = source.section.kind
+    if kind in (
+        "chat", "tokens", "preference", "unpaired", "pair", "masked", "classification",
+        "token_classification",
+    ):  # fmt: skip
+        return kind
+    first = next(source.records(), None) if source.format not in ("text", "megatron") else None
+    fields = _row(first) if first else {}
+    return "tokens" if TOKENS[0] in fields and source.section.text_field not in fields else "text"
+
+
+def _options(
+    kind: RecordKind, section: DataSection, keys: SourceSection, space: LabelSpace | None
+) -> tuple[tuple[str, Any], ...]:
+    """`Encoder.options`. A part of the cache's key, so their order stays as it is."""
+    ignored, drop = ("ignored", keys.ignored_fields), ("drop", section.unanswered == "drop")
+    match kind:
+        case "text":
+            return ()
+        case "masked":
+            whole = section.packing == "stream" or section.overlong != "truncate"
+            return ("special", True), ("longest", None if whole else section.sequence_length)
+        case "tokens":
+            return (ignored,)
+        case "chat":
+            return (
+                ignored, ("form", keys.chat_form), ("field", keys.messages_field),
+                ("loss_on", section.loss_on), drop, ("columns", keys.columns),
+            )  # fmt: skip
+        case "preference":
+            return ignored, drop
+        case "unpaired":
+            return ignored, drop, ("label", keys.label_field)
+        case "pair":
+            return (
+                ("fields", keys.pair_fields), ("longest", section.sequence_length),
+                ("drop", section.overlong == "drop"), ignored,
+            )  # fmt: skip
+        case "classification" | "token_classification":
+            return (
+                ("space", space), ("text", keys.text_field), ("label", keys.label_field),
+                ("longest", section.sequence_length), ("drop", section.overlong == "drop"),
+            )  # fmt: skip
 
 
 def _without_none(value: Any) -> Any:

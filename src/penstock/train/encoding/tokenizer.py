@@ -150,7 +150,10 @@ class HuggingFace:
         special: bool = False,
         longest: int | None = None,
     ) -> list[Ids]:
-        """The ids of each document. Raises DataError that names a wrong document."""
+        """The ids of each document. Raises DataError that names a wrong document.
+
+        special: with the special tokens; longest: as for `prompt`
+        """
         texts = [_text(name, document) for name, document in zip(names, documents, strict=True)]
         encoded = self.own(
             texts,

@@ -201,7 +201,7 @@ class GrowingRun:
 
 
 def starts_in(about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Those of a run.json."""
+    """The starts of a run, from its run.json; empty where it has none that can be read."""
     starts = about.get("starts")
     return [start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else []
 
