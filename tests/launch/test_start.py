@@ -178,7 +178,7 @@ def test_a_rank_that_stops_before_it_does_anything_is_ended_too(
     )
     began = time.monotonic()
     assert launch(2, [sys.executable, str(file)]) == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 30  # with the start of the server
     assert capfd.readouterr().err == "penstock: error: rank 0 waiting: rank 1 did not come. See\n"
 
 
