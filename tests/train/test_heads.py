@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -227,6 +229,22 @@ def test_the_split_is_checked_with_labels_of_rows(tmp_path: Path, capfd: pytest.
     for model in (ROWS, {**ROWS, "problem_type": SEVERAL}):
         run(preflight(with_labels(tmp_path, model, steps=1, check="always")))
         assert "gradients equal the whole one's" in capfd.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_of_a_tagger_trains_the_whole_head(tmp_path: Path) -> None:
+    """The check compares every gradient with the whole model's."""
+    from peft import AutoPeftModelForTokenClassification
+
+    torch.manual_seed(0)
+    base = AutoModelForTokenClassification.from_config(AutoConfig.for_model(**TAGS))
+    base.save_pretrained(tmp_path / "model")
+    keys = {"model": {"path": str(tmp_path / "model")}, "adapter": {"r": 4}}
+    run(preflight(with_tags(tmp_path, keys, steps=2, check="always")))
+    adapted = AutoPeftModelForTokenClassification.from_pretrained(checkpoint(tmp_path, 2))
+    head = adapted.base_model.model.score
+    assert not hasattr(head, "lora_A")
+    assert not torch.equal(head.modules_to_save["default"].weight, base.score.weight)
 
 
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:

@@ -144,6 +144,16 @@ def test_heads_and_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> Non
     assert all(rank.total > 0 for rank in memory(dry_run(with_masks(tmp_path))))
 
 
+def test_positions_before_the_first_token_are_no_room_for_tokens(tmp_path: Path) -> None:
+    """RoBERTa's positions begin behind the id of padding: of 20 there are 18 for tokens."""
+    roberta = {**BERT, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"], "pad_token_id": 1,
+               "type_vocab_size": 1, "max_position_embeddings": 20}  # fmt: skip
+    keys = {"data.packing": "stream", "data.sequence_length": 18}
+    run(preflight(with_masks(tmp_path, keys, roberta, steps=1)))
+    with refuses(ConfigError, "data.sequence_length=19", "takes 18 positions"):
+        preflight(with_masks(tmp_path, keys | {"data.sequence_length": 19}, roberta))
+
+
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

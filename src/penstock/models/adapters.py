@@ -176,6 +176,8 @@ def add_adapter(
     if config.task_type in _WITH_HEAD:  # an adapter's file has the names that PEFT adds each time
         given = config.modules_to_save or ()
         config.modules_to_save = [name for name in given if name not in _HEADS] or None
+        if config.target_modules == "all-linear":  # PEFT leaves a head out of it for the first task alone
+            config.exclude_modules = [*(config.exclude_modules or ()), *_HEADS]
     try:
         check_patterns(vars(config), [name for name, _ in model.named_modules()])
         _check_names(model, config)

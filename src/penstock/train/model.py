@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from penstock.errors import ConfigError
@@ -70,6 +70,17 @@ def positions(config: PretrainedConfig) -> int | None:
     """The most tokens of a row; None if the config has no limit."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest
+
+
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Likewise. RoBERTa and its like number tokens from behind the id of padding on: fewer are left."""
+    longest = positions(model.config)
+    taken = (
+        module.padding_idx + 1
+        for name, module in model.named_modules()
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+    )
+    return None if longest is None else longest - next(taken, 0)
 
 
 def inline_config(keys: dict[str, Any]) -> PretrainedConfig:

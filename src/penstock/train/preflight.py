@@ -38,7 +38,7 @@ from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.epochs import counted
-from penstock.train.model import config_in, has_hub_weights, named_model, positions
+from penstock.train.model import config_in, has_hub_weights, named_model, positions_of
 from penstock.train.optimizers.optimizer import trained_by
 from penstock.train.planned import chosen
 from penstock.train.records.sample import check_prompt
@@ -230,7 +230,7 @@ def _planned(
         raise ConfigError("adapter", rule, "Give the folder of a trained model as model.path")
     if config.data.packing in ("sequential", "best_fit"):
         refuse_packed(model)
-    _check_lengths(config, positions(model.config))
+    _check_lengths(config, positions_of(model))
     _check_counts(config, auto, plan)
     kinds = trained_by(config.optimizer, model, plan.chain.layers)
     start = find_start(config, model, resume, kinds)
