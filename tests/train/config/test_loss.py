@@ -55,7 +55,7 @@ ROWS = {**PAIRS, "kind": "unpaired"}
         (ROWS, {}, "data.kind=unpaired without train.loss; set train.loss=kto"),
         (PAIRS, {"loss": "kto"}, "data.kind=preference has none; .* set data.kind=unpaired"),
         (ROWS, {"loss": "dpo"}, "data.kind=unpaired has none; .* set data.kind=preference"),
-        (ROWS, {"loss": "kto", "ramp": [{"until": 1, "batch_size": 1}]}, "train.batch_size=1: its KL term"),
+        (ROWS, {"loss": "kto", "ramp": [{"until": 1, "batch_size": 1}]}, "a step of one row: its KL term"),
         ({**ROWS, "packing": "stream"}, {"loss": "kto"}, "a row is one whole completion; leave packing out"),
         (PAIRS, {"loss": "dpo", "z_loss": 0.1}, "train.z_loss=0.1 is not for train.loss=dpo"),
         (PAIRS, {"loss": "orpo", "ramp": [{"until": 1, "sequence_length": 8}]}, "ramp with sequence_length"),

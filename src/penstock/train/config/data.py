@@ -16,7 +16,7 @@ _COMPARED = {
     "unpaired": "a row is one whole completion",
     "pair": "a pair is two whole texts",
 }
-# by the kind of the data, for a model's own head
+# labels that a model's own head reads, by the kind of the data
 _OWN_LABELS: dict[str, LabelsOf] = {
     "classification": "rows",
     "token_classification": "tokens",
@@ -65,14 +65,16 @@ class RecordSection(Section):
         "classification", "token_classification", "pair", "masked", "megatron", "dummy",
     ] = "auto"  # fmt: skip
     dummy: DummySection | None = None  # only with kind: dummy
-    # of a JSONL line or a dataset's row; words with kind: token_classification
+    # the field of the text in a JSONL line or a dataset's row. Its default is words with kind:
+    # token_classification
     text_field: str = "text"
-    # of the label, with kind: classification or unpaired; labels with token_classification
+    # the field of the label, with kind: classification or unpaired. Its default is labels with
+    # token_classification
     label_field: str = "label"
     # How a record holds a chat. messages: a list of roles and contents; prompt: prompt and completion, texts
     # or messages; instruction: instruction, input and output; auto: by the fields it has
     chat_form: Literal["auto", "messages", "prompt", "instruction"] = "auto"
-    messages_field: str | None = None  # that holds the messages; null: messages or conversations
+    messages_field: str | None = None  # the field of the messages; null: messages or conversations
     # Of chats and tokens: fields of a record, or of a message, that are not to be read, as [id, source]. Any
     # other field that has no meaning here is refused
     ignored_fields: Patterns = ()
@@ -152,8 +154,8 @@ class DataSection(RecordSection, NamedSection):
     # the last turn; all: every one
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     unanswered: Literal["refuse", "drop"] = "refuse"  # chats in which no token counts
-    # with kind: masked: of the tokens of a text, but for special ones; null: 0.15. Of these 80% become the
-    # mask token, 10% a random token, and 10% stay
+    # with kind: masked: the probability of each token that is not special to be masked; null: 0.15. Of these
+    # 80% become the mask token, 10% a random token, and 10% stay
     mask_probability: Annotated[float, Field(gt=0, lt=1)] | None = None
     sequence_length: Length = 128  # tokens a row; the first one predicts nothing
     # tokens of a document, at most, if rows hold several documents and may be longer than the model's

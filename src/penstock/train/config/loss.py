@@ -62,7 +62,7 @@ class KTOSection(Section):
     kind: Literal["kto"] = "kto"  # likewise
     beta: Positive = 0.1  # how strongly the model is held to the reference
     desirable_weight: Positive = 1.0  # factor of the loss of desirable rows
-    undesirable_weight: Positive = 1.0  # of the others; where one kind is rarer, its loss may weigh more
+    undesirable_weight: Positive = 1.0  # that of the others; raise the factor of the rarer kind
     reads: ClassVar[str | None] = "unpaired"
     rows: ClassVar[str] = "desirable and undesirable rows"
     item: ClassVar[str] = "row"

@@ -22,12 +22,12 @@ KeptMetric = Literal[
 class KeepSection(Section):
     """Which checkpoints stay when a newer one has been written; the newest always does."""
 
-    # so many of the newest; null: all of train.checkpoint_every, and without `best` all
+    # number of the newest that stay; null: all of train.checkpoint_every, and without `best` all
     last: Count | None = None
-    # and so many with the best evaluations: an evaluation that is one of these is saved, and the link
-    # checkpoints/best names the best one; null: 1 with train.early_stop, else 0
+    # number of those with the best evaluations that stay, too: each of these evaluations is saved, and the
+    # link checkpoints/best names the best one; null: 1 with train.early_stop, else 0
     best: SmallNatural | None = None
-    # what is best: the lowest held_out_loss, or the highest other metric of evaluations; needs `best`
+    # what is best: the lowest held_out_loss, or the highest value of another metric; needs `best`
     metric: KeptMetric = "held_out_loss"
     every: Count | None = None  # and for ever those whose step is a multiple of this
 

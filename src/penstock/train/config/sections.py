@@ -157,10 +157,12 @@ class TrainConfig(Section):
             rule = f"train.loss={loss.kind} compares {loss.rows}"
             remedy = "leave train.loss out" + (f", or set data.kind={loss.reads}" if loss.reads else "")
             raise ValueError(f"{rule}, and data.kind={self.data.kind} has none; {remedy}")
-        sizes = [self.train.batch_size, *(phase.batch_size or 2 for phase in self.train.ramp)]
-        if loss.kind == "kto" and min(sizes) == 1:
-            rule = "train.loss=kto with train.batch_size=1: its KL term pairs each prompt with the completion"
-            raise ValueError(f"{rule} of another row of the step; give 2 or more")
+        rows = self.train.batch_size
+        fewest = min([rows, *(phase.batch_size or rows for phase in self.train.ramp)])
+        if loss.kind == "kto" and fewest == 1:
+            rule = "train.loss=kto with a step of one row: its KL term pairs each prompt with the completion"
+            remedy = "give train.batch_size and the phases of train.ramp 2 or more"
+            raise ValueError(f"{rule} of another row of the step; {remedy}")
         self._check_off(f"train.loss={loss.kind}", samples=loss.kind not in ("reward", "contrastive"))
         if loss.kind == "contrastive":
             self._check_whole_step()

@@ -44,14 +44,15 @@ class PhaseSection(Section):
 class EarlyStopSection(Section):
     """When a run ends before its last step: if evaluations do not lower the held-out loss any more."""
 
-    patience: Count  # so many evaluations in a row
+    patience: Count  # number of evaluations in a row that do not lower it
     min_delta: NotNegative = 0.0  # nats a token; a smaller fall of the loss counts as none
 
 
 class SpikeSection(Section):
     """What happens if the loss of a step rises far above those before it. All ranks do the same."""
 
-    factor: Annotated[float, Field(gt=1)] = 3.0  # a loss above so many times the median of the last ones
+    # a loss above this many times the median of the last ones is a spike
+    factor: Annotated[float, Field(gt=1)] = 3.0
     # losses in the median, of steps that changed the weights; before there are so many no step is a spike
     window: Annotated[int, Field(ge=2, le=10_000)] = 100
     # skip: the step is left out, and ten in a row end the run; rewind: weights and optimizer go back to the
