@@ -319,14 +319,14 @@ MUTANTS = [
     ),
     Mutant(
         "train/run.py",
-        "            check_unchanged(output, prepared.start)\n",
+        "    check_unchanged(output, start)\n",
         "",
         "train/test_checkpoints.py",
     ),
     Mutant(
         "train/records/metrics.py",
-        "        with writable(self._path), self",
-        "        with self",
+        "        with writable(self._path), open(",
+        "        with open(",
         "train/records/test_metrics.py",
     ),
     Mutant("train/state.py", "loss < self.loss - least", "loss < self.loss", "train/test_ramps.py"),
