@@ -36,3 +36,11 @@ def test_a_folder_opens_as_the_class_that_its_config_names(
     pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path)
     batch = heads.row_batch(CLASS_NUMBERS) if "Sequence" in kind.__name__ else heads.token_batch()
     assert pipe.verify_against(model, batch).note == ""
+
+
+@pytest.mark.parametrize("named", ["Qwen3ForCausalLM", 5, [None, 7], {"a": 1}])
+def test_architectures_of_any_kind_are_read(named: object) -> None:
+    """Unreleased: a config with text in place of a list of names was a TypeError."""
+    config = AutoConfig.for_model("qwen3")
+    config.architectures = named
+    assert auto_class(config).__name__ == "AutoModelForCausalLM"

@@ -306,6 +306,12 @@ def _name_in(kind: Any, model_type: str) -> str | None:
     return name
 
 
+def _architectures(config: PretrainedConfig) -> list[str]:
+    """The classes that a config names; a file may hold anything there."""
+    named = config.architectures
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list | tuple) else []
+
+
 def _head_of(model_type: str, names: Sequence[str]) -> Any:
     """The first class among `names` with another kind of head; None for a causal language model."""
     if _name_in(AutoModelForCausalLM, model_type) in names:
@@ -333,11 +339,11 @@ def auto_class(config: PretrainedConfig) -> Any:
     """transformers' auto class for this config: by its architectures, if these have a head for labels of
     tokens or rows, or read images; else the one for causal language models, if it knows the config.
     """
-    if (head := _head_of(config.model_type, config.architectures or ())) is not None:
+    if (head := _head_of(config.model_type, _architectures(config))) is not None:
         return head
     seeing = _name_in(AutoModelForImageTextToText, config.model_type)
     known = type(config) in AutoModelForCausalLM._model_mapping
-    sees = seeing is not None and (not known or seeing in (config.architectures or ()))
+    sees = seeing is not None and (not known or seeing in _architectures(config))
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
@@ -371,7 +377,7 @@ def _check_causal(model: PreTrainedModel) -> None:
         and _name_in(AutoModelForMaskedLM, config.model_type) is not None
         and getattr(config, "is_decoder", None) is False
     ):
-        trained = f" ({', '.join(config.architectures)})" if config.architectures else ""
+        trained = f" ({', '.join(named)})" if (named := _architectures(config)) else ""
         raise ModelError(
             f"model_type={config.model_type!r}{trained} with is_decoder=False",
             "it is an encoder: its tokens attend to later ones, which a causal loss makes them predict",

@@ -225,9 +225,13 @@ class Watch:
     def _record(self, reason: str) -> None:
         self._notes.fail(FirstFailure(self._process, self._notes.host, reason))
 
+    @property
+    def _out_of_memory(self) -> str:
+        """What the end of a process may be due to, in words: memory, or nothing that is known."""
+        return OUT_OF_MEMORY if out_of_memory_kills() > self._kills else ""
+
     def _record_death(self, process: int, how: str = "died or closed its connection") -> None:
-        memory = OUT_OF_MEMORY if out_of_memory_kills() > self._kills else ""
-        reason = f"it {how}, as {self._own_name} noticed{memory}"
+        reason = f"it {how}, as {self._own_name} noticed{self._out_of_memory}"
         self._notes.fail(FirstFailure(process, self._host(process), reason))
 
     def _own_shortage(self, cause: BaseException) -> RunError | None:
@@ -302,7 +306,7 @@ class Watch:
         else:
             blamed = blamed or ([] if self._store.gone else self._ceased(self._members, self._periods / 2))
             named = " and ".join(map(self._name, blamed)) or "some rank"
-            rule = f"{named} died or closed its connection"
+            rule = f"{named} died or closed its connection{self._out_of_memory}"
             if blamed:  # so that ranks that lose this one next name the first lost rank
                 self._record_death(blamed[0])
         error = PeerLostError(
