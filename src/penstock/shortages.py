@@ -18,7 +18,6 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from penstock.errors import PenstockError, RunError
 
@@ -117,12 +116,10 @@ def _no_memory(error: BaseException) -> RunError:
 
 
 def _no_disk(error: BaseException) -> RunError:
-    name: Any = getattr(
-        error, "filename", None
-    )  # None for standard output too, and a number where it was one
-    known = isinstance(name, str | bytes | os.PathLike)
-    value = os.fsdecode(name) if known else "a file, or standard output"
-    room = _room(Path(value)) if known else ""
+    value, room = "a file, or standard output", ""  # which has no name, or a number for one
+    if isinstance(name := getattr(error, "filename", None), str | bytes | os.PathLike):
+        value = os.fsdecode(name)
+        room = _room(Path(value))
     return RunError(value, f"it cannot be written ({_said(error)}){room}", "Make room, or write elsewhere")
 
 

@@ -32,7 +32,7 @@ resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 for method, pattern in forms:
     try:
         match = getattr(re.compile(pattern), method)
-    except Exception:
+    except (re.error, RecursionError, OverflowError):  # PEFT says what is wrong with it
         continue
     for name in names:
         match(name)
