@@ -54,6 +54,7 @@ def test_one_process_is_a_device_without_links(tmp_path: Path) -> None:
     cluster = calibrate(2, "cpu", tmp_path)
     assert (cluster.hosts, cluster.devices, cluster.inside, cluster.between) == (1, 1, None, None)
     assert set(cluster.device.peaks) == {"float32", "bfloat16"}
+    assert 0 <= cluster.device.efficiencies.exposed <= 1
     assert op_seconds(OpWork("matmul", "float32", 2e9, 12e6), cluster.device) > cluster.device.launch
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / "cluster.yaml"

@@ -46,6 +46,15 @@ def test_a_product_of_half_reaches_half_of_its_share() -> None:
     assert half / (op_seconds(work, DEVICE) - DEVICE.launch) == pytest.approx(100e12 * 0.5 / 2)
 
 
+@pytest.mark.parametrize("nbytes", [400e6, 1600e6])
+def test_what_is_exposed_of_the_shorter_comes_on_top_of_the_longer(nbytes: float) -> None:
+    """A product of 9 GFLOP takes 0.2 ms; its bytes take 0.5 or 2 ms."""
+    shares = DEVICE.efficiencies.model_copy(update={"exposed": 0.25})
+    work = OpWork("matmul", "bfloat16", 9e9, nbytes)
+    took = op_seconds(work, DEVICE.model_copy(update={"efficiencies": shares}))
+    assert took == pytest.approx(nbytes / 800e9 + 0.25 * 0.2e-3 + 10e-6, rel=1e-12)
+
+
 def test_works_run_one_after_the_other() -> None:
     works = [OpWork("matmul", "bfloat16", 99e9, 0, calls=3), OpWork("other", "float32", 0, 800e6, calls=2.5)]
     assert seconds(works, DEVICE) == pytest.approx(3 * 2.01e-3 + 2.5 * 1.01e-3)

@@ -31,6 +31,7 @@ from penstock.runtime.device.free_memory import free_on, room_in_memory
 
 MIB = 1 << 20
 CPU_THREADS = "threads of a CPU"  # a device, by their number
+_CACHE = 32 * MIB  # of a CPU
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of square products
 _SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.15, "links": 0.2, "disk": 0.1}  # of the time
 
@@ -155,7 +156,7 @@ def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict
     fastest = max(fits, key=lambda name: fits[name].rate)
     attended = torch.bfloat16 if at.type == "cuda" else torch.float32
     attention = _attention_rate(at, attended, budget["attention"])
-    moved = _memory_rate(at, budget["memory"])
+    moved = _memory_rate(at, budget["memory"] / 2)
     figures = _sheet(at) or {
         "name": _own_name(at),
         "peaks": {name: line.rate for name, line in fits.items()},
@@ -168,6 +169,7 @@ def _device(at: torch.device, budget: Mapping[str, float], devices: int) -> dict
         "attention": min(1.0, attention / peaks[_name(attended)]),
         "memory": min(1.0, moved / figures["bandwidth"]),
         "half": max(0.0, fits[fastest].start - launch) * fits[fastest].rate,
+        "exposed": _exposed(at, fits["float32"], moved, budget["memory"] / 2) if at.type == "cpu" else 0.0,
     }
     return {**figures, "launch": launch, "efficiencies": shares}
 
@@ -250,6 +252,29 @@ def _memory_rate(at: torch.device, budget: float) -> float:
     added = _time(lambda: torch.add(a, b, out=out), at, budget / 2)
     normed = _time(lambda: F.layer_norm(a, (1024,)), at, budget / 2)
     return (3 + 2) * a.nbytes / (added + normed)
+
+
+def _exposed(at: torch.device, line: Fit, moved: float, budget: float) -> float:
+    """Of the bytes of products, the share of the time that computing does not hide.
+
+    Of products as a layer has them: of few rows, each with a matrix that no cache holds any more.
+
+    line: FLOP/s of products whose operands are in the caches
+    moved: bytes/s of the memory
+    """
+    rows, side, count = 128, 1024, 4 * _CACHE // (4 * 1024**2)
+    activations = torch.randn(rows, side, device=at)
+    weights = [torch.randn(side, side, device=at) for _ in range(count)]
+    out = torch.empty(rows, side, device=at)
+
+    def run() -> None:
+        for weight in weights:
+            torch.mm(activations, weight, out=out)
+
+    computing = line.start + 2.0 * rows * side**2 / line.rate
+    moving = (activations.nbytes + weights[0].nbytes + out.nbytes) / moved
+    shorter, longer = sorted((computing, moving))
+    return min(1.0, max(0.0, (_time(run, at, budget) / count - longer) / shorter))
 
 
 def _host_link(at: torch.device) -> dict[str, float]:

@@ -89,12 +89,14 @@ class Efficiencies(Hardware):
     matmul, attention: of the peak of their dtype, where an op is large
     memory: of the bandwidth
     half: FLOPs of a matmul or attention that reaches half of its share
+    exposed: of the shorter of computing and moving bytes, the share that the longer does not hide
     """
 
     matmul: Efficiency = 0.8
     attention: Efficiency = 0.5
     memory: Efficiency = 0.9
     half: Annotated[float, Field(ge=0, le=1e15)] = 0.6e9
+    exposed: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class Device(Hardware):

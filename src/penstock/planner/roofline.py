@@ -9,6 +9,9 @@
 
 A product of f FLOPs reaches the share e x f / (f + half) of the peak: it takes (f + half) / (peak x e): small
 products pay for filling and draining the device. Ops on one device run one after the other.
+
+A GPU loads the next operands while it computes. A core of a CPU does so in part: `exposed` is the share
+of the shorter of the two that comes on top of the longer.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ def seconds(works: Iterable[OpWork], device: Device) -> float:
 
 def op_seconds(work: OpWork, device: Device) -> float:
     """Seconds of one op of `work`."""
-    moving = work.nbytes / (device.bandwidth * device.efficiencies.memory)
-    return max(_computing(work, device), moving) + device.launch
+    shares = device.efficiencies
+    shorter, longer = sorted((_computing(work, device), work.nbytes / (device.bandwidth * shares.memory)))
+    return longer + shares.exposed * shorter + device.launch
 
 
 def _computing(work: OpWork, device: Device) -> float:
