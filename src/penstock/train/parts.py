@@ -18,9 +18,8 @@ from penstock.train.between_steps import (
     SignalsWait,
 )
 from penstock.train.epochs import Epochs
-from penstock.train.kto import KLTerm
 from penstock.train.part import Run, RunPart
-from penstock.train.preference import Rewards
+from penstock.train.preference import KLTerm, Rewards
 from penstock.train.preflight import Prepared
 from penstock.train.records.profile import StepProfiler
 from penstock.train.records.record import RunRecord, StepTimeline

@@ -26,14 +26,16 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
-from penstock.pipeline.whole_step import check_dropout
+from penstock.pipeline.whole_step import WholeStepLoss, check_dropout
 from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
 from penstock.train.config.data import LabelsOf
+from penstock.train.config.loss import AnyLoss
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.batches import Data
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer
@@ -249,11 +251,6 @@ _HEADS: dict[LabelsOf, tuple[type[OwnLoss], str, str]] = {
     "tokens": (TokenLabels, "...ForTokenClassification", "num_labels"),
     "masked tokens": (TokenLabels, "...ForMaskedLM", "vocab_size"),
 }
-# losses of pairs that read a head over rows: what it gives, and the config of such a model
-_OF_ROWS = {
-    "reward": ("one score", "num_labels: 1"),
-    "contrastive": ("a vector", "num_labels: 64, say, the vector's width"),
-}
 _TAKE = "Take a model {}: its name stands in architectures of its config"
 
 
@@ -261,7 +258,7 @@ def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> Non
     """Raise ConfigError for a head that is not of the kind that the loss reads."""
     wanted, model, loss = config.data.labels, plan.source.model, config.train.loss
     if loss is not None:
-        _check_compared(loss.kind, auto, plan)
+        _check_compared(loss, auto, plan)
     if wanted == "next tokens":  # a build refuses other heads
         return
     own, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
@@ -274,22 +271,21 @@ def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> Non
         raise ConfigError(value, rule, remedy)
 
 
-def _check_compared(kind: str, auto: AutoPipeline, plan: BuildPlan) -> None:
-    """Raise ConfigError for a head that does not give what a loss of preferences compares."""
+def _check_compared(loss: AnyLoss, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a head that does not give what a loss of rows, or of a teacher, compares."""
     model = plan.source.model
-    value = f"train.loss={kind} for {type(model).__name__}"
-    if kind not in _OF_ROWS:
+    value, head = f"train.loss={loss.kind} for {type(model).__name__}", loss.head
+    if head is None:
         if not is_language_model(model):
             rule = "it compares log-probabilities of tokens, and the head is none of a causal language model"
             raise ConfigError(value, rule, "Take such a model, or train.loss=reward for one score a row")
         return
     own = replace(auto, loss_fn=None).loss_of(model, plan.chain)  # with the options that such a head refuses
-    gives, labels = _OF_ROWS[kind]
-    if type(own) is not RowLabels or (model.config.num_labels == 1) != (kind == "reward"):
+    if type(own) is not RowLabels or (model.config.num_labels == 1) != head.one:
         has = f"num_labels={model.config.num_labels}" if type(own) is RowLabels else "labels of tokens"
-        rule = f"such a model gives {gives} a row, and its head has {has}"
-        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with {labels}")
-    if kind == "contrastive":
+        rule = f"such a model gives {head.gives} a row, and its head has {has}"
+        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with {head.size}")
+    if isinstance(auto.loss_fn, WholeStepLoss):
         check_dropout(model)
 
 

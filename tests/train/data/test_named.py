@@ -13,7 +13,8 @@ from huggingface_hub import constants
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.batches import Data
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.refusals import refuses

@@ -18,7 +18,8 @@ import torch
 
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch, load_data, tokenizer_of
+from penstock.train.data.batches import Data, LoadedBatch
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.data.sources import open_source
 from penstock.train.encoding.encode import encoded, make_encoder
 from penstock.train.sizes import Size, StepSizes

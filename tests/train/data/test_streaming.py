@@ -16,7 +16,8 @@ import yaml
 from penstock.errors import CheckpointError, ConfigError, DataError
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch, load_data, tokenizer_of
+from penstock.train.data.batches import Data, LoadedBatch
+from penstock.train.data.loading import load_data, tokenizer_of
 from support.refusals import refuses
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
