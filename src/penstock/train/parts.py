@@ -34,7 +34,7 @@ def parts_of(
     run: Run, prepared: Prepared, auto: AutoPipeline, memory: MemoryCheckpoints | None, stop: Stop
 ) -> list[RunPart]:
     """The parts of a run, in the order in which they are called (part.py). Collective."""
-    usage = Usage(run, prepared.plan)
+    usage = Usage(run, prepared.plan, prepared.teacher)
     measured = auto.balance if isinstance(auto.balance, LayerCosts) else None
     profile, prompt = run.config.train.profile, run.config.output.sample_prompt
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PretrainedConfig
-
 from penstock.batch.loss import OwnLoss, RowLabels, TokenLabels
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
@@ -32,7 +30,7 @@ from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
 from penstock.train.config.data import LabelsOf
-from penstock.train.config.loss import AnyLoss
+from penstock.train.config.loss import AnyLoss, DistillationSection
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.batches import Data
 from penstock.train.data.loading import load_data, tokenizer_of
@@ -54,7 +52,7 @@ from penstock.train.settings import (
     make_padding,
     sizes_of,
 )
-from penstock.train.teacher import check_teacher
+from penstock.train.teacher import check_teacher, planned_teacher
 
 
 @dataclass(frozen=True)
@@ -69,6 +67,7 @@ class Planned:
         start: where the run begins
         notes: lines to show before it begins
         choice: what `pipeline.schedule: planned` has taken, in a line that is also a note; else empty
+        teacher: the pipeline of train.loss.teacher before it is built; None without one
     """
 
     config: TrainConfig
@@ -79,6 +78,7 @@ class Planned:
     start: Start
     notes: tuple[str, ...]
     choice: str
+    teacher: BuildPlan | None
 
     @property
     def axes(self) -> Axes:
@@ -191,12 +191,15 @@ def dry_run(
     )
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
-    notes = (*filter(None, [choice]), *planned.notes, *_not_here(config, source.model.config, flash))
+    notes = (*filter(None, [choice]), *planned.notes, *_not_here(planned, flash))
     return replace(planned, notes=notes, choice=choice)
 
 
-def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
+def _not_here(planned: Planned, flash: str | None) -> Iterator[str]:
     """A line for each thing that the run needs and this machine lacks, or that was not checked."""
+    config, model = planned.config, planned.plan.source.model.config
+    if isinstance(config.train.loss, DistillationSection) and planned.teacher is None:
+        yield "train.loss.teacher: not on this machine, so neither counted nor checked"
     for path in (source.path for source in config.data.sources if source.kind != "dummy"):
         if not Path(path).expanduser().exists():
             yield f"data.path={path}: not on this machine, so not checked"
@@ -242,7 +245,8 @@ def _planned(
         if start.checkpoint is None:
             with adapter_file(trained) as file:
                 check_adapter(file, model, names_in_file(model, source.adapter), tied_names(model))
-    return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
+    notes = (*_notes(config, source), *start.notes)
+    return Planned(config, auto, named, plan, kinds, start, notes, "", planned_teacher(config, auto))
 
 
 # the loss of the head for each kind of labels, the ending of its name, and its size in the model's config

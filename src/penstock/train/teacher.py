@@ -27,6 +27,7 @@ from penstock.errors import ConfigError
 from penstock.models.model_folder import TOKENIZER, config_of, other_files
 from penstock.models.weights.files import weight_files
 from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.step import Step, StepPart
 from penstock.train.check.before_training import Reference
@@ -108,6 +109,18 @@ def _settings(auto: AutoPipeline) -> AutoPipeline:
 
 def _folder(section: DistillationSection) -> Path:
     return Path(section.teacher).expanduser()
+
+
+def planned_teacher(config: TrainConfig, auto: AutoPipeline) -> BuildPlan | None:
+    """The teacher before it is built; None without one, or where its folder is not on this machine.
+
+    auto: the settings of the run's pipeline. Flash attention, which may be missing here, is left out.
+    """
+    section = config.train.loss
+    if not isinstance(section, DistillationSection) or not _folder(section).is_dir():
+        return None
+    attention = None if "flash" in (auto.attention or "") else auto.attention
+    return replace(_settings(auto), attention=attention).build_plan(_folder(section))
 
 
 def check_teacher(config: TrainConfig, model: PretrainedConfig, tokenizer: Tokenizer) -> None:

@@ -192,7 +192,7 @@ def test_a_record_of_json_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name, start in (("a.jsonl", ""), ("a.json", "[ ")):
         (tmp_path / name).write_text(start + '{"text": "')
         os.truncate(tmp_path / name, 1 << 40)
-        with pytest.raises(DataError, match=r"(line|entry) 1: (a record has 64 KiB at most|it is not JSON)"):
+        with refuses(DataError, " 1", "64 KiB" if name == "a.jsonl" else "JSON"):
             next(open_source(SourceSection(path=str(tmp_path / name), kind="jsonl")).records())
 
 
@@ -212,15 +212,15 @@ def test_the_entries_of_a_list_are_parsed_one_by_one(
     found = [{"a": n, "b": [{"text": "ä, ]"}]} for n in range(20)]
     assert entries(json.dumps(found, indent=1)) == entries(json.dumps(found)) == found
     assert entries(" [ ] ") == []
-    for text, message in (
-        ("[[]" + ", []" * 10_000, "entry 1: each entry of the list is an object"),
-        ('[{"a": 1}', "entry 2: it is not JSON: a list goes on"),
-        ('[{"a": 1} {', "entry 2: it is not JSON: a list goes on"),
-        ('[{"a": 1}, ', "entry 2: it is not JSON"),
-        ('[{"a": 1}] x', "entry 2: it is not JSON: a list goes on with a comma, or ends"),
-        ("[1234567890]", "entry 1: each entry of the list is an object"),
+    for text, value in (
+        ("[[]" + ", []" * 10_000, "entry 1"),
+        ('[{"a": 1}', "entry 2"),
+        ('[{"a": 1} {', "entry 2"),
+        ('[{"a": 1}, ', "entry 2"),
+        ('[{"a": 1}] x', "entry 2"),
+        ("[1234567890]", "entry 1"),
     ):
-        with pytest.raises(DataError, match=message):
+        with refuses(DataError, value, "object" if value == "entry 1" else "not JSON"):
             entries(text)
 
 
@@ -255,8 +255,7 @@ def test_a_file_without_permission_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_too_few_rows_are_refused(tmp_path: Path) -> None:
-    wanted = "rows of at most 16, and a batch of 2 to train on and a row held out"
-    with pytest.raises(DataError, match=wanted):
+    with refuses(DataError, "data.path=", "rows of at most 16"):
         load_texts(tmp_path / "a.jsonl", ["ab", "cd"], "none")
     assert len(load_texts(tmp_path / "a.jsonl", ["ab", "cd", "ef"], "none").held_out) == 1
     with refuses(DataError, rule="it gives 0 rows"):
