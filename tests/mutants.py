@@ -310,7 +310,7 @@ MUTANTS = [
         "known[at]",
         "train/records/test_slow_ranks.py",
     ),
-    Mutant("train/data/loading.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_skips.py"),
+    Mutant("train/data/batches.py", "taken=left_out.stop)", "taken=left_out.start)", "train/test_skips.py"),
     Mutant(
         "train/checkpoints.py",
         "hidden = [(_step_of(path), path) for",

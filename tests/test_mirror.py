@@ -36,8 +36,8 @@ OF_SEVERAL = {
     "schedule": "properties",
     "schedule/builders": "builders",
     "schedule/render": "render",
-    "train": "chats embedding_models exactly_once files_of_a_run heads masked_models mesh precision protocol "
-    "ramps reward_models",
+    "train": "chats embedding_models exactly_once files_of_a_run heads kto masked_models mesh precision "
+    "protocol ramps reward_models",
     "train/data": "document_length",
     "train/encoding": "columns",
 }

@@ -137,7 +137,10 @@ def test_an_override_means_the_same_wherever_it_stands(
             taken, checkpoint = main._sort_arguments(given, True)
             assert checkpoint == (Path(path).expanduser().as_posix() if path else "newest")
             assert load_config(file, taken) == expected
-            restart.start_ranks(server, 1, file, taken, checkpoint, expected, 1)  # type: ignore[arg-type]
+            one = {"plan": SimpleNamespace(schedule=SimpleNamespace(ranks=1)),
+                   "axes": SimpleNamespace(ranks_per_stage=1)}  # fmt: skip
+            prepared = SimpleNamespace(config=expected, choice="", **one)
+            restart.start_ranks(server, prepared, file, taken, checkpoint, 1)  # type: ignore[arg-type]
             _, _, _, _, command, config, *rest = commands.pop()
             assert (command, config) == ("train", str(file))
             again, resumed = main._sort_arguments([each for each in rest if each != "--resume"], True)

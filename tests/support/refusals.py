@@ -8,16 +8,14 @@ from typing import Generic, TypeVar
 
 import pytest
 
-from penstock.errors import PenstockError
-
-E = TypeVar("E", bound=PenstockError)
+E = TypeVar("E", bound=BaseException)
 
 
 class refuses(Generic[E]):  # noqa: N801  reads as pytest.raises, whose place it takes
     """Expect an error in a block: `with refuses(ConfigError, "chunks=0", "one at least"):`.
 
     Args:
-        kind: the error's very class, and none derived from it.
+        kind: the error's very class, and none derived from it; its errors have a value, a rule and a remedy.
         value, rule, remedy: a part of each of these texts, letter by letter and no pattern.
 
     All three must be there, and read "value: rule. Remedy" together.
@@ -45,10 +43,11 @@ class refuses(Generic[E]):  # noqa: N801  reads as pytest.raises, whose place it
 
     def _check(self, error: E) -> None:
         assert type(error) is self._kind
+        texts = {part: getattr(error, part) for part in self._parts}
         for part, expected in self._parts.items():
-            text = getattr(error, part)
+            text = texts[part]
             assert expected in text, f"{part}: {expected!r} is not in {text!r}"
             assert text.strip(), f"no {part}: {error}"
-        last = error.remedy.strip().removesuffix("...")
+        last = texts["remedy"].strip().removesuffix("...")
         assert not last.endswith((".", ",", ":")), f"the remedy has no end of its own: {error}"
         assert last[:1].isupper() or last.startswith("pip install"), f"the remedy is no sentence: {error}"

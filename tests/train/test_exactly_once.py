@@ -28,7 +28,7 @@ from penstock.train import skips
 from penstock.train.between_steps import Checkpoints, HeldOutEvaluation
 from penstock.train.checkpoints import NEWEST
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch
+from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.data.rows import HeldRows
 from penstock.train.data.streaming import Position, RowStream
 from penstock.train.preflight import preflight

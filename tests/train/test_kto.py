@@ -185,7 +185,7 @@ def test_a_metric_that_the_held_out_rows_do_not_give_is_refused_before_the_first
 def test_a_held_out_row_alone_is_refused(tmp_path: Path) -> None:
     """Its KL term would be its own log-ratio, and its loss the same at every evaluation."""
     (tmp_path / "one.jsonl").write_text(json.dumps(rows(1)[0]))
-    with refuses(DataError, "one held-out row", "another row"):
+    with refuses(DataError, "1 held-out row", "another row"):
         preflight(with_rows(tmp_path, {"data.validation": {"path": str(tmp_path / "one.jsonl")}}))
 
 

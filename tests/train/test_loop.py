@@ -20,7 +20,7 @@ from penstock.errors import DataError, RunError
 from penstock.pipeline.split_model import SplitModel
 from penstock.runtime.device import stream
 from penstock.train.checkpoints import NEWEST
-from penstock.train.data.loading import Data, LoadedBatch
+from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.loop import seed_step
 from penstock.train.preflight import preflight
 from penstock.train.records.metrics import Metrics

@@ -17,7 +17,7 @@ from penstock.errors import UnfitError
 from penstock.train import loop
 from penstock.train.checkpoints import NEWEST, check_fits
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch
+from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support import jobs_train

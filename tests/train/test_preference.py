@@ -150,7 +150,7 @@ def test_fewer_held_out_pairs_than_pipelines_are_refused(tmp_path: Path) -> None
     """No pair can stand in for a missing one: each would count in the loss."""
     data = preflight(with_pairs(tmp_path)).data
     few = replace(data, parts=len(data.held_out) + 1, part=0)
-    with refuses(DataError, "held-out pairs on a mesh of"):
+    with refuses(DataError, "held-out rows on a mesh of"):
         few.held_out_batches(4)
 
 

@@ -211,5 +211,5 @@ def test_heads_that_give_no_score_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_writes_no_sample(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"sample_prompt is not for train\.loss=reward"):
+    with pytest.raises(ValueError, match=r"sample_prompt=a is not for train\.loss=reward"):
         with_scores(tmp_path, {"output.sample_prompt": "a"})

@@ -17,7 +17,7 @@ from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.pipeline.steps.step import StepResult
 from penstock.train.config.sections import TrainConfig
 from penstock.train.config.training import SpikeSection
-from penstock.train.data.loading import LoadedBatch
+from penstock.train.data.batches import LoadedBatch
 from penstock.train.data.rows import Fill
 from penstock.train.loop import seed_step
 from penstock.train.optimizers.optimizer import make_optimizers, set_learning_rates

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from penstock.cli.dry_run import memory, show
 from penstock.errors import ConfigError, ModelError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.tokenizer import HuggingFace
-from penstock.train.preflight import preflight
+from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
 from support import jobs_train
 from support.pool import Pool
@@ -62,7 +64,9 @@ def test_three_steps_give_the_weights_of_trls_divergence_in_one_process(
     if "pipeline.schedule" in keys:  # two stages on each rank
         keys = keys | {"model": {"config": {**QWEN3, "vocab_size": 258, "num_hidden_layers": 4}}}
     loss = {"divergence": divergence, "temperature": 2.0, "mix": 0.25}
-    made = with_teacher(tmp_path, {"optimizer": settings} | keys, loss, steps=3, clip_norm=None)
+    made = with_teacher(
+        tmp_path, {"optimizer": settings} | keys, loss, steps=3, clip_norm=None, check="always"
+    )
     prepared = preflight(made)
     batches: list[Any] = [prepared.data.batch(step).content for step in (1, 2, 3)]
     built = prepared.auto.build(prepared.model)
@@ -103,9 +107,9 @@ def test_three_steps_give_the_weights_of_trls_divergence_in_one_process(
 def test_a_run_approaches_its_teacher_and_resumes_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = with_teacher(tmp_path, steps=6, checkpoint_every=3, check="auto")
+    made = with_teacher(tmp_path, steps=6, checkpoint_every=3, check="always")
     run(preflight(made))
-    assert "not checked against the whole model: the teacher's logits are on" in capsys.readouterr().out
+    assert "checked in" in capsys.readouterr().out
     rows = metrics(tmp_path)
     held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
     assert held_out[-1] < held_out[0]
@@ -114,6 +118,51 @@ def test_a_run_approaches_its_teacher_and_resumes_bit_for_bit(
     run(preflight(made, str(checkpoint(tmp_path, 3))))
     assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
     assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+
+
+def flops(model: Any, rows: list[Any], *, backward: bool) -> int:
+    """Counted by torch, row by row and without padding."""
+    with FlopCounterMode(display=False) as counter:
+        for row in rows:
+            loss = model(input_ids=row[None], labels=row[None], use_cache=False).loss
+            if backward:
+                loss.backward()
+    return int(counter.get_total_flops())
+
+
+def test_the_teachers_forward_counts_in_a_rows_use_of_the_devices(tmp_path: Path) -> None:
+    prepared = preflight(
+        with_teacher(tmp_path, {"model": {"path": str(tmp_path / "student"), "attention": "eager"}}, steps=1)
+    )
+    batch: Any = prepared.data.batch(1).content
+    whole = [(ids, labels) for part in batch for ids, labels in zip(*part.values(), strict=True)]
+    rows = [ids[: int((labels != -100).nonzero().max()) + 1] for ids, labels in whole]
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="eager")
+        for name in ("student", "teacher")
+    )
+    run(prepared)
+    (step,) = [row for row in metrics(tmp_path) if "loss" in row]
+    counted = flops(student, rows, backward=True) + flops(teacher, rows, backward=False)
+    assert step["tflops_per_device"] * 1e12 * step["seconds"] == pytest.approx(counted, rel=1e-6)
+
+
+def test_a_dry_run_counts_the_teachers_weights_and_forward(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, taught = (dry_run(with_teacher(tmp_path, train)) for train in ({"train.loss": None}, {}))
+    teacher = taught.teacher
+    assert plain.teacher is None
+    assert teacher is not None
+    for alone, both, stage in zip(memory(plain), memory(taught), teacher.stages, strict=True):
+        assert both.weights - alone.weights == stage.parameter_bytes
+        assert (both.gradients, both.optimizer) == (alone.gradients, alone.optimizer)
+    show(with_teacher(tmp_path), None, None)
+    shown = " ".join(capsys.readouterr().out.split())
+    parameters = sum(p.numel() for p in teacher.source.model.parameters())
+    assert f"teacher Qwen3ForCausalLM, 4 layers, {parameters:,} parameters: its forward takes" in shown
+    elsewhere = with_teacher(tmp_path, loss={"teacher": str(tmp_path / "elsewhere")})
+    assert any("teacher: not on this machine" in note for note in dry_run(elsewhere).notes)
 
 
 def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
@@ -127,7 +176,7 @@ def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 def test_a_mesh_trains_as_one_pipeline_does(axis: str, pool: Pool, tmp_path: Path) -> None:
-    keys = {"train.batch_size": 7, f"parallel.{axis}": 2}
+    keys = {"train.batch_size": 7, f"parallel.{axis}": 2, "train.check": "always"}
     made = with_teacher(tmp_path, keys).model_dump(mode="json")
     for said in pool.run(4, jobs_train.trained, made):
         assert said["error"] == ""

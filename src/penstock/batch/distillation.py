@@ -126,13 +126,15 @@ class Distillation(RowLoss):
 class Taught(Distillation):
     """The same of a teacher that runs before each step, and leaves its logits here.
 
-    Only the process that hosts the last stage has them, so that none are sent. So the loss cannot be
-    computed elsewhere, as in one process of several for a comparison.
+    Only the process that hosts the last stage has them, so that none are sent.
     """
 
     takes_number: ClassVar[bool] = True
-    not_compared: ClassVar[str] = "the teacher's logits are on the last stage's process alone"
     logits: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def plain(self) -> Distillation:
+        """The same loss of the teacher's logits in a batch, which any process can compute."""
+        return Distillation(self.divergence, self.temperature, self.mix)
 
     def weight(self, microbatch: Microbatch) -> int:
         return self.counted(microbatch)

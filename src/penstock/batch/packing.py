@@ -32,6 +32,7 @@ from penstock.errors import BatchError, ModelError
 PER_TOKEN = 2  # dimensions of a tensor with one number per token: rows and sequence
 # entries with a sequence, and its dimension
 _SEQUENCES = {"input_ids": 1, "inputs_embeds": 1, "labels": 1, "shift_labels": 1, "position_ids": -1}
+_MAKE = "Make it of the documents' lengths: penstock.batch.packing.metadata([5, 3])['cu_seq_lens_q'], say"
 _REMEDY = "Give input_ids, inputs_embeds or labels"
 
 
@@ -146,14 +147,14 @@ def check_row_bounds(name: str, bounds: Any, rows: int, length: int) -> None:
         raise BatchError(
             f"{name} {shown}",
             "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
-            "`metadata` makes it from the lengths",
+            _MAKE,
         )
     value, at = f"{name} of {len(bounds) - 1} documents for {rows} rows of {length} tokens", bounds.tolist()
     if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
         raise BatchError(
             value,
             "it lists, from 0 on, where each document ends, and no document is empty",
-            "Leave empty documents out; `metadata` makes it from the lengths",
+            f"Leave empty documents out. {_MAKE}",
         )
     if not set(range(0, rows * length + 1, length)) <= set(at) or at[-1] != rows * length:
         raise BatchError(

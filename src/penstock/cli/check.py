@@ -52,11 +52,7 @@ def check(
     Returns: whether all is equal.
     Raises: ConfigError, and what AutoPipeline raises.
     """
-    if not schedule.trains:
-        raise ConfigError(f"--schedule {schedule.name}", "it holds no backward", "Take one that trains: 1f1b")
-    if tolerance is not None and not tolerance > 0:
-        rule = "it is a difference relative to a gradient's largest entry"
-        raise ConfigError(f"--tolerance {tolerance}", rule, "Give a number above 0, such as 1e-5")
+    _check_options(schedule, tolerance)
     auto = AutoPipeline(
         schedule=schedule,
         layout=layout,
@@ -77,22 +73,22 @@ def check(
     whole, batch = whole_model(folder, auto, plan), random_batch(model, shape, loss)
     _refuse_what_fails_whole(whole, batch, dtype)
     report = pipe.compare(whole, batch, tolerance)
-
     origin = "its weights" if plan.source.files else f"random weights (seed {_SEED}): the folder has none"
-    print(f"{type(model).__name__} in {dtype}, {origin}")
-    print(summary, end="\n\n")
+    print(f"{type(model).__name__} in {dtype}, {origin}\n{summary}\n")
     if schedule.ranks > 1:
         print(f"NCCL: {describe(schedule, exchange_of(auto, plan))}")
     print(f"batch: {shape[0]} rows of {shape[1]} random tokens{_window_note(model, shape[1])}")
-    if report.losses is not None:
-        print(f"loss: {report.losses[0]:.8g} split, {report.losses[1]:.8g} whole")
-    if report.note:
-        print(f"note: {report.note}")
-    if report.passed:
-        _show_passed(report)
-    else:
-        _show_wrong(report)
+    _show(report)
     return report.passed
+
+
+def _check_options(schedule: Schedule, tolerance: float | None) -> None:
+    """Raises ConfigError."""
+    if not schedule.trains:
+        raise ConfigError(f"--schedule {schedule.name}", "it holds no backward", "Take one that trains: 1f1b")
+    if tolerance is not None and not tolerance > 0:
+        rule = "it is a difference relative to a gradient's largest entry"
+        raise ConfigError(f"--tolerance {tolerance}", rule, "Give a number above 0, such as 1e-5")
 
 
 def whole_model(folder: Path, auto: AutoPipeline, plan: BuildPlan) -> PreTrainedModel:
@@ -209,6 +205,17 @@ def _window_note(model: PreTrainedModel, length: int) -> str:
         return f", longer than the sliding window of {window}"
     beyond = f"which --length {window + _BEYOND} would"
     return f"; they do not reach beyond the sliding window of {window}, {beyond}"
+
+
+def _show(report: Report) -> None:
+    if report.losses is not None:
+        print(f"loss: {report.losses[0]:.8g} split, {report.losses[1]:.8g} whole")
+    if report.note:
+        print(f"note: {report.note}")
+    if report.passed:
+        _show_passed(report)
+    else:
+        _show_wrong(report)
 
 
 def _show_passed(report: Report) -> None:

@@ -14,7 +14,8 @@ from penstock.batch.loss import IGNORED
 from penstock.cli.shared import echo, table
 from penstock.train.config.data import DataSection
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.batches import Data
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.data.rows import Piece, SourceRows
 from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from penstock.parallel.axes import LOSS, MESH, Axes
 from penstock.parallel.nccl import describe
 from penstock.parallel.tensor.plan import assigned, logits_plan
 from penstock.pipeline.auto_pipeline import exchange_of
-from penstock.pipeline.building.build_plan import StagePlan
+from penstock.pipeline.building.build_plan import BuildPlan, StagePlan
 from penstock.pipeline.building.memory import RankMemory
 from penstock.planner.at_hand import device_at_hand
 from penstock.planner.hardware import Device, read_cluster
@@ -81,6 +81,8 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
     dtype = str(model.dtype).removeprefix("torch.")
     yield "model", f"{type(model).__name__}, {plan.chain.count} layers, {parameters:,} parameters, {dtype}"
     yield "weights", _weights(planned)
+    if planned.teacher is not None:
+        yield "teacher", _teacher(planned, planned.teacher)
     if planned.auto.autocast is not None:
         yield "precision", "mixed: products in bfloat16, weights, gradients and states in float32"
     elif model.dtype == torch.bfloat16:
@@ -189,6 +191,23 @@ def _copies(planned: Planned) -> str:
         return copied
     free = _gib(room, nbytes)
     return f"{copied}; this host has {free} GiB free: with so little, training waits until it is written"
+
+
+def _teacher(planned: Planned, teacher: BuildPlan) -> str:
+    """The teacher of train.loss, its multiply-adds and its memory, in words."""
+    model, (rows, length) = teacher.source.model, largest_microbatch(planned.config)
+    own, other = (
+        sum(work.of(length, length**2) for work in works(plan.source.model, plan.chain))
+        for plan in (planned.plan, teacher)
+    )
+    logits = rows * length * teacher.schedule.microbatches
+    logits *= model.config.get_text_config().vocab_size * model.dtype.itemsize
+    parameters = sum(p.numel() for p in model.parameters())
+    return (
+        f"{type(model).__name__}, {teacher.chain.count} layers, {parameters:,} parameters: its forward takes "
+        f"{other / (3 * own):.0%} of the model's multiply-adds again; its weights are in the memory, "
+        f"its logits, up to {_gib(logits, logits)} GiB on the last stage's rank, are not"
+    )
 
 
 def _weights(planned: Planned) -> str:
@@ -380,7 +399,17 @@ def memory(planned: Planned) -> list[RankMemory]:
     def kept(name: str, parameter: Tensor, entries: int) -> float:
         return shares[planned.kinds[name]].kept(parameter, entries)
 
-    return estimate.ranks(largest_microbatch(planned.config), kept)
+    needs = estimate.ranks(largest_microbatch(planned.config), kept)
+    if planned.teacher is None:
+        return needs
+    return [
+        need._replace(
+            weights=need.weights + other.weights,
+            gathered_weights=need.gathered_weights + other.gathered_weights,
+            casts=need.casts + other.casts,
+        )
+        for need, other in zip(needs, planned.auto.account(planned.teacher).ranks(), strict=True)
+    ]
 
 
 def _memory(needs: Sequence[RankMemory], live: Sequence[int]) -> Table:

@@ -90,8 +90,7 @@ def train(
             settings = _load(config, overrides)
             if print_config:
                 return print(settings.to_yaml(), end="")
-            planned = settings.pipeline.schedule == "planned"
-            _check_train(world, cluster, restarts, dry_run=dry_run, planned=planned)
+            _check_train(settings, world, cluster, restarts, dry_run=dry_run)
             if dry_run:
                 from penstock.cli.dry_run import show
 
@@ -104,24 +103,15 @@ def train(
                 if server is not None:
                     from penstock.cli.restart import start_ranks
 
-                    if (commit := prepared.config.model.commit) is not None:  # ranks must not use a later one
-                        overrides.append(f"model.commit={commit!r}")
-                    if planned:
-                        from penstock.train.planned import as_overrides
-
-                        print(prepared.choice, flush=True)
-                        overrides += as_overrides(prepared.config)
-                    ranks = prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
-                    raise typer.Exit(
-                        start_ranks(server, ranks, config, overrides, checkpoint, prepared.config, restarts)
-                    )
+                    code = start_ranks(server, prepared, config, overrides, checkpoint, restarts)
+                    raise typer.Exit(code)
         return _train(prepared, stop)
     except KeyboardInterrupt as error:  # typer would call it "Aborted!" and give 1
         _end(error)
 
 
 def _check_train(
-    world: int | None, cluster: str | None, restarts: int, *, dry_run: bool, planned: bool
+    settings: TrainConfig, world: int | None, cluster: str | None, restarts: int, *, dry_run: bool
 ) -> None:
     """Raise ConfigError for options of `penstock train` that have no meaning in this run."""
     if world is not None and (not dry_run or under_torchrun()):
@@ -131,7 +121,7 @@ def _check_train(
         rule = "torchrun starts its processes again by itself"
         remedy = "Leave it out; give torchrun --max-restarts, and --resume to this command"
         raise ConfigError(f"--restarts {restarts}", rule, remedy)
-    if cluster is not None and not (planned or dry_run):
+    if cluster is not None and not dry_run and settings.pipeline.schedule != "planned":
         rule = "it is what pipeline.schedule=planned plans for, and a dry run compares with"
         raise ConfigError(f"--cluster {cluster!r}", rule, "Leave it out, or add one of the two")
 

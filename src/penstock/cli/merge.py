@@ -14,7 +14,7 @@ from penstock.checkpoint.contents import STATE
 from penstock.checkpoint.save_load import check_config
 from penstock.errors import CheckpointError, ConfigError, RunError
 from penstock.models import hub
-from penstock.models.adapters import merge, merged_ties, names_in_file, without_adapters
+from penstock.models.adapters import LoraConfig, merge, merged_ties, names_in_file, without_adapters
 from penstock.models.huggingface.stages import cut
 from penstock.models.model_folder import config_of, other_files
 from penstock.models.mtp import FACTOR
@@ -51,21 +51,13 @@ def merge_folder(
     Returns the folder of the adapter.
     Raises ConfigError, CheckpointError, ModelError; RunError on a full disk.
     """
-    limit = parsed_size(max_shard_size)
-    folder = _adapter_folder(adapter)
+    limit, folder = parsed_size(max_shard_size), _adapter_folder(adapter)
     config = config_in(folder)
-    named = base or config.base_model_name_or_path
-    if base is None and hub.is_name(named):
-        named, _ = hub.folder_of(str(named), config.revision, trusted=trusted)
-    if not named or not Path(named).is_dir():
-        raise ConfigError(
-            f"base model {named}", f"{folder / ADAPTER_CONFIG} names it, and there is no such folder",
-            "Give the base model's folder: --base FOLDER",
-        )  # fmt: skip
-    _check_out(out, folder, Path(named))
+    named = _base_folder(config, folder, base, trusted)
+    _check_out(out, folder, named)
     config.init_lora_weights = True  # the values come from the file
-    factor = _prediction_factor(folder, config_of(Path(named), trusted))
-    source = open_source(Path(named), None, None, config, mtp_factor=factor, trusted=trusted)
+    factor = _prediction_factor(folder, config_of(named, trusted))
+    source = open_source(named, None, None, config, mtp_factor=factor, trusted=trusted)
     if not source.files:
         raise ConfigError(f"base model {named}", "its folder holds no weights", "Give --base FOLDER")
     if (folder / BASE).is_file():
@@ -87,6 +79,17 @@ def merge_folder(
         rule = f"it cannot be written ({error.strerror or error})"
         raise RunError(f"--out {out}", rule, "Make room on that disk, or name another folder") from error
     return folder
+
+
+def _base_folder(config: LoraConfig, folder: Path, base: Path | None, trusted: bool) -> Path:
+    """The base model's folder: `base`, or the one that the adapter's config names. Raises ConfigError."""
+    named = base or config.base_model_name_or_path
+    if base is None and hub.is_name(named):
+        named, _ = hub.folder_of(str(named), config.revision, trusted=trusted)
+    if not named or not Path(named).is_dir():
+        rule = f"{folder / ADAPTER_CONFIG} names it, and there is no such folder"
+        raise ConfigError(f"base model {named}", rule, "Give the base model's folder: --base FOLDER")
+    return Path(named)
 
 
 def _check_out(out: Path, *merged: Path) -> None:

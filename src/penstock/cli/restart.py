@@ -10,29 +10,29 @@ from penstock.launch.restarts import Saved, keep_running
 from penstock.launch.server import Rehearsal
 from penstock.launch.start import Launcher, Server
 from penstock.train.checkpoints import NEWEST, newest_checkpoint
-from penstock.train.config.sections import TrainConfig
 from penstock.train.owner import last_run
+from penstock.train.planned import as_overrides
+from penstock.train.preflight import Prepared
 from penstock.train.state import read_state
 
 _SHARED = ("penstock", "torch", "transformers", "safetensors", "numpy", "rich", "peft")
 
 
 def start_ranks(
-    server: Server,
-    ranks: int,
-    config: Path,
-    overrides: list[str],
-    resume: str | None,
-    settings: TrainConfig,
-    restarts: int,
+    server: Server, prepared: Prepared, config: Path, overrides: list[str], resume: str | None, restarts: int
 ) -> int:
-    """Run `penstock train` on each of `ranks` ranks. Returns the exit code.
+    """Run `penstock train` on each rank of the run. Returns the exit code.
 
     Args:
         config, overrides, resume: as the command got them
-        settings: the config with the overrides, and with its epochs counted
         restarts: failures in a row, without a new checkpoint in between, after which the run starts again
     """
+    settings, ranks = prepared.config, prepared.plan.schedule.ranks * prepared.axes.ranks_per_stage
+    if (commit := settings.model.commit) is not None:  # ranks must not use a later one
+        overrides = [*overrides, f"model.commit={commit!r}"]
+    if prepared.choice:
+        print(prepared.choice, flush=True)
+        overrides = [*overrides, *as_overrides(settings)]
     # the ranks will need the modules that the preflight has imported here, and its traces of the model
     server.follow(_SHARED)
     server.rehearse(Rehearsal("penstock.train.rehearsal", "rehearse", settings))

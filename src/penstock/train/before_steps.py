@@ -24,7 +24,7 @@ from penstock.pipeline.whole_step import WholeStepLoss
 from penstock.train.adapter import adapter_folder
 from penstock.train.check.before_training import Reference, check_split
 from penstock.train.checkpoints import NEWEST, find_start, start_after
-from penstock.train.data.loading import LoadedBatch
+from penstock.train.data.batches import LoadedBatch
 from penstock.train.data.rows import Content, has_labels
 from penstock.train.owner import Owner, last_run
 from penstock.train.preflight import Prepared, data_at
@@ -112,10 +112,11 @@ def compare(
     pipe: Pipeline,
     say: Callable[[str], None],
     prepare: Callable[[LoadedBatch], LoadedBatch] = lambda batch: batch,
+    referred: Callable[[Reference], Reference] = lambda reference: reference,
 ) -> None:
     """Compare the pipeline with the whole model, as train.check says. Collective.
 
-    say: shows a line; prepare: adds entries to a batch, as the run's parts do
+    say: shows a line; prepare, referred: add to a batch, and to the reference, as the run's parts do
     """
     mode, auto = prepared.config.train.check, prepared.auto
     folder = prepared.start.checkpoint or adapter_folder(prepared.config.adapter)
@@ -131,7 +132,7 @@ def compare(
     first = _first_call(prepared, 0, prepare)  # the same one in every pipeline of a mesh
     if isinstance(reference.loss, WholeStepLoss):
         first = reference.loss.linear([first] if isinstance(first, dict) else first)
-    say(check_split(pipe, reference, first, mode))
+    say(check_split(pipe, referred(reference), first, mode))
 
 
 def _first_call(

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from penstock.errors import ConfigError
 from penstock.train.checkpoints import Start, check_left
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data
+from penstock.train.data.batches import Data
 from penstock.train.part import RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow
 

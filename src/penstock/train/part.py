@@ -3,6 +3,7 @@
     running                around the whole run
     training               around all steps
     prepare                adds entries to the batch of a step or an evaluation
+    referred               adds to the reference of the check before training
     around                 around each step; within it, in this order:
         computed           the gradients are computed; next they are clipped
         judge              why to skip the step; without a reason the optimizers update the weights
@@ -32,9 +33,10 @@ from penstock.checkpoint.save_load import CheckpointWriter
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.step import StepResult
 from penstock.pipeline.whole_step import WholeStepLoss
+from penstock.train.check.before_training import Reference
 from penstock.train.checkpoints import Start
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch
+from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.owner import Owner
 from penstock.train.records.metrics import Display, Log, MetricsRow
 from penstock.train.sizes import Size
@@ -138,6 +140,12 @@ class Run:
             batch = part.prepare(batch)
         return batch
 
+    def referred(self, reference: Reference) -> Reference:
+        """The reference of the check before training, with what the parts add."""
+        for part in self.parts:
+            reference = part.referred(reference)
+        return reference
+
     def evaluates(self, step: int) -> bool:
         """Whether an evaluation follows the step with this number."""
         section = self.config.train
@@ -183,6 +191,10 @@ class RunPart:
     def prepare(self, batch: LoadedBatch) -> LoadedBatch:
         """The batch of a step or an evaluation, with the entries that the part adds."""
         return batch
+
+    def referred(self, reference: Reference) -> Reference:
+        """The reference model of the check before training, with what the part adds to it."""
+        return reference
 
     def computed(self, step: int) -> None:
         """Called when the gradients of the step are computed, and the weights are still those before it."""

@@ -18,9 +18,8 @@ from penstock.train.between_steps import (
     SignalsWait,
 )
 from penstock.train.epochs import Epochs
-from penstock.train.kto import KLTerm
 from penstock.train.part import Run, RunPart
-from penstock.train.preference import Rewards
+from penstock.train.preference import KLTerm, Rewards
 from penstock.train.preflight import Prepared
 from penstock.train.records.profile import StepProfiler
 from penstock.train.records.record import RunRecord, StepTimeline
@@ -35,7 +34,7 @@ def parts_of(
     run: Run, prepared: Prepared, auto: AutoPipeline, memory: MemoryCheckpoints | None, stop: Stop
 ) -> list[RunPart]:
     """The parts of a run, in the order in which they are called (part.py). Collective."""
-    usage = Usage(run, prepared.plan)
+    usage = Usage(run, prepared.plan, prepared.teacher)
     measured = auto.balance if isinstance(auto.balance, LayerCosts) else None
     profile, prompt = run.config.train.profile, run.config.output.sample_prompt
 

@@ -4,6 +4,7 @@
     references  log p of each chosen and rejected row by these weights, an adapter off   reference_logps.npz
                of a single completion: log p of it, and of its neighbour's after the same prompt
     steps      each batch has the entry reference_logps; the loss sums rewards, which `Rewards` logs
+               with KTO, log p of the neighbours' completions by the present weights gives the KL term first
 
 The pass over the rows runs once a run: a resumed run reads its file, and computes what the file lacks.
 """
@@ -21,17 +22,17 @@ from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from penstock.batch.row_loss import RowLoss
+from penstock.batch.kto import KL, divergence
+from penstock.batch.row_loss import REFERENCE, RowLoss
 from penstock.pipeline.pipeline import Pipeline
 from penstock.reading import open_regular
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data
+from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.data.pairs import ReferringLayout
 from penstock.train.data.rows import StoredRows
 from penstock.train.data.sources import digest_of
-from penstock.train.data.unpaired import UnpairedLayout
-from penstock.train.kto import with_neighbours
 from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow, writable
 
@@ -61,30 +62,38 @@ class Rewards(RunPart):
         return self._loss.metrics(self.run.pipe.ranks.gather)
 
 
+class KLTerm(RunPart):
+    """Computes the KL term of KTO before each step and evaluation, by the present weights. Collective."""
+
+    def prepare(self, batch: LoadedBatch) -> LoadedBatch:
+        pipe, content = self.run.pipe, batch.content
+        assert isinstance(content, list)
+        reference = torch.cat([part[REFERENCE] for part in batch.beside])
+        term = divergence(pipe.logprobs(batch.beside), reference, pipe.ranks.gather)
+        return batch._replace(content=[{**part, KL: term} for part in content])
+
+
 def with_references(data: Data, config: TrainConfig, pipe: Pipeline, run: str | None) -> Data:
     """The data with the reference log-probabilities of its rows, by the weights of `pipe`. Collective.
 
     run: the identity of the run, on the process that writes its files; None on the others
     """
-    if not (isinstance(data.layout, ReferringLayout) and data.layout.refers):
+    layout = data.layout
+    if not (isinstance(layout, ReferringLayout) and layout.refers):
         return data
+    rows, held_out = layout.linked(data.rows, data.first_epoch()), layout.linked(data.held_out)
     path, key = config.output.path / _FILE, f"{run} {data.digest}"
-    if isinstance(data.layout, UnpairedLayout):
-        data = with_neighbours(data)
-        assert data.rows.neighbours is not None
-        key += f" {digest_of(str(data.rows.neighbours.tolist()))}"  # other sizes of steps give others
+    if rows.neighbours is not None:
+        key += f" whole {digest_of(str(rows.neighbours.tolist()))}"  # other sizes of steps give others
     known = pipe.ranks.gather(None if run is None else _read(path, key))
     saved: dict[str, Any] = next(filter(None, known), {})
     evaluated = data.held_out_rows(config.train.evaluate_batches)
-    trained = _completed(pipe, data, data.rows, _needed(data, config), saved.get("rows"))
-    held_out = _completed(pipe, data, data.held_out, evaluated, saved.get("held_out"))
+    trained = _completed(pipe, data, rows, _needed(data, config), saved.get("rows"))
+    other = _completed(pipe, data, held_out, evaluated, saved.get("held_out"))
     if run is not None:
-        _write(path, key, trained, held_out)
-    return replace(
-        data,
-        rows=replace(data.rows, references=trained),
-        held_out=replace(data.held_out, references=held_out),
-    )
+        _write(path, key, trained, other)
+    rows, held_out = replace(rows, references=trained), replace(held_out, references=other)
+    return replace(data, rows=rows, held_out=held_out)
 
 
 def _needed(data: Data, config: TrainConfig) -> Sequence[int]:

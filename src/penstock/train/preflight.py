@@ -12,8 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PretrainedConfig
-
 from penstock.batch.loss import OwnLoss, RowLabels, TokenLabels
 from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
@@ -26,14 +24,16 @@ from penstock.parallel.axes import Axes
 from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.experts import choose_experts
-from penstock.pipeline.whole_step import check_dropout
+from penstock.pipeline.whole_step import WholeStepLoss, check_dropout
 from penstock.planner.hardware import Cluster
 from penstock.schedule.choose import schedule_config
 from penstock.train.adapter import adapter_folder
 from penstock.train.checkpoints import Start, checkpoint_folder, find_start, recorded_model
 from penstock.train.config.data import LabelsOf
+from penstock.train.config.loss import AnyLoss, DistillationSection
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, load_data, tokenizer_of
+from penstock.train.data.batches import Data
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.encoding.images import Processor
 from penstock.train.encoding.labels import LabelSpace
 from penstock.train.encoding.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ from penstock.train.settings import (
     make_padding,
     sizes_of,
 )
-from penstock.train.teacher import check_teacher
+from penstock.train.teacher import check_teacher, planned_teacher
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Planned:
         start: where the run begins
         notes: lines to show before it begins
         choice: what `pipeline.schedule: planned` has taken, in a line that is also a note; else empty
+        teacher: the pipeline of train.loss.teacher before it is built; None without one
     """
 
     config: TrainConfig
@@ -77,6 +78,7 @@ class Planned:
     start: Start
     notes: tuple[str, ...]
     choice: str
+    teacher: BuildPlan | None
 
     @property
     def axes(self) -> Axes:
@@ -189,12 +191,15 @@ def dry_run(
     )
     plan = replace(opened.build_plan(source.model), source=source)
     planned = _planned(config, auto, named, plan, resume)
-    notes = (*filter(None, [choice]), *planned.notes, *_not_here(config, source.model.config, flash))
+    notes = (*filter(None, [choice]), *planned.notes, *_not_here(planned, flash))
     return replace(planned, notes=notes, choice=choice)
 
 
-def _not_here(config: TrainConfig, model: PretrainedConfig, flash: str | None) -> Iterator[str]:
+def _not_here(planned: Planned, flash: str | None) -> Iterator[str]:
     """A line for each thing that the run needs and this machine lacks, or that was not checked."""
+    config, model = planned.config, planned.plan.source.model.config
+    if isinstance(config.train.loss, DistillationSection) and planned.teacher is None:
+        yield "train.loss.teacher: not on this machine, so neither counted nor checked"
     for path in (source.path for source in config.data.sources if source.kind != "dummy"):
         if not Path(path).expanduser().exists():
             yield f"data.path={path}: not on this machine, so not checked"
@@ -240,7 +245,8 @@ def _planned(
         if start.checkpoint is None:
             with adapter_file(trained) as file:
                 check_adapter(file, model, names_in_file(model, source.adapter), tied_names(model))
-    return Planned(config, auto, named, plan, kinds, start, (*_notes(config, source), *start.notes), "")
+    notes = (*_notes(config, source), *start.notes)
+    return Planned(config, auto, named, plan, kinds, start, notes, "", planned_teacher(config, auto))
 
 
 # the loss of the head for each kind of labels, the ending of its name, and its size in the model's config
@@ -249,11 +255,6 @@ _HEADS: dict[LabelsOf, tuple[type[OwnLoss], str, str]] = {
     "tokens": (TokenLabels, "...ForTokenClassification", "num_labels"),
     "masked tokens": (TokenLabels, "...ForMaskedLM", "vocab_size"),
 }
-# losses of pairs that read a head over rows: what it gives, and the config of such a model
-_OF_ROWS = {
-    "reward": ("one score", "num_labels: 1"),
-    "contrastive": ("a vector", "num_labels: 64, say, the vector's width"),
-}
 _TAKE = "Take a model {}: its name stands in architectures of its config"
 
 
@@ -261,7 +262,7 @@ def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> Non
     """Raise ConfigError for a head that is not of the kind that the loss reads."""
     wanted, model, loss = config.data.labels, plan.source.model, config.train.loss
     if loss is not None:
-        _check_compared(loss.kind, auto, plan)
+        _check_compared(loss, auto, plan)
     if wanted == "next tokens":  # a build refuses other heads
         return
     own, value = auto.loss_of(model, plan.chain), f"data.kind={config.data.kind} for {type(model).__name__}"
@@ -274,22 +275,21 @@ def _check_head(config: TrainConfig, auto: AutoPipeline, plan: BuildPlan) -> Non
         raise ConfigError(value, rule, remedy)
 
 
-def _check_compared(kind: str, auto: AutoPipeline, plan: BuildPlan) -> None:
-    """Raise ConfigError for a head that does not give what a loss of preferences compares."""
+def _check_compared(loss: AnyLoss, auto: AutoPipeline, plan: BuildPlan) -> None:
+    """Raise ConfigError for a head that does not give what a loss of rows, or of a teacher, compares."""
     model = plan.source.model
-    value = f"train.loss={kind} for {type(model).__name__}"
-    if kind not in _OF_ROWS:
+    value, head = f"train.loss={loss.kind} for {type(model).__name__}", loss.head
+    if head is None:
         if not is_language_model(model):
             rule = "it compares log-probabilities of tokens, and the head is none of a causal language model"
             raise ConfigError(value, rule, "Take such a model, or train.loss=reward for one score a row")
         return
     own = replace(auto, loss_fn=None).loss_of(model, plan.chain)  # with the options that such a head refuses
-    gives, labels = _OF_ROWS[kind]
-    if type(own) is not RowLabels or (model.config.num_labels == 1) != (kind == "reward"):
+    if type(own) is not RowLabels or (model.config.num_labels == 1) != head.one:
         has = f"num_labels={model.config.num_labels}" if type(own) is RowLabels else "labels of tokens"
-        rule = f"such a model gives {gives} a row, and its head has {has}"
-        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with {labels}")
-    if kind == "contrastive":
+        rule = f"such a model gives {head.gives} a row, and its head has {has}"
+        raise ConfigError(value, rule, f"{_TAKE.format('...ForSequenceClassification')}, with {head.size}")
+    if isinstance(auto.loss_fn, WholeStepLoss):
         check_dropout(model)
 
 

@@ -52,6 +52,35 @@ def run(prepared: Prepared, stop: Stop | None = None) -> TrainStep:
 
 def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
     """owner: on the first process"""
+    this, prepared = _wired(prepared, owner, stop)
+    with this.display, ExitStack() as entered:
+        for part in this.parts:
+            entered.enter_context(part.running())
+        for note in filter(None, (*prepared.notes, *(part.note for part in this.parts))):
+            this.display.say(note)
+        compare(prepared, this.pipe, this.display.say, this.prepare, this.referred)
+        with _noted(this.pipe):
+            last = train(this)
+    if owner is not None:
+        _report(this, last)
+    this.pipe.processes.gather(None)  # no rank leaves while process 0 still writes
+    if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
+        dist.barrier()  # nor does another pipeline
+    for part in this.parts:
+        part.end()
+    this.pipe.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if last.stopped:
+        record_stop(last.ended)
+    return last
+
+
+def _wired(prepared: Prepared, owner: Owner | None, stop: Stop) -> tuple[Run, Prepared]:
+    """Build the pipeline, load what the run goes on from, and make its parts. Collective.
+
+    Returns the run; and `prepared`, perhaps with another start.
+    """
     config, output = prepared.config, prepared.config.output.path
     common = {"config": config.model_dump(mode="json"), "steps done": prepared.start.done}
     common["data"] = prepared.data.digest
@@ -79,27 +108,7 @@ def _run(prepared: Prepared, owner: Owner | None, stop: Stop) -> TrainStep:
         config, pipe, optimizers, start, steps, display, Log(display, metrics), writer, owner, (), whole
     )
     this.parts = parts_of(this, prepared, auto, memory, stop)
-    with display, ExitStack() as entered:
-        for part in this.parts:
-            entered.enter_context(part.running())
-        for note in filter(None, (*prepared.notes, *(part.note for part in this.parts))):
-            display.say(note)
-        compare(prepared, pipe, display.say, this.prepare)
-        with _noted(pipe):
-            last = train(this)
-    if owner is not None:
-        _report(this, last)
-    pipe.processes.gather(None)  # no rank leaves while process 0 still writes
-    if dist.is_initialized() and prepared.axes.ranks_per_stage > 1:
-        dist.barrier()  # nor does another pipeline
-    for part in this.parts:
-        part.end()
-    pipe.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if last.stopped:
-        record_stop(last.ended)
-    return last
+    return this, prepared
 
 
 def _clear(output: Path, start: Start, owner: Owner) -> None:

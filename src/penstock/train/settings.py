@@ -31,7 +31,6 @@ from penstock.pipeline.auto_pipeline import AutoPipeline
 from penstock.pipeline.building.compiling import Compile, check_compiler
 from penstock.pipeline.building.experts import check_name, needs_gpu
 from penstock.train.config.data import LabelsOf
-from penstock.train.config.loss import make_loss
 from penstock.train.config.model import PipelineSection
 from penstock.train.config.sections import TrainConfig, check_rows
 from penstock.train.config.values import PaddingSection, Section
@@ -206,8 +205,8 @@ _TASKS: dict[LabelsOf, str | None] = {
 
 
 def _task(config: TrainConfig) -> str | None:
-    loss = config.train.loss
-    return _TASKS["rows" if loss is not None and loss.kind == "reward" else config.data.labels]
+    head = None if config.train.loss is None else config.train.loss.head
+    return _TASKS["rows" if head is not None and head.one else config.data.labels]
 
 
 def _loss_of(config: TrainConfig) -> Loss | None:
@@ -218,7 +217,7 @@ def _loss_of(config: TrainConfig) -> Loss | None:
     return (
         NextToken(section.label_smoothing, section.z_loss, accuracy=True)
         if section.loss is None
-        else make_loss(section.loss)
+        else section.loss.make()
     )
 
 

@@ -9,23 +9,28 @@ exact, as those that a file would hold are not: a file has room for a few of eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from penstock.batch.distillation import Taught, of_counted
+from penstock.batch.deferred_logits import whole
+from penstock.batch.distillation import TEACHER, Taught, of_counted
 from penstock.batch.microbatches import split
+from penstock.batch.shapes import Microbatch
 from penstock.errors import ConfigError
 from penstock.models.model_folder import TOKENIZER, config_of, other_files
 from penstock.models.weights.files import weight_files
 from penstock.pipeline.auto_pipeline import AutoPipeline
+from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.step import Step, StepPart
+from penstock.train.check.before_training import Reference
 from penstock.train.config.loss import DistillationSection
 from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.tokenizer import ByteTokenizer, HuggingFace, Tokenizer
@@ -38,6 +43,7 @@ class Teacher(RunPart):
     def __init__(self, run: Run, auto: AutoPipeline, loss: Taught) -> None:
         super().__init__(run)
         self._auto, self._loss = auto, loss
+        self._teacher: Pipeline | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -48,10 +54,21 @@ class Teacher(RunPart):
             raise ConfigError(
                 f"train.loss=distillation with {self.run.pipe.schedule.name}", rule, "Take 1f1b"
             )
-        teacher = _settings(self._auto).build(_folder(section))
-        self.run.pipe.use(Teaching(teacher, self._loss))
+        self._teacher = _settings(self._auto).build(_folder(section))
+        self.run.pipe.use(Teaching(self._teacher, self._loss))
         yield
-        teacher.close()
+        self._teacher.close()
+
+    def referred(self, reference: Reference) -> Reference:
+        """The reference with the teacher's logits in its microbatches."""
+        assert self._teacher is not None
+        return replace(reference, loss=self._loss.plain(), beside=partial(_logits_beside, self._teacher))
+
+
+def _logits_beside(teacher: Pipeline, microbatches: Sequence[Microbatch]) -> list[dict[str, Any]]:
+    """The teacher's logits of each microbatch, on every rank. Collective."""
+    taught = teacher.evaluate(microbatches, lambda output, _: whole(_logits_of(output)), everywhere=True)
+    return [{TEACHER: logits} for logits in taught.outputs]
 
 
 class Teaching(StepPart):
@@ -67,8 +84,7 @@ class Teaching(StepPart):
         parts = split(step.batch, count, {}) if isinstance(step.batch, Mapping) else step.batch
 
         def collect(output: Any, number: int) -> Tensor:
-            logits = output["logits"] if isinstance(output, Mapping) else output
-            return of_counted(logits, parts[number]["labels"])
+            return of_counted(_logits_of(output), parts[number]["labels"])
 
         self._loss.logits.update(self._teacher.infer(parts, collect))
 
@@ -77,6 +93,10 @@ class Teaching(StepPart):
 
     def failed(self) -> None:
         self._loss.logits.clear()
+
+
+def _logits_of(output: Any) -> Any:
+    return output["logits"] if isinstance(output, Mapping) else output
 
 
 def _settings(auto: AutoPipeline) -> AutoPipeline:
@@ -89,6 +109,18 @@ def _settings(auto: AutoPipeline) -> AutoPipeline:
 
 def _folder(section: DistillationSection) -> Path:
     return Path(section.teacher).expanduser()
+
+
+def planned_teacher(config: TrainConfig, auto: AutoPipeline) -> BuildPlan | None:
+    """The teacher before it is built; None without one, or where its folder is not on this machine.
+
+    auto: the settings of the run's pipeline. Flash attention, which may be missing here, is left out.
+    """
+    section = config.train.loss
+    if not isinstance(section, DistillationSection) or not _folder(section).is_dir():
+        return None
+    attention = None if "flash" in (auto.attention or "") else auto.attention
+    return replace(_settings(auto), attention=attention).build_plan(_folder(section))
 
 
 def check_teacher(config: TrainConfig, model: PretrainedConfig, tokenizer: Tokenizer) -> None:

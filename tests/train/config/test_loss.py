@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.batch.kto import KTO
 from penstock.batch.preferences import DPO, ORPO, Reward, SimPO
 from penstock.batch.row_loss import RowLoss
-from penstock.train.config.loss import LossValue, make_loss
+from penstock.train.config.loss import LossValue
 from penstock.train.config.sections import TrainConfig
 from support.tiny import tree
 
@@ -28,7 +28,7 @@ ADAPTER: TypeAdapter[Any] = TypeAdapter(LossValue)
 )
 def test_a_section_makes_its_loss(keys: Any, loss: RowLoss) -> None:
     section = ADAPTER.validate_python(keys)
-    assert make_loss(section) == loss
+    assert section.make() == loss
     assert ADAPTER.validate_python(section.model_dump()) == section
 
 
@@ -55,7 +55,11 @@ ROWS = {**PAIRS, "kind": "unpaired"}
         (ROWS, {}, "data.kind=unpaired without train.loss; set train.loss=kto"),
         (PAIRS, {"loss": "kto"}, "data.kind=preference has none; .* set data.kind=unpaired"),
         (ROWS, {"loss": "dpo"}, "data.kind=unpaired has none; .* set data.kind=preference"),
-        (ROWS, {"loss": "kto", "ramp": [{"until": 1, "batch_size": 1}]}, "a step of one row: its KL term"),
+        (
+            ROWS,
+            {"loss": "kto", "ramp": [{"until": 1, "batch_size": 1}]},
+            "train.loss=kto with steps of 1 row",
+        ),
         ({**ROWS, "packing": "stream"}, {"loss": "kto"}, "a row is one whole completion; leave packing out"),
         (PAIRS, {"loss": "dpo", "z_loss": 0.1}, "train.z_loss=0.1 is not for train.loss=dpo"),
         (PAIRS, {"loss": "orpo", "ramp": [{"until": 1, "sequence_length": 8}]}, "ramp with sequence_length"),

@@ -18,10 +18,12 @@ import torch
 
 from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
-from penstock.train.data.loading import Data, LoadedBatch, load_data, tokenizer_of
+from penstock.train.data.batches import Data, LoadedBatch
+from penstock.train.data.loading import load_data, tokenizer_of
 from penstock.train.data.sources import open_source
 from penstock.train.encoding.encode import encoded, make_encoder
 from penstock.train.sizes import Size, StepSizes
+from support.refusals import refuses
 from support.tiny import QWEN3
 
 ROWS = [{"input_ids": [1, 2, 3 + number], "labels": [-100, 2, 3 + number]} for number in range(12)]
@@ -175,9 +177,8 @@ def test_epochs_that_end_before_the_last_step_of_a_resumed_run_are_refused(tmp_p
     before, narrow = (load(config({"batch_size": size, "steps": 3}, **keys)) for size in (8, 5))
     state = before.state(3, None)
     assert rows(narrow.at(3, state, 4).batch(4))
-    with pytest.raises(ConfigError, match=r"24 rows are taken, and train\.steps=5 .* take 34") as caught:
+    with refuses(ConfigError, "data.mixture", "24 rows are taken, and train.steps=5", "train.steps to 4"):
         narrow.at(3, state, 5)
-    assert "Set train.steps to 4 or less" in caught.value.remedy
 
 
 def test_a_validation_set_leaves_all_of_the_data_to_train_on(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_workers_make_the_same_tokens_in_the_same_order(tmp_path: Path) -> None:
     assert alone == together
     assert len(alone) == 5300
     jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 2000 + [{"no": "x"}])
-    with pytest.raises(DataError, match="line 2001"):
+    with refuses(DataError, "line 2001"):
         list(encoded(encoder, source, 2))
 
 
@@ -377,9 +378,9 @@ def test_made_up_tokens_are_packed_mixed_and_streamed(tmp_path: Path) -> None:
 
 
 def test_made_up_tokens_that_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"token id 300 .* ids 0 to 255"):
+    with refuses(DataError, rule="token id 300"):
         dummy(tmp_path, dummy={"value": 300})
-    with pytest.raises(ValueError, match=r"data.dummy with data.kind=text reads files"):
+    with pytest.raises(ValueError, match=r"data.dummy with data.kind=text"):
         dummy(tmp_path, kind="text", path="x", dummy={"seed": 1})
     with pytest.raises(ValueError, match="tokens"):
         dummy(tmp_path, dummy={"tokens": 1})

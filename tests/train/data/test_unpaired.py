@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -41,6 +43,14 @@ def test_rows_for_the_reference_take_turns_and_long_ones_are_cut() -> None:
     (referred,) = layout.referred(rows([3, 0, 1, 2]), [0, 1])
     assert referred["input_ids"].tolist() == [[0, 1, 2, 3], [0, 1, 14, 15], [4, 5, 0, 0], [4, 2, 3, 0]]
     assert "reference_logps" not in referred
+
+
+def test_a_neighbours_completion_is_cut_once_and_not_where_its_own_row_ends() -> None:
+    made, layout = rows([2, 0, 1, 2]), UnpairedLayout((1,), packed=False, longest=5, refers=True)
+    (source,) = made.sources  # of document 2, tokens 6 to 11, its row has 4; row 0 has room for 3
+    short = replace(source, pieces=source.pieces._replace(lengths=np.minimum(source.pieces.lengths, 4)))
+    (beside,) = layout.beside(replace(made, sources=(short,)), [0])
+    assert beside["input_ids"].tolist() == [[0, 1, 8, 9, 10]]
 
 
 def test_the_rows_of_the_kl_term_are_those_that_a_loop_of_ones_own_makes() -> None:

@@ -55,7 +55,7 @@ def test_the_right_ending_counts_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"label": ""}, "label is a number from 0 to 1, and here is ''. Mend it, or leave the record out"),
+        ({"label": ""}, "label is a number from 0 to 1, and here is ''"),
         ({"label": "2"}, "from 0 to 1, and here is '2'"),
         ({"label": -1}, "from 0 to 1, and here is -1"),
         ({"label": True}, "from 0 to 1, and here is True"),
@@ -69,9 +69,8 @@ def test_the_right_ending_counts_alone() -> None:
     ],
 )
 def test_wrong_records_are_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=r"^data file a.jsonl line 1: ") as refused:
+    with refuses(DataError, "data file a.jsonl line 1", message):
         encoded(ROW | change, ColumnsSection(**COLUMNS))
-    assert message in str(refused.value)
 
 
 def test_missing_fields_are_named() -> None:
@@ -84,8 +83,8 @@ def test_missing_fields_are_named() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"kind": "jsonl"}, "kind=jsonl another form of a record; set kind=chat"),
-        ({"chat_form": "messages"}, "chat_form=messages another form of a record; leave chat_form out"),
+        ({"kind": "jsonl"}, "kind=jsonl .*kind=chat"),
+        ({"chat_form": "messages"}, "chat_form=messages .*leave chat_form out"),
         ({"columns": {"prompt": "ctx"}}, "completion"),
     ],
 )

@@ -156,48 +156,28 @@ def one_picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("content", "more", "message"),
+    ("content", "more", "rule"),
     [
-        (
-            [{"type": "image"}, TEXT],
-            {},
-            "line 1: an image of a message names no file, and its record lists no",
-        ),
-        ([TEXT], {"images": ["0.png"]}, "line 1: 1 of its images stand in no message, first '0.png'"),
-        (
-            [{"type": "text", "text": "a <image>"}],
-            {},
-            "a text holds '<image>', for which the model expects an ",
-        ),
-        ([{"type": "image", "path": "no.png"}], {}, r"its image \S+no.png cannot be read \(No such file"),
-        ([{"type": "image", "path": "../chats.jsonl"}], {}, "Pillow reads no image in .*chats.jsonl"),
-        (
-            [{"type": "image", "url": "https://a/b.png"}],
-            {},
-            "an image is a file on this machine, and here is 'h",
-        ),
-        (
-            [{"type": "video", "path": "0.png"}],
-            {},
-            "a part of the type 'video', and text and images are read",
-        ),
-        ([{"image": "0.png"}, TEXT], {}, r"a message has a part \{'image': '0.png'\} that does not say wh"),
-        (["?"], {}, r"a message has a part \? that does not say what it is"),
-        ([{"type": "image"}], {"images": "0.png"}, "line 1: images lists files, and here is a str"),
-        (
-            [TEXT],
-            {"tools": [{"name": "f"}]},
-            "it has tools for the template, and data.images reads messages a",
-        ),
+        ([{"type": "image"}, TEXT], {}, "names no file"),
+        ([TEXT], {"images": ["0.png"]}, "'0.png'"),
+        ([{"type": "text", "text": "a <image>"}], {}, "'<image>'"),
+        ([{"type": "image", "path": "no.png"}], {}, "no.png cannot be read"),
+        ([{"type": "image", "path": "../chats.jsonl"}], {}, "Pillow reads no image"),
+        ([{"type": "image", "url": "https://a/b.png"}], {}, "'h"),
+        ([{"type": "video", "path": "0.png"}], {}, "'video'"),
+        ([{"image": "0.png"}, TEXT], {}, "{'image': '0.png'}"),
+        (["?"], {}, "a part ?"),
+        ([{"type": "image"}], {"images": "0.png"}, "a str"),
+        ([TEXT], {"tools": [{"name": "f"}]}, "tools"),
     ],
 )
 def test_a_record_that_cannot_be_read(
-    tmp_path: Path, one_picture: Path, content: Any, more: Any, message: str
+    tmp_path: Path, one_picture: Path, content: Any, more: Any, rule: str
 ) -> None:
     shutil.copytree(one_picture, tmp_path / "pictures")
     made = drawn(tmp_path)
     record(tmp_path, content, **more)
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, "line 1", rule):
         preflight(made)
 
 
@@ -215,7 +195,7 @@ def test_an_image_that_changed_since_it_was_tokenised(tmp_path: Path) -> None:
     prepared = preflight(drawn(tmp_path))
     for file in (tmp_path / "pictures" / "images").iterdir():
         Image.new("RGB", (30, 40)).save(file)
-    with pytest.raises(DataError, match=r"image .*png: it has changed since the data was tokenised"):
+    with refuses(DataError, ".png", "it has changed"):
         prepared.data.batch(1)
 
 
@@ -229,16 +209,13 @@ def another_token(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (text_only, "transformers reads no processor there|needs a processor of images and text"),
-        (another_token, "its token of images, '<image>', is 259, and the model's is 7"),
-    ],
+    ("spoil", "rule"),
+    [(text_only, "processor"), (another_token, "'<image>', is 259, and the model's is 7")],
 )
-def test_a_processor_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path], None], message: str) -> None:
+def test_a_processor_that_does_not_fit(tmp_path: Path, spoil: Callable[[Path], None], rule: str) -> None:
     made = drawn(tmp_path)
     spoil(tmp_path / "pictures" / "model")
-    with pytest.raises(DataError, match=message):
+    with refuses(DataError, rule=rule):
         preflight(made)
 
 
@@ -254,15 +231,15 @@ def test_images_for_a_model_that_takes_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"data.packing": "best_fit"}, "data.images with data.packing=best_fit would cut images apart"),
-        ({"data.overlong": "truncate"}, "data.images with data.overlong=truncate would cut images apart"),
-        ({"data.kind": "text", "data.packing": "none", "data.overlong": "drop"}, "here data.kind=text"),
-        ({"data.tokenizer": "bytes"}, "data.tokenizer=bytes, which reads no image"),
+        ({"data.packing": "best_fit"}, "data.packing=best_fit"),
+        ({"data.overlong": "truncate"}, "data.overlong=truncate"),
+        ({"data.kind": "text", "data.packing": "none", "data.overlong": "drop"}, "data.kind=text"),
+        ({"data.tokenizer": "bytes"}, "data.tokenizer=bytes"),
         (
             {"train.ramp": [{"until": 2, "sequence_length": 8}]},
-            "cuts rows, and data.images has images in them",
+            "train.ramp",
         ),
-        ({"parallel.cp": 2}, "parallel.cp=2 splits rows or matrices, and towers need whole images"),
+        ({"parallel.cp": 2}, "parallel.cp=2"),
     ],
 )
 def test_settings_that_would_cut_images(tmp_path: Path, keys: dict[str, Any], message: str) -> None:

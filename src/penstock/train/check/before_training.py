@@ -75,6 +75,7 @@ class Reference:
         axes: the mesh's axes other than the pipeline's, without -1
         trained: the folder of the adapter's values; None to initialise them
         autocast: the dtype of torch.autocast in forwards; None for none
+        beside: the entries that the loss reads here, and in the pipeline not, of each microbatch. Collective
     """
 
     source: Source
@@ -84,6 +85,7 @@ class Reference:
     axes: Axes = field(default_factory=Axes)
     trained: Path | None = None
     autocast: torch.dtype | None = None
+    beside: Callable[[Sequence[Microbatch]], Sequence[Microbatch]] | None = None
 
     def build(self, device: torch.device) -> PreTrainedModel:
         """The model with its values. It does not use the code that splits a model, which the check tests."""
@@ -142,38 +144,26 @@ def check_split(
     Raises: DifferenceError if they differ; ConfigError if mode is "always" and the check is impossible.
     """
     began = time.perf_counter()
-    if reason := getattr(reference.loss, "not_compared", ""):
-        return skipped(reason, mode)
-    group = rows_per_group(reference.loss)
-    of_rows = getattr(reference.loss, "of_rows", ())
+    group, of_rows = rows_per_group(reference.loss), getattr(reference.loss, "of_rows", ())
     short = shorten(batch, pipe.schedule.microbatches, reference.tokens, group, of_rows)
     microbatches = pipe.microbatches(short)
     device = microbatches[0]["input_ids"].device
     if reason := _from_first(pipe, _out_of_memory(reference, free(device), mode)):
         return skipped(reason, mode)
-    counted = [counted_rows(reference.loss, part) for part in short]
-    if not any(bool(rows.any()) for rows in counted) or (group > 1 and not all(map(all, counted))):
+    if not _counts(reference.loss, short):
         return skipped(
             f"the first {reference.tokens} tokens of its rows hold none that the loss counts", "auto"
         )
-    # both sides run eagerly: compiled code rounds in another order, and the check is for the split alone
-    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-        with without_gradients(pipe.parameters()):
-            with evaluating(*pipe.modules.values()):
-                loss = pipe.step(short).loss
-            digests = [(where, digests_of(where[0], p)) for where, p in placed_parameters(pipe)]
-        everyone = pipe.processes.gather(digests)
-        result: Any = None
-        if pipe.processes.index == 0 and pipe.reductions.is_first:
-            split = [(tuple(where), Digests(*pair)) for process in everyone for where, pair in process]
-            result = compare_with_reference(reference, device, microbatches, loss, split)
-    result = _from_first(pipe, result)
+    if reference.beside is not None:
+        more = reference.beside(short)
+        microbatches = [{**one, **other} for one, other in zip(microbatches, more, strict=True)]
+    result = _from_first(pipe, _compared(pipe, reference, short, microbatches))
     if isinstance(result, str):
         return skipped(result, mode)
-    report, near, tokens = _report(result["report"]), result["near"], result["tokens"]
+    report, near = _report(result["report"]), result["near"]
     if report.losses and not isfinite(report.losses[1]):  # the first step raises an error with a remedy
         return skipped(f"its own loss is {report.losses[1]}", "auto")
-    if not report.passed and explained_by_flips(report, near, tokens):
+    if not report.passed and explained_by_flips(report, near, result["tokens"]):
         return skipped(
             f"rounding by {reference.axes} may flip {near} router choices, nearly tied on this batch; the "
             f"split model differs by more than rounding: {report.problems()[0]}",
@@ -181,6 +171,30 @@ def check_split(
         )
     report.raise_if_wrong(_REMEDY)
     return f"checked in {time.perf_counter() - began:.1f} s: {_passed(report)}"
+
+
+def _counts(loss: Loss, microbatches: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the loss counts a row; of rows that stay together, each one."""
+    counted = [counted_rows(loss, part) for part in microbatches]
+    return all(map(all, counted)) if rows_per_group(loss) > 1 else any(map(any, counted))
+
+
+def _compared(
+    pipe: Pipeline, reference: Reference, batch: list[dict[str, Any]], microbatches: Sequence[Microbatch]
+) -> str | dict[str, Any] | None:
+    """On process 0 what `compare_with_reference` returns, else None. Collective."""
+    # both sides run eagerly: compiled code rounds in another order, and the check is for the split alone
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        with without_gradients(pipe.parameters()):
+            with evaluating(*pipe.modules.values()):
+                loss = pipe.step(batch).loss
+            digests = [(where, digests_of(where[0], p)) for where, p in placed_parameters(pipe)]
+        everyone = pipe.processes.gather(digests)
+        if pipe.processes.index != 0 or not pipe.reductions.is_first:
+            return None
+        split = [(tuple(where), Digests(*pair)) for process in everyone for where, pair in process]
+        device = microbatches[0]["input_ids"].device
+        return compare_with_reference(reference, device, microbatches, loss, split)
 
 
 def _from_first(pipe: Pipeline, value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from penstock.options import Count, Natural, NotNegative, Patterns, SmallNatural
-from penstock.train.config.values import Length, PathText, Section
+from penstock.train.config.values import Length, PathText, Section, only
 
 LabelsOf = Literal["next tokens", "tokens", "rows", "masked tokens"]
 # kinds of data whose rows a loss compares, and what a row is
@@ -92,13 +92,11 @@ class RecordSection(Section):
             raise ValueError(f"{rule}; set kind=pair, or leave pair_fields out")
         if self.columns is None:
             return
-        for key, wanted in (("kind", "chat"), ("chat_form", "auto"), ("messages_field", None)):
-            if (value := getattr(self, key)) != wanted:
-                rule = (
-                    f"columns name the fields of a prompt and its completion, and {key}={value} another form"
-                )
-                remedy = "set kind=chat" if key == "kind" else f"leave {key} out"
-                raise ValueError(f"{rule} of a record; {remedy}, or leave columns out")
+        rule = "columns name the fields of a prompt and its completion, and {key}={value} another form of a "
+        rule += "record"
+        only(self, {"kind": ("chat",)}, f"{rule}; set kind=chat, or leave columns out")
+        forms = {"chat_form": ("auto",), "messages_field": (None,)}
+        only(self, forms, f"{rule}; leave {{key}} out, or leave columns out")
 
 
 class NamedSection(Section):
@@ -303,10 +301,11 @@ class DataSection(RecordSection, NamedSection):
         self._check_alone(kind, "all rows of a batch have labels of one kind")
         masked = kind == "masked"
         packings = ("none", "stream") if masked else ("none",)
-        for name, wanted in (("packing", packings), ("streaming", (None,)), ("images", (None,))):
-            if (value := getattr(self, name)) not in wanted:
-                row = "row has no bounds of documents" if masked else "row is one text with its labels"
-                raise ValueError(f"data.kind={kind} with data.{name}={value}: a {row}; leave {name} out")
+        wanted: dict[str, tuple[object, ...]] = {
+            "packing": packings, "streaming": (None,), "images": (None,)
+        }  # fmt: skip
+        row = "row has no bounds of documents" if masked else "row is one text with its labels"
+        only(self, wanted, f"data.kind={kind} with data.{{key}}={{value}}: a {row}; leave {{key}} out")
         if self.overlong == "cut" and not masked:
             raise ValueError(
                 f"data.kind={kind} with data.overlong=cut would part a text from its label; take truncate or "
@@ -320,14 +319,14 @@ class DataSection(RecordSection, NamedSection):
             raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
 
     def _check_compared(self, kind: str) -> None:
-        what, pairs = _COMPARED[kind], self.has_pairs
+        what = _COMPARED[kind]
         self._check_alone(kind, f"a loss compares rows, and {what}")
-        for name, wanted in (
-            ("packing", "none"), ("loss_on", "assistant"), ("streaming", None), ("chat_form", "auto"),
-            ("messages_field", None), *((("held_out_from", None),) if pairs else ()),
-        ):  # fmt: skip
-            if (value := getattr(self, name)) != wanted:
-                raise ValueError(f"data.kind={kind} with data.{name}={value}: {what}; leave {name} out")
+        wanted: dict[str, tuple[object, ...]] = {
+            "packing": ("none",), "loss_on": ("assistant",), "streaming": (None,), "chat_form": ("auto",),
+            "messages_field": (None,),
+        }  # fmt: skip
+        wanted |= {"held_out_from": (None,)} if self.has_pairs else {}
+        only(self, wanted, f"data.kind={kind} with data.{{key}}={{value}}: {what}; leave {{key}} out")
         if self.overlong == "cut":
             raise ValueError(
                 f"data.kind={kind} with data.overlong=cut would compare pieces; take truncate or drop"
@@ -347,10 +346,9 @@ class DataSection(RecordSection, NamedSection):
 
     def _check_images(self) -> None:
         """An image and its tokens stay together: no row is cut, and none has two documents."""
-        for name, wanted in (("packing", "none"), ("overlong", "drop")):
-            if (value := getattr(self, name)) != wanted:
-                rule = f"data.images with data.{name}={value} would cut images apart"
-                raise ValueError(f"{rule}; set data.{name}={wanted}")
+        rule = "data.images with data.{key}={value} would cut images apart"
+        only(self, {"packing": ("none",)}, f"{rule}; set data.packing=none")
+        only(self, {"overlong": ("drop",)}, f"{rule}; set data.overlong=drop")
         if self.streaming is not None:
             raise ValueError("data.images with data.streaming=on would cut images apart; leave it out")
         everything = [*self.sources, *([self.validation] if self.validation else [])]

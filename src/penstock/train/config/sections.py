@@ -17,11 +17,11 @@ from penstock.errors import ConfigError
 from penstock.options import as_finding
 from penstock.train.adapter import AdapterKey
 from penstock.train.config.data import DataSection
-from penstock.train.config.loss import LOSSES, DistillationSection
+from penstock.train.config.loss import LOSSES
 from penstock.train.config.model import ModelSection, ParallelSection, PipelineSection
 from penstock.train.config.output import OutputSection
 from penstock.train.config.training import TrainSection
-from penstock.train.config.values import Section
+from penstock.train.config.values import Section, only
 from penstock.train.optimizers.optimizer import AdamWSection, OptimizerSection, RunFacts, check_optimizer
 
 
@@ -92,7 +92,7 @@ class TrainConfig(Section):
     def counts_labels(self) -> bool:
         """Whether the loss counts the tokens that have a label: not with masks, nor for scores of rows."""
         loss = self.train.loss
-        return self.data.masked_share is None and (loss is None or loss.kind != "reward")
+        return self.data.masked_share is None and (loss is None or loss.head is None)
 
     def check_keys(self) -> None:
         self._check_precision()
@@ -143,73 +143,38 @@ class TrainConfig(Section):
 
     def _check_loss(self) -> None:
         """Raise ValueError for a loss that does not fit the data, or the settings."""
-        loss, kind = self.train.loss, self.data.compared
+        loss, kind, labels = self.train.loss, self.data.compared, self.data.labels
         if loss is None:
             if kind is not None:
                 fitting = next(name for name, keys in LOSSES.items() if keys.reads == kind)
                 raise ValueError(f"data.kind={kind} without train.loss; set train.loss={fitting}, say")
-            if self.data.labels != "next tokens":
-                self._check_off(f"labels of {self.data.labels} (data.kind={self.data.kind})", samples=False)
+            if labels != "next tokens":
+                self._check_off(f"labels of {labels} (data.kind={self.data.kind})", samples=False)
             return
-        if isinstance(loss, DistillationSection):
-            self._check_distillation()
-        if loss.reads != kind:
-            rule = f"train.loss={loss.kind} compares {loss.rows}"
+        named = f"train.loss={loss.kind}"
+        if loss.reads != kind or labels != "next tokens":
             remedy = "leave train.loss out" + (f", or set data.kind={loss.reads}" if loss.reads else "")
-            raise ValueError(f"{rule}, and data.kind={self.data.kind} has none; {remedy}")
+            rule = f"{named} compares {loss.rows}, and data.kind={self.data.kind} has none"
+            raise ValueError(f"{rule}; {remedy}")
         rows = self.train.batch_size
         fewest = min([rows, *(phase.batch_size or rows for phase in self.train.ramp)])
-        if loss.kind == "kto" and fewest == 1:
-            rule = "train.loss=kto with a step of one row: its KL term pairs each prompt with the completion"
-            remedy = "give train.batch_size and the phases of train.ramp 2 or more"
-            raise ValueError(f"{rule} of another row of the step; {remedy}")
-        self._check_off(f"train.loss={loss.kind}", samples=loss.kind not in ("reward", "contrastive"))
-        if loss.kind == "contrastive":
-            self._check_whole_step()
-        if self.pipeline.balance == "measured" and (loss.refers or loss.reads is None):
-            rule = f"pipeline.balance=measured runs steps before train.loss={loss.kind} has {loss.needs}"
-            raise ValueError(f"{rule}; leave balance out, or write layers_per_stage")
-
-    def _check_whole_step(self) -> None:
-        """Raise ValueError for what divides a step whose rows are all compared with each other."""
-        parallel = self.parallel
-        for value, off in (
-            (f"train.accumulate={self.train.accumulate}", self.train.accumulate == 1),
-            ("pipeline.balance=measured", self.pipeline.balance is None),
-            (f"parallel.dp_replicate={parallel.dp_replicate}", parallel.dp_replicate == 1),
-            (f"parallel.dp_shard={parallel.dp_shard}", parallel.dp_shard == 1),
-        ):
-            if not off:
-                raise ValueError(
-                    f"{value} steps on a part of the rows, and train.loss=contrastive compares all of a "
-                    "step; leave it out, and give more pipeline.microbatches or pipeline.ranks"
-                )
-
-    def _check_distillation(self) -> None:
-        """Raise ValueError for settings with which a teacher does not run beside the model."""
-        sizes = self.parallel.axes.sizes
-        for value, off in (
-            (f"data.kind={self.data.kind}", self.data.labels == "next tokens"),
-            ("data.images", self.data.images is None),
-            ("pipeline.shapes=padded", self.pipeline.shapes != "padded"),
-            *((f"parallel.{axis}={sizes[axis]}", sizes[axis] == 1) for axis in ("cp", "ep", "tp")),
-        ):
-            if not off:
-                raise ValueError(f"{value} is not for train.loss=distillation; leave it out")
+        if fewest < loss.least_rows:
+            remedy = f"give train.batch_size and the phases of train.ramp {loss.least_rows} or more"
+            raise ValueError(f"{named} with steps of {fewest} row: {loss.few} of the step; {remedy}")
+        self._check_off(named, samples=loss.head is None)
+        for wanted, message in loss.limits:
+            only(self, wanted, message, loss=named)
 
     def _check_off(self, other: str, *, samples: bool) -> None:
         """Raise ValueError for settings that only the loss of next tokens has.
 
         other: the other loss, in words; samples: whether its model can write text
         """
-        for value, off in (
-            (f"train.label_smoothing={self.train.label_smoothing}", not self.train.label_smoothing),
-            (f"train.z_loss={self.train.z_loss}", not self.train.z_loss),
-            ("train.ramp with sequence_length", not any(of.sequence_length for of in self.train.ramp)),
-            ("output.sample_prompt", samples or self.output.sample_prompt is None),
-        ):
-            if not off:
-                raise ValueError(f"{value} is not for {other}; leave it out")
+        wanted: dict[str, tuple[object, ...]] = {"train.label_smoothing": (0,), "train.z_loss": (0,)}
+        wanted |= {} if samples else {"output.sample_prompt": (None,)}
+        only(self, wanted, "{key}={value} is not for {other}; leave it out", other=other)
+        if any(phase.sequence_length for phase in self.train.ramp):
+            raise ValueError(f"train.ramp with sequence_length is not for {other}; leave it out")
 
     def _check_metric(self) -> None:
         """Raise ValueError for a metric of output.keep that no evaluation has, or that nothing reads."""
@@ -229,10 +194,9 @@ class TrainConfig(Section):
         if any(phase.sequence_length for phase in self.train.ramp):
             rule = "train.ramp with sequence_length cuts rows, and data.images has images in them"
             raise ValueError(f"{rule}; give a ramp of batch_size alone")
-        for axis in ("cp", "tp"):
-            if (size := getattr(self.parallel, axis)) > 1:
-                rule = f"parallel.{axis}={size} splits rows or matrices, and towers need whole images"
-                raise ValueError(f"{rule}; take parallel.dp_shard, or leave data.images out")
+        rule = "{key}={value} splits rows or matrices, and towers need whole images"
+        remedy = "take parallel.dp_shard, or leave data.images out"
+        only(self, {"parallel.cp": (1,), "parallel.tp": (1,)}, f"{rule}; {remedy}")
 
     def _check_ramp(self, section: str, key: str) -> None:
         """Raise ValueError if the sizes of the phases do not grow up to the full one, in `section`."""

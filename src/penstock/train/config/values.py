@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from inspect import cleandoc, get_annotations
-from typing import Annotated, Any, Literal, Self
+from operator import attrgetter
+from typing import Annotated, Any, Literal, Self, Union, get_args
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
+    Tag,
     model_serializer,
     model_validator,
 )
@@ -91,6 +96,18 @@ RankCount = Annotated[int, AfterValidator(_ranks)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
+def only(section: Section, wanted: Mapping[str, Collection[object]], message: str, **words: str) -> None:
+    """Raise ValueError for the first key that has none of its wanted values.
+
+    Args:
+        wanted: values by key; a key of a section below has a dot
+        message: rule; remedy, of {key}, {value} and `words`
+    """
+    for key, values in wanted.items():
+        if (value := attrgetter(key)(section)) not in values:
+            raise ValueError(message.format(key=key, value=value, **words))
+
+
 # ---- an option that is off, on, or on with keys of its own
 
 
@@ -132,19 +149,37 @@ def tag_by(key: str, default: str = "") -> Callable[[Any], str]:
     return tag_of
 
 
-def by_name(key: str, names: Collection[str], complaint: str) -> Callable[[object], object]:
-    """Reads a name alone as a mapping of `key` to it.
+@dataclass(frozen=True)
+class OneOf:
+    """Annotates a union of sections, perhaps with None: a name alone stands for the section's defaults.
 
     Anything else that names no member is refused here: pydantic's words for a union are unclear.
+
+    Attributes:
+        key: of the name
+        sections: the members, by name
+        complaint: what is wrong with other values, and the remedy
     """
 
-    def read(value: object) -> object:
-        section = {key: value} if isinstance(value, str) else value
-        if isinstance(section, Section) or (isinstance(section, dict) and section.get(key) in list(names)):
-            return section
-        raise ValueError(f"{value!r} {complaint}")
+    key: str
+    sections: Mapping[str, type[Section]]
+    complaint: str
 
-    return read
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = tuple(Annotated[section, Tag(tag(name))] for name, section in self.sections.items())
+        union: Any = Annotated[Union[members], Discriminator(tag_by(self.key))]  # noqa: UP007
+        written = source | Literal[tuple(self.sections)]
+        if type(None) in get_args(source):
+            union = union | None
+        read = BeforeValidator(self._read, json_schema_input_type=written)
+        return handler.generate_schema(Annotated[union, read])
+
+    def _read(self, value: object) -> object:
+        section = {self.key: value} if isinstance(value, str) else value
+        is_named = isinstance(section, dict) and section.get(self.key) in list(self.sections)
+        if section is None or isinstance(section, Section) or is_named:
+            return section
+        raise ValueError(f"{value!r} {self.complaint}")
 
 
 class PaddingSection(Section, PaddingOptions):

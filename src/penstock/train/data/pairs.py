@@ -9,7 +9,7 @@ batch     chosen 0                                                 never part th
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -42,6 +42,13 @@ class ReferringLayout(DocumentLayout):
     def order(self, rows: Rows, chosen: Sequence[int]) -> list[int]:
         """The rows of the data in the order in which `content` has them."""
         return [*chain.from_iterable(self.groups(rows, chosen, sum(self.calls)))]
+
+    def linked(self, rows: StoredRows, steps: Iterable[Sequence[int]] = ()) -> StoredRows:
+        """The rows, each with the other row that the loss also reads, if it reads one.
+
+        steps: the rows of each step of an epoch
+        """
+        return rows
 
     @abstractmethod
     def referred(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:

@@ -7,13 +7,14 @@ list of microbatches, each as long as its longest row.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +101,11 @@ class SourceRows:
             for at, count in zip(starts, lengths, strict=True)
         ]
 
+    def document(self, row: int) -> Piece:
+        """The only document of a row, whole: the row may have less of it."""
+        (start,) = self.pieces.starts[self.packing.row(row)].tolist()
+        return Piece(*self.store.read(start, self.store.length_at(start)))
+
 
 @dataclass(frozen=True)
 class StoredRows:
@@ -129,6 +135,11 @@ class StoredRows:
     def read(self, row: int) -> list[Piece]:
         source = bisect_right(self.starts, row) - 1
         return self.sources[source].read(row - self.starts[source])
+
+    def document(self, row: int) -> Piece:
+        """As `SourceRows.document`."""
+        source = bisect_right(self.starts, row) - 1
+        return self.sources[source].document(row - self.starts[source])
 
     def forget(self) -> None:
         """Unmap the pages that were read."""
@@ -201,14 +212,50 @@ def has_labels(content: Content, loss: Loss) -> bool:
     return any(bool(counted_rows(loss, part).any()) for part in parts)
 
 
+class BatchLayout(ABC):
+    """How rows become a batch."""
+
+    @property
+    def ignores(self) -> bool:
+        """Whether a row may stand in a batch with no label that counts."""
+        return True
+
+    def in_calls(self, calls: tuple[int, ...]) -> Self:
+        """The layout with these numbers of microbatches, of each pipeline call."""
+        return self
+
+    def at_most(self, count: int) -> Self:
+        """The layout with one call, of at most `count` microbatches."""
+        return self
+
+    @abstractmethod
+    def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
+        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
+
+    @abstractmethod
+    def content(self, rows: Rows, chosen: Sequence[int]) -> Content:
+        """The batch of these rows."""
+
+    def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
+        """Microbatches for a forward pass before the step, if its loss needs one."""
+        return []
+
+    @abstractmethod
+    def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
+        """The fill of the batch of these rows, without its images. Reads no token."""
+
+    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        """The number of image tokens in these rows."""
+        return 0
+
+
 @dataclass(frozen=True)
-class StreamLayout:
+class StreamLayout(BatchLayout):
     """Rows of one length, each a piece of a stream. padding: of the pipeline, if any"""
 
     padding: Padding | None = None
 
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
-        """Divide the rows of one batch among the `parts` pipelines of a mesh."""
         return [part.tolist() for part in np.array_split(list(chosen), parts)]
 
     def content(self, rows: Rows, chosen: Sequence[int]) -> dict[str, Tensor]:
@@ -218,19 +265,14 @@ class StreamLayout:
         labels = torch.from_numpy(np.stack([piece.labels for piece in pieces]))
         return {"input_ids": ids, "labels": labels}
 
-    def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
-        """The fill of the batch of these rows, without its images. Reads no token."""
         (length,) = rows.lengths(chosen[0])
         padded = self.padding.lengths(length).full if self.padding else length
         return Fill(len(chosen) * length, len(chosen) * padded, len(chosen) * length**2)
 
 
 @dataclass(frozen=True)
-class DocumentLayout:
+class DocumentLayout(BatchLayout):
     """Rows of one document or more, each row as long as its documents.
 
     Attributes:
@@ -252,10 +294,11 @@ class DocumentLayout:
     image_token: int | None = None
     height: ClassVar[int] = 1  # rows of a batch that a row of the data becomes
 
-    @property
-    def ignores(self) -> bool:
-        """Whether a row may stand in a batch with no label that counts."""
-        return True
+    def in_calls(self, calls: tuple[int, ...]) -> Self:
+        return replace(self, calls=calls)
+
+    def at_most(self, count: int) -> Self:
+        return replace(self, calls=(min(sum(self.calls), count),))
 
     def deal(self, rows: Rows, chosen: Sequence[int], parts: int) -> list[list[int]]:
         """Divide microbatches by length, back and forth, so that no pipeline has all the long ones."""
@@ -276,9 +319,11 @@ class DocumentLayout:
         groups = self.groups(rows, chosen, sum(self.calls))
         return [self._microbatch([rows.read(row) for row in group]) for group in groups]
 
-    def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
-        """Microbatches for a forward pass before the step, if its loss needs one."""
-        return []
+    def image_tokens(self, rows: Rows, chosen: Sequence[int]) -> int:
+        if self.image_token is None:
+            return 0
+        pieces = (piece for row in chosen for piece in rows.read(row))
+        return sum(int((piece.ids == self.image_token).sum()) for piece in pieces)
 
     def fill(self, rows: Rows, chosen: Sequence[int]) -> Fill:
         lengths = {row: self._width(rows, row) for row in chosen}
@@ -332,6 +377,3 @@ class DocumentLayout:
         if self.images is not None:
             microbatch |= self.images([row[0] for row in rows])
         return microbatch
-
-
-BatchLayout = StreamLayout | DocumentLayout  # how rows become a batch

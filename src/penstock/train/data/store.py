@@ -37,7 +37,7 @@ from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ from penstock.reading import read_bytes, read_json
 from penstock.runtime.health.notes import boot_id
 from penstock.train.data.packing import Numbers
 from penstock.train.data.sources import DataSource, digest_of, stat_of, wrong
-from penstock.train.encoding.chat import Labels
+from penstock.train.encoding.chat import Encoded, Labels
 from penstock.train.encoding.encode import EncodedRecords
 from penstock.train.encoding.tokenizer import Ids
 
@@ -117,6 +117,10 @@ class Store:
     def row_label_at(self, start: int) -> tuple[float, ...] | None:
         """The label of the document that begins at this token; None if documents have none."""
         return None if self.row_labels is None else tuple(self.row_labels[self._document(start)].tolist())
+
+    def length_at(self, start: int) -> int:
+        """The number of tokens of the document that begins at this one."""
+        return int(self.lengths[self._document(start)])
 
     def _document(self, start: int) -> int:
         """The number of the document that has this token."""
@@ -282,6 +286,38 @@ def _unwritable(folder: Path, error: Exception) -> ConfigError:
 # ---- Writing and opening
 
 
+class _Documents:
+    """Writes documents end to end, with a separator between two, and collects the facts of them."""
+
+    def __init__(
+        self, tokens: BinaryIO, labels: BinaryIO | None, dtype: npt.DTypeLike, separator: int | None
+    ) -> None:
+        self._tokens, self._labels, self._dtype, self._separator = tokens, labels, dtype, separator
+        self.lengths: list[int] = []
+        self.shown: list[bytes] = []
+        self.row_labels: list[tuple[float, ...]] = []
+        self.counted, self.highest, self.at, self.all_count = 0, -1, "", True
+
+    def add(self, name: str, document: Encoded) -> None:
+        if self._separator is not None and self.lengths:
+            self._tokens.write(np.array([self._separator], dtype=self._dtype).data)
+            self.lengths[-1] += 1
+            self.highest = max(self.highest, self._separator)  # it ends the first record, which `at` names
+        self._tokens.write(document.ids.astype(self._dtype).data)
+        self.lengths.append(len(document.ids))
+        self.shown += [] if document.shown is None else [document.shown]
+        self.row_labels += [] if document.row_label is None else [document.row_label]
+        most = document.ids.max(initial=0)
+        if self._labels is not None:
+            assert document.labels is not None
+            self._labels.write(document.labels.data)
+            self.counted += int((document.labels != IGNORED).sum())
+            self.all_count = self.all_count and np.array_equal(document.ids, document.labels)
+            most = max(most, document.labels.max(initial=0))
+        if most > self.highest:
+            self.highest, self.at = int(most), name
+
+
 def write_store(
     folder: Path,
     blocks: Iterable[EncodedRecords],
@@ -295,47 +331,28 @@ def write_store(
         dtype: of tokens, large enough
         labelled: whether some tokens may not count
     """
-    lengths: list[int] = []
-    shown: list[bytes] = []
-    row_labels: list[tuple[float, ...]] = []
-    counted = dropped = 0
-    highest, at, all_count = -1, "", True
-    between = np.array([separator or 0], dtype=dtype)
-    with (folder / "tokens").open("wb") as tokens, (folder / "labels").open("wb") as labels:
+    dropped, labels = 0, folder / "labels"
+    with (folder / "tokens").open("wb") as tokens, labels.open("wb") as of_tokens:
+        documents = _Documents(tokens, of_tokens if labelled else None, dtype, separator)
         for name, document in chain.from_iterable(blocks):
             if document is None:
                 dropped += 1
-                continue
-            if separator is not None and lengths:
-                tokens.write(between.data)
-                lengths[-1] += 1
-                highest = max(highest, separator)  # the first one ends the first record, which `at` names
-            tokens.write(document.ids.astype(dtype).data)
-            lengths.append(len(document.ids))
-            shown += [] if document.shown is None else [document.shown]
-            row_labels += [] if document.row_label is None else [document.row_label]
-            most = document.ids.max(initial=0)
-            if labelled:
-                assert document.labels is not None
-                labels.write(document.labels.data)
-                counted += int((document.labels != IGNORED).sum())
-                all_count = all_count and np.array_equal(document.ids, document.labels)
-                most = max(most, document.labels.max(initial=0))
-            if most > highest:
-                highest, at = int(most), name
-    array = np.array(lengths, dtype=np.int64)
-    array.tofile(folder / "lengths")
-    total = int(array.sum())
-    counted = counted if labelled else total
-    if not labelled or (all_count and total):
-        (folder / "labels").unlink()
-    if shown:
-        (folder / "shown").write_bytes(b"".join(shown))
-        np.cumsum([len(of_document) for of_document in shown], dtype=np.int64).tofile(folder / "shown_ends")
-    if row_labels:
-        np.array(row_labels, dtype=np.float64).tofile(folder / "row_labels")
+            else:
+                documents.add(name, document)
+    lengths = np.array(documents.lengths, dtype=np.int64)
+    lengths.tofile(folder / "lengths")
+    total = int(lengths.sum())
+    if not labelled or (documents.all_count and total):
+        labels.unlink()
+    if documents.shown:
+        (folder / "shown").write_bytes(b"".join(documents.shown))
+        np.cumsum(list(map(len, documents.shown)), dtype=np.int64).tofile(folder / "shown_ends")
+    if documents.row_labels:
+        np.array(documents.row_labels, dtype=np.float64).tofile(folder / "row_labels")
     whole = _checksum(folder, "")  # of the files written so far
-    facts = StoreFacts(len(lengths), total, counted, dropped, max(highest, 0), at, whole)
+    counted = documents.counted if labelled else total
+    highest = max(documents.highest, 0)
+    facts = StoreFacts(len(lengths), total, counted, dropped, highest, documents.at, whole)
     _write_facts(folder, facts, dtype, "tokens")
 
 

@@ -10,7 +10,7 @@ first epoch the completions of a step's KL term are thus those of the step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ from penstock.train.data.rows import Piece, Rows, StoredRows
 @dataclass(frozen=True)
 class UnpairedLayout(ReferringLayout):
     """Microbatches of completions, with `desirable`, booleans (rows,)."""
+
+    def linked(self, rows: StoredRows, steps: Iterable[Sequence[int]] = ()) -> StoredRows:
+        """The rows with their neighbours, for the KL term."""
+        return replace(rows, neighbours=neighbours(len(rows), steps))
 
     def beside(self, rows: Rows, chosen: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of the KL term."""
@@ -54,10 +58,10 @@ class UnpairedLayout(ReferringLayout):
         return self._refer(microbatch, rows, group, slice(0, 1))
 
     def _mismatched(self, rows: Rows, row: int) -> Piece:
-        """The row's prompt with its neighbour's completion, cut as all rows are."""
+        """The row's prompt with its neighbour's whole completion, cut once, as all rows are."""
         assert isinstance(rows, StoredRows)
         assert rows.neighbours is not None
-        (own,), (other,) = rows.read(row), rows.read(int(rows.neighbours[row]))
+        (own,), other = rows.read(row), rows.document(int(rows.neighbours[row]))
         first, said = (completion(torch.from_numpy(piece.labels)) for piece in (own, other))
         assert first is not None  # rows without a label that counts are left out of the data
         assert said is not None

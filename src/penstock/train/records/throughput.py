@@ -20,7 +20,8 @@ from penstock.train.data.rows import Fill
 from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow
 
-_FLOPS = 2 * 3  # of a multiply-add; of forward and backward in forwards
+_FORWARD = 2  # of a multiply-add
+_FLOPS = 3 * _FORWARD  # with a backward of two forwards
 
 # Dense TFLOP/s by the GPU's name: in bfloat16 and float16, in TF32, and in float32. From NVIDIA's data sheets
 # "A100 Tensor Core GPU", "H100 Tensor Core GPU", "H200 Tensor Core GPU" and "HGX B200", which give most peaks
@@ -57,10 +58,17 @@ class Throughput:
         works: of all parts of the model
         devices: the number of GPUs, or of processes on CPUs
         peak: TFLOP/s of one device; None if it is unknown: then the rows have no `mfu`
+        forward_only: works of another model that runs forward alone, as a teacher
     """
 
-    def __init__(self, works: Sequence[MultiplyAdds], devices: int, peak: float | None) -> None:
-        self.works, self._devices, self._peak = works, devices, peak
+    def __init__(
+        self,
+        works: Sequence[MultiplyAdds],
+        devices: int,
+        peak: float | None,
+        forward_only: Sequence[MultiplyAdds] = (),
+    ) -> None:
+        self.works, self._devices, self._peak, self._forward_only = works, devices, peak, forward_only
 
     @property
     def note(self) -> str:
@@ -78,6 +86,7 @@ class Throughput:
     ) -> MetricsRow:
         """The entries of a step's row. fill: of the whole batch; memory: of each process"""
         flops = _FLOPS * sum(work.of(fill.tokens, fill.squares, fill.images) for work in self.works)
+        flops += _FORWARD * sum(work.of(fill.tokens, fill.squares) for work in self._forward_only)
         tflops = flops / seconds / self._devices / 1e12
         row: MetricsRow = {"tflops_per_device": tflops}
         if self._peak is not None:
@@ -91,12 +100,13 @@ class Throughput:
 class Usage(RunPart):
     """Adds the use of the devices to each row, and the run's share of padding to the summary."""
 
-    def __init__(self, run: Run, plan: BuildPlan) -> None:
+    def __init__(self, run: Run, plan: BuildPlan, teacher: BuildPlan | None = None) -> None:
         super().__init__(run)
         peak, device = run.config.train.peak_tflops, run.pipe.device
         if peak is None and device.type == "cuda":
             peak = peak_tflops(torch.cuda.get_device_name(device), run.config.computed)
-        self.throughput = Throughput(works(plan.source.model, plan.chain), _devices(device), peak)
+        own, other = (() if of is None else works(of.source.model, of.chain) for of in (plan, teacher))
+        self.throughput = Throughput(own, _devices(device), peak, other)
         self._fill = Fill()
 
     @property

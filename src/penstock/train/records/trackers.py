@@ -24,10 +24,8 @@ from threading import Thread
 from time import monotonic
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Discriminator, Tag
-
 from penstock.errors import ConfigError
-from penstock.train.config.values import PathText, Section, by_name, tag, tag_by
+from penstock.train.config.values import OneOf, PathText, Section
 
 PATIENCE = 60  # seconds, after which a tracker that does not finish is ended
 _AFTER_FAILURE = 1  # seconds that a failed run waits; the tracker then finishes without it
@@ -70,15 +68,7 @@ TRACKERS: dict[str, type[AnyTracker]] = {  # by its name, which is that of its p
 
 
 _IS_NONE = f"is no tracker; write {', '.join(TRACKERS)}, or a mapping such as {{name: wandb, project: mine}}"
-TrackerSection = Annotated[
-    Annotated[TensorBoardSection, Tag(tag("tensorboard"))]
-    | Annotated[WandbSection, Tag(tag("wandb"))]
-    | Annotated[MlflowSection, Tag(tag("mlflow"))],
-    Discriminator(tag_by("name")),
-    BeforeValidator(
-        by_name("name", TRACKERS, _IS_NONE), json_schema_input_type=AnyTracker | Literal[tuple(TRACKERS)]
-    ),
-]
+TrackerSection = Annotated[AnyTracker, OneOf("name", TRACKERS, _IS_NONE)]
 
 
 def without_password(uri: str) -> str:
