@@ -25,16 +25,20 @@ PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
 ROWS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("train",),
+    ("integrations",),
     ("launch",),
     ("checkpoint",),
+    ("planner",),
     ("pipeline",),
     ("parallel", "models"),
     ("runtime",),
     ("batch",),
     ("options",),
     ("schedule",),
+    ("yaml_reader",),
     ("reading",),
     ("private",),
+    ("shortages",),
     ("errors",),
 )
 
