@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 FOLDER = "PENSTOCK_TESTS_REMEMBERED"  # in the environment, for the processes that tests start
@@ -44,17 +46,21 @@ class Remembered(dict[Any, Any]):
             partial.rename(file)  # whole or not at all
 
     def _file(self, key: object) -> Path | None:
-        if any(not kind.__module__.startswith(("transformers.", "torch.", "peft.")) for kind in _types(key)):
+        if any(not part.__module__.startswith(("transformers.", "torch.", "peft.")) for part in _named(key)):
             return None
-        return self._folder / hashlib.sha256(repr(key).encode()).hexdigest()
+        text = _ADDRESS.sub(r"\1", repr(key))
+        return None if " at 0x" in text else self._folder / hashlib.sha256(text.encode()).hexdigest()
 
 
-def _types(key: object) -> Iterator[type]:
-    if isinstance(key, type):
+_ADDRESS = re.compile(r"(<function [\w.]+) at 0x[0-9a-f]+")  # another one in each process
+
+
+def _named(key: object) -> Iterator[type | FunctionType]:
+    if isinstance(key, type | FunctionType):
         yield key
     elif isinstance(key, tuple):
-        for each in key:
-            yield from _types(each)
+        for part in key:
+            yield from _named(part)
 
 
 # _known, _find, _runs: what one process has found out, all know
