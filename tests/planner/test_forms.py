@@ -131,7 +131,9 @@ BFS = replace(RUN, ranks=2, schedule="looped_bfs", options=(("stages_per_rank", 
 
 @pytest.mark.parametrize("bandwidth", [FAST, pytest.param(64e9, marks=pytest.mark.sweep), SLOW])
 @pytest.mark.parametrize(
-    ("vocabulary", "run"), [(512, replace(RUN, microbatches=6)), (2**14, BFS)], ids=["1f1b", "looped_bfs"]
+    ("vocabulary", "run"),
+    [(512, replace(RUN, microbatches=6)), (2**14, BFS)],
+    ids=["1f1b", "looped_bfs"],
 )
 def test_the_form_is_the_fastest_of_all(vocabulary: int, run: Candidate, bandwidth: float) -> None:
     """Within 1 %: where the link is slow, to recompute more than the memory asks for saves copies."""

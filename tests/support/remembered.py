@@ -12,12 +12,14 @@ import hashlib
 import os
 import pickle
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 FOLDER = "PENSTOCK_TESTS_REMEMBERED"  # in the environment, for the processes that tests start
+PATIENCE = 2.0  # seconds: what another process has begun may end in an error, which leaves no entry
 
 
 class Remembered(dict[Any, Any]):
@@ -25,14 +27,14 @@ class Remembered(dict[Any, Any]):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._folder = folder
+        self._folder, self._begun = folder, set[Path]()
         folder.mkdir(parents=True, exist_ok=True)
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
         file = self._file(key)
-        if file is None or not file.exists():
+        if file is None or not self._is_made(file):
             return False
         super().__setitem__(key, pickle.loads(file.read_bytes()))
         return True
@@ -44,6 +46,20 @@ class Remembered(dict[Any, Any]):
             partial = file.with_suffix(f".{os.getpid()}")
             partial.write_bytes(pickle.dumps(value))
             partial.rename(file)  # whole or not at all
+
+    def _is_made(self, file: Path) -> bool:
+        """Whether another process has made the entry. The ranks of a job ask together: the first makes it."""
+        begun = file.with_suffix(".begun")
+        while not file.exists():
+            try:
+                begun.touch(exist_ok=file in self._begun)
+                self._begun.add(file)
+                return False
+            except FileExistsError:
+                if time.time() - begun.stat().st_mtime > PATIENCE:
+                    return False
+            time.sleep(0.005)
+        return True
 
     def _file(self, key: object) -> Path | None:
         if any(not part.__module__.startswith(("transformers.", "torch.", "peft.")) for part in _named(key)):
