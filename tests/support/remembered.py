@@ -82,7 +82,7 @@ def _named(key: object) -> Iterator[type | FunctionType]:
 # _known, _find, _runs: what one process has found out, all know
 def share(folder: Path) -> None:
     """Let this process, and those that it starts and that call `share_again`, remember in `folder`."""
-    from penstock.models.huggingface import own_loss
+    from penstock.models.huggingface import masks, own_loss
     from penstock.models.split import multiply_adds
     from penstock.models.tracing import chain
     from penstock.planner import workload
@@ -90,6 +90,7 @@ def share(folder: Path) -> None:
     os.environ[FOLDER] = str(folder)
     chain.find_chain.known = Remembered(folder / "chains")
     own_loss._find.known = Remembered(folder / "losses")
+    masks.shape_questions.known = Remembered(folder / "questions")
     multiply_adds._known = Remembered(folder / "multiply-adds")
     workload._runs = Remembered(folder / "runs")
 
