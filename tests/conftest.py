@@ -9,19 +9,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import transformers
 from hypothesis import settings
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from support import pool as processes
-from support import remembered
-from support.faults import Row, attempt, results
 from support.pool import Pool
+
+if TYPE_CHECKING:
+    from support.faults import Row
+
+# torch and transformers are imported where they are used: xdist's first process starts the others, after this
+
+gc.disable()  # until the first test: what is imported and collected stays, and looking at it takes a fifth
 
 if "PENSTOCK_CACHE" not in os.environ:  # the workers of xdist have it of the process that started them
     os.environ["PENSTOCK_CACHE"] = tempfile.mkdtemp(prefix="penstock-cache-")
@@ -34,14 +35,20 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="session", autouse=True)
 def _quiet_and_single_threaded() -> None:
+    import torch
+    import transformers
+
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     gc.freeze()  # what is imported: a collection takes a tenth of the time without it
     gc.set_threshold(20_000, 50, 100)  # 4 % of the suite's time went into looking for garbage
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _models_remembered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from support import remembered
+
     base = tmp_path_factory.getbasetemp()  # of this worker of xdist, in the run's
     remembered.share((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "remembered")
 
@@ -66,6 +73,9 @@ def eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of one process, to make meshes in."""
+    import torch.distributed as dist
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
@@ -75,6 +85,8 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def row(record_property: Callable[[str, object], None]) -> Row:
     """For a test of a fault: what its row of docs/faults.md shows."""
+    from support.faults import Row
+
     return Row(record_property)
 
 
@@ -116,6 +128,8 @@ def _gives_way(item: pytest.Item) -> None:
 
 def _forks(item: pytest.Item) -> bool:
     """Does the test's file start processes by the pool's server? Of few such files, all tests are counted."""
+    from support.faults import attempt
+
     ways = {"start": processes.start, "attempt": attempt, "PRELOADED": processes.PRELOADED}
     module = getattr(item, "module", None)
     return any(getattr(module, name, None) is way for name, way in ways.items())
@@ -205,5 +219,7 @@ class Faults:
             })  # fmt: skip
 
     def pytest_sessionfinish(self) -> None:
+        from support.faults import results
+
         found = results(self._found, time.monotonic() - self._began)
         self._file.write_text(json.dumps(found, indent=1) + "\n")

@@ -77,7 +77,11 @@ def test_two_ranks_train_as_the_plain_trainer(pool: Pool, tmp_path: Path) -> Non
     assert_alike(expected, *pool.run(2, trainers.train, tmp_path / "pipeline"))
 
 
-@pytest.mark.parametrize("axes", DATA_PARALLEL, ids=["dp_replicate", "dp_shard"])
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(DATA_PARALLEL[0], marks=pytest.mark.sweep), DATA_PARALLEL[1]],
+    ids=["dp_replicate", "dp_shard"],
+)
 def test_data_parallel_ranks_share_the_rows(pool: Pool, tmp_path: Path, axes: Axes) -> None:
     """Two parts of 2 rows are a batch of 4 in one process; 11 rows leave a last batch of 3."""
     expected = trainers.plain(tmp_path / "plain")
@@ -112,7 +116,9 @@ def _stop(folder: Path, more: dict[str, Any]) -> Seen:
     return trainers.train(folder, given={"stopping": True}, **more)
 
 
-@pytest.mark.parametrize("step", [2, 3], ids=["mid-epoch", "end of epoch"])
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(3, marks=pytest.mark.sweep)], ids=["mid-epoch", "end of epoch"]
+)
 def test_resumes_bit_for_bit(pool: Pool, tmp_path: Path, step: int) -> None:
     """With dropout and draws of each rank, so that the random states count."""
     whole = pool.run(2, _resume, tmp_path, None)

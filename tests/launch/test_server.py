@@ -16,9 +16,9 @@ from penstock.launch.start import Launcher, Server, launch
 from support.pool import start
 
 RANK = """
-import os, sys
+import gc, os, sys
 place = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-words = *place, "shared_by_ranks" in sys.modules, sys.argv[1:]
+words = *place, "shared_by_ranks" in sys.modules and gc.isenabled(), sys.argv[1:]
 os.write(1, f"{words}\\n".encode())
 if "kill" in sys.argv:
     os.kill(os.getppid(), 9)
@@ -30,7 +30,7 @@ STARTS_A_THREAD = (
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Says which rank it is, and whether it has what the server has imported."""
+    """Says which rank it is, and whether it has what the server has imported, and collects garbage."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "said_by_ranks.py").write_text(RANK)
     (tmp_path / "shared_by_ranks.py").write_text("")

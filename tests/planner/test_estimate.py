@@ -16,9 +16,11 @@ from penstock.planner.estimate import Estimate, Trial, estimate
 from penstock.planner.workload import Workload
 from penstock.reading import parse_rate
 from penstock.schedule.simulation.recompute import first_in_flight
+from support.mesh import later
 from support.planning import LENGTH, LONG, assert_near, cluster, large_workload, workload
 from support.refusals import refuses
 
+SWEEP = pytest.mark.sweep
 ROOMY = cluster(memory="80 GB")
 RUN = Candidate(2, rows=1, length=LENGTH, microbatches=4, split=(3, 3))
 
@@ -75,7 +77,7 @@ REST = [(run, how) for run in (PLAIN, SPLIT, SHARDED, TENSOR) for how in ("none"
 
 @pytest.mark.parametrize(
     ("run", "recomputed"),
-    [*RUNS, *(pytest.param(*case, marks=pytest.mark.sweep) for case in REST if case not in RUNS)],
+    [*RUNS, *later(*(case for case in REST if case not in RUNS), mark=SWEEP)],
 )
 def test_memory_is_that_of_the_account(
     run: tuple[str, Axes, tuple[tuple[str, int], ...]], recomputed: Recomputed
@@ -103,7 +105,14 @@ OFFLOADED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("run", OFFLOADED)
+@pytest.mark.parametrize(
+    "run",
+    [
+        *OFFLOADED[1:4:2],
+        OFFLOADED[5],
+        *later(*((run,) for run in (*OFFLOADED[:3:2], OFFLOADED[4])), mark=SWEEP),
+    ],
+)
 def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
     model = Workload(large_workload().config, run.precision)
     kept, predicted = (estimate(model, replace(run, offload_ahead=n), ROOMY) for n in (0, run.offload_ahead))
@@ -124,7 +133,7 @@ def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
     assert trial.least_bytes <= alone.nbytes
 
 
-@pytest.mark.parametrize("axes", [Axes(), Axes(dp_shard=2, ep=2)])
+@pytest.mark.parametrize("axes", [Axes(dp_shard=2, ep=2), *later((Axes(),), mark=SWEEP)])
 def test_memory_of_a_mixture_with_offloading_is_that_of_the_account(axes: Axes) -> None:
     sizes = large_workload().config.to_dict()
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -160,8 +169,10 @@ def test_a_slow_host_link_is_waited_for() -> None:
     assert moved == pytest.approx(leaving * away / (100e6 * ROOMY.host_link.efficiency))
 
 
-@pytest.mark.parametrize("axes", [Axes(), Axes(tp=2)])
-@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize(
+    ("axes", "chunked"),
+    [(Axes(tp=2), True), (Axes(), False), *later((Axes(), True), (Axes(tp=2), False), mark=SWEEP)],
+)
 def test_memory_with_large_logits_is_that_of_the_account(axes: Axes, chunked: bool) -> None:
     model, run = workload(vocab_size=2**20), replace(RUN, axes=axes, rows=2, chunked_loss=chunked)
     predicted = estimate(model, run, ROOMY)

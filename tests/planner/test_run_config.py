@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from penstock.batch import head_logits
 from penstock.cli.dry_run import memory
 from penstock.models.source import sdpa_for_flash
 from penstock.parallel.axes import Axes
@@ -15,6 +17,7 @@ from penstock.planner.candidate import Candidate
 from penstock.planner.estimate import estimate
 from penstock.planner.run_config import run_config
 from penstock.planner.workload import Workload
+from penstock.runtime.device.offload import Offload
 from penstock.train.config.load import load_config
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run as train
@@ -74,19 +77,33 @@ def agrees(model: Workload, run: Candidate, tmp_path: Path) -> None:
         assert_near(mine, theirs, run.rows, run.length * model.config.hidden_size)
 
 
-def test_plans_with_offloading_train_as_plans_without(tmp_path: Path) -> None:
+def test_plans_with_offloading_train_as_plans_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit."""
-    small_config(hidden_size=256, num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    kept = replace(LARGE, rows=8, length=LENGTH, precision="float32", split=(1, 1, 1, 1))
+    leaving, left = Offload.leaving, list[int]()
+
+    def counted(*arguments: Any) -> Any:
+        storages = leaving(*arguments)
+        left.append(len(storages))
+        return storages
+
+    monkeypatch.setattr(Offload, "leaving", counted)
+    small_config(num_hidden_layers=4).save_pretrained(tmp_path / "model")
+    kept = replace(LARGE, rows=1, length=LENGTH, precision="float32", split=(1, 1, 1, 1))
     runs = kept, replace(kept, offload_ahead=1)
     on_device, offloaded = (trained(run, tmp_path / "model", tmp_path / run.recomputation) for run in runs)
     assert len(on_device) == 2
+    assert sum(left) > 0
     assert offloaded == on_device
 
 
-def test_a_plan_with_chunks_trains_as_one_with_whole_logits(tmp_path: Path) -> None:
-    small_config(num_hidden_layers=4, vocab_size=2**14).save_pretrained(tmp_path / "model")
-    chunks = Candidate(2, rows=33, length=LENGTH, microbatches=1, precision="float32", split=(2, 2))
+def test_a_plan_with_chunks_trains_as_one_with_whole_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_logits, "HELD_BYTES", 2**20)
+    small_config(num_hidden_layers=4).save_pretrained(tmp_path / "model")
+    chunks = Candidate(2, rows=5, length=LENGTH, microbatches=1, precision="float32", split=(2, 2))
     runs = chunks, replace(chunks, chunked_loss=False)
     in_chunks, whole = (trained(run, tmp_path / "model", tmp_path / run.recomputation) for run in runs)
     assert len(whole) == 2
@@ -99,6 +116,10 @@ def trained(run: Candidate, model: Path, folder: Path) -> list[float]:
     tree = run_config(run, {"path": str(model), "weights": "random"})
     tree["output"] = {"folder": str(folder / "out")}
     tree["train"] |= {"steps": 2, "device": "cpu", "log_every": 1, "check": "off"}
+    if run.offload_ahead:
+        tree["train"]["activation_offloading"]["min_bytes"] = (
+            2**14
+        )  # hidden states of `small_config` take 2**15
     file = folder / "plan.yaml"
     file.write_text(yaml.safe_dump(tree))
     train(preflight(load_config(file)))

@@ -11,7 +11,7 @@ from penstock.planner.estimate import Trial
 from penstock.planner.search import drafted
 from penstock.planner.short import Draft, shortened
 from penstock.planner.space import SCHEDULES
-from support.planning import LENGTH, cluster, workload
+from support.planning import LENGTH, cluster, small_config, workload
 
 HOSTS = cluster(1, 4)
 
@@ -19,7 +19,7 @@ HOSTS = cluster(1, 4)
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [(kind.name, kind.options) for kind in SCHEDULES if 2 * kind.stages <= workload().layers],
+    [(kind.name, kind.options) for kind in SCHEDULES if 2 * kind.stages <= small_config().num_hidden_layers],
 )
 def test_a_draft_is_close_to_the_whole_step(name: str, options: dict[str, Any], recomputed: Any) -> None:
     run = Candidate(

@@ -89,10 +89,7 @@ def test_a_model_of_a_users_class_is_measured_by_each_workload(monkeypatch: pyte
 
 def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run is measured whole; of the second, whose logits are not chunked, the head alone."""
-    runs = [
-        Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards, tp=2), recomputed="full")
-        for shards in (1, 2)
-    ]
+    runs = [Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards, tp=2)) for shards in (1, 2)]
     config = small_config(vocab_size=2**20)  # whose logits are large enough for chunks
 
     def fresh() -> Workload:

@@ -9,6 +9,7 @@ A case is FOLDER,DEED,OP,RANKS,TIMEOUT. It leaves in its folder what each rank r
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -280,4 +281,5 @@ def fork_all(cases: list[Case]) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # a collection in a rank would write to all pages that it shares
     fork_all([Case.parse(text) for text in sys.argv[1:]])

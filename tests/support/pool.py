@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 JOB_TIMEOUT = 90.0  # seconds
-MOST_THREADS = 48
+MOST_THREADS = 96
 PRELOADED = [
     "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers.generation",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",

@@ -68,10 +68,10 @@ def test_two_ranks_run_and_are_measured(
     assert started[0].poll() is not None
 
 
-def test_a_run_that_fails_is_told_by_its_error(model: Workload, tmp_path: Path) -> None:
+def test_a_run_that_fails_is_told_by_its_error(model: Workload) -> None:
     run = estimate(model, RUN, CLUSTER)
-    measured = measured_run(model, run, CLUSTER, {"path": str(tmp_path / "nothing")}, on_cpu=True)
-    assert "there is no such folder" in measured.error
+    measured = measured_run(model, run, CLUSTER, {"path": "m", "pat": "n"}, on_cpu=True)
+    assert "section model has no such key" in measured.error
     assert measured.steps == ()
 
 
