@@ -65,6 +65,7 @@ class OwnLoss(HostLoss):
     """
 
     of_model = False
+    hits: Hits = NoHits()
     of_rows: tuple[str, ...] = ()
     entries: tuple[str, ...] = ("labels",)
 
@@ -84,9 +85,11 @@ class OwnLoss(HostLoss):
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
 
-    @abstractmethod
     def counting(self) -> Self:
         """A copy that counts hits, if these are defined for its labels."""
+        other = copy.copy(self)
+        other.hits = TokenHits()
+        return other
 
 
 class TokenLabels(OwnLoss):
@@ -98,7 +101,6 @@ class TokenLabels(OwnLoss):
 
     reads = "the label of each token"
     penalties = Penalties(0.0, 0.0)
-    hits: Hits = NoHits()
 
     def __init__(self, classes: int | None = None) -> None:
         self.classes = classes
@@ -118,11 +120,6 @@ class TokenLabels(OwnLoss):
     def counted_rows(self, microbatch: Microbatch) -> Tensor:
         name = self._name(microbatch)
         return (self._counted(microbatch[name], name) != IGNORED).any(1)
-
-    def counting(self) -> Self:
-        other = copy.copy(self)
-        other.hits = TokenHits()
-        return other
 
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of random tokens (rows, sequence); a fifth, and half of the first row's, ignored."""
@@ -273,7 +270,6 @@ class RowLabels(OwnLoss):
         one_row: why the model takes no batch of several rows; empty where it does.
     """
 
-    hits: Hits = NoHits()
     of_rows = ("labels",)
 
     def __init__(
@@ -318,11 +314,6 @@ class RowLabels(OwnLoss):
     def counted_rows(self, microbatch: Microbatch) -> Tensor:
         return self._counted(microbatch["labels"]).flatten(1).any(1)
 
-    def counting(self) -> Self:
-        other = copy.copy(self)
-        other.hits = TokenHits()
-        return other
-
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of the rows of `ids`."""
         problem, rows = next(iter(self._proven)), len(ids)
@@ -353,9 +344,7 @@ class RowLabels(OwnLoss):
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """output: logits (rows, classes), or a mapping with them"""
-        logits = output["logits"] if isinstance(output, Mapping) else output
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = wide(output["logits"] if isinstance(output, Mapping) else output)
         labels = microbatch["labels"].to(logits.device)
         problem = self._problem_of(labels)
         if problem == "single_label_classification":
@@ -399,15 +388,18 @@ def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = 
     return torch.where(documents == reached, labels, IGNORED)
 
 
+def wide(logits: Tensor) -> Tensor:
+    """The logits in float32, if they are of half precision."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
 def ahead(tokens: Tensor, places: int, past_end: int) -> Tensor:
     """The token `places` after each token (rows, sequence); `past_end` beyond the end of the row."""
     return F.pad(tokens, (0, places), value=past_end)[:, places:].contiguous()
 
 
 def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Tensor:
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    logits, labels = wide(logits).reshape(-1, logits.shape[-1]), labels.reshape(-1)
     total = F.cross_entropy(
         logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=penalties.smoothing
     )
