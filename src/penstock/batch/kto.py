@@ -116,9 +116,7 @@ def mismatched(batch: Microbatch) -> dict[str, Tensor]:
     for row, row_hidden, of_row in zip(ids, hidden, labels, strict=True):
         said = completion(of_row)
         if said is None:
-            raise BatchError(
-                f"row {len(prompts)} with no label", "its completion has no token", "Leave it out"
-            )
+            raise _empty(len(prompts))
         prompts.append(row[: said.start][~row_hidden[: said.start]])
         completions.append(row[said])
     pairs = [*zip(prompts, [completions[-1], *completions[:-1]], strict=True)]

@@ -266,8 +266,6 @@ def _check_prompts(microbatch: Microbatch, counted: Tensor) -> None:
         first, second = (ids[at][before[at]] for at in (row, row + 1))
         count = min(len(first), len(second))  # one of them may begin with the same token as the other
         if not torch.equal(first[:count], second[:count]):
-            raise BatchError(
-                f"rows {row} and {row + 1}, with different prompts",
-                "a pair is a chosen row and the rejected one of the same prompt, next to each other",
-                "Give chosen 0, rejected 0, chosen 1, rejected 1, and so on",
-            )
+            rule = "a pair is a chosen row and the rejected one of the same prompt, next to each other"
+            remedy = "Give chosen 0, rejected 0, chosen 1, rejected 1, and so on"
+            raise BatchError(f"rows {row} and {row + 1}, with different prompts", rule, remedy)

@@ -347,11 +347,8 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
         rule = f"datasets cannot load it ({type(error).__name__}: {error})"
         raise DataError(f"data.path={path}", rule, "Give a folder that save_to_disk wrote") from error
     if isinstance(loaded, datasets.DatasetDict):
-        raise DataError(
-            f"data.path={path}",
-            f"it holds several splits ({', '.join(loaded)}) and training takes one",
-            f"Give one of them, e.g. {path / next(iter(loaded), '')}",
-        )
+        rule = f"it holds several splits ({', '.join(loaded)}) and training takes one"
+        raise DataError(f"data.path={path}", rule, f"Give one of them, e.g. {path / next(iter(loaded), '')}")
     rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
     yield from _rows(path, rows.iter(_BLOCK))
 
