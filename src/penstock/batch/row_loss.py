@@ -127,7 +127,7 @@ def counted_tokens(labels: Tensor) -> Tensor:
 # ---- What is refused
 
 
-def check_positive(loss: Loss, name: str) -> None:
+def check_positive(loss: object, name: str) -> None:
     """Raise ConfigError for an option of 0 or less."""
     value = getattr(loss, name)
     if not value > 0:
