@@ -14,7 +14,8 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.reference import assert_gradients, gradients_of
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+from support.same_runs import resumes_bit_for_bit
+from support.tiny import QWEN3, checkpoint, config
 from support.twin import documents_alone
 
 ROOT = Path(__file__).parents[2]
@@ -77,11 +78,7 @@ def test_a_run_on_such_data_resumes_bit_for_bit(
     monkeypatch.chdir(tmp_path)
     made = with_chats(tmp_path, keys, steps=6, checkpoint_every=3)
     run(preflight(made))
-    rows = [(row["step"], row.get("loss", row.get("held_out_loss"))) for row in metrics(tmp_path)]
-    checkpoint(tmp_path, 6).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 3))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
-    assert [(row["step"], row.get("loss", row.get("held_out_loss"))) for row in metrics(tmp_path)] == rows
+    resumes_bit_for_bit(tmp_path, made, ("step", "loss", "held_out_loss"))
 
 
 def test_a_run_says_what_counts(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from penstock.errors import ConfigError, ModelError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
-from support import jobs_train
 from support.pairs import plain_gradients
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, checkpoint, config, metrics
 
 PAD = 7  # no text has this byte
 WIDE = {**QWEN3, "architectures": ["Qwen3ForSequenceClassification"], "num_labels": 8, "pad_token_id": PAD}
@@ -104,23 +104,12 @@ def test_a_run_learns_resumes_bit_for_bit_and_loads(
         expected = float(plain_loss(model, held_out.content))
     assert evaluated[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     assert "held_out_accuracy" in evaluated[-1]
-    checkpoint(tmp_path, 12).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 6))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 12))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 def test_two_processes_train_as_one_does(pool: Pool, tmp_path: Path) -> None:
-    made = with_vectors(tmp_path).model_dump(mode="json")
-    for said in pool.run(2, jobs_train.trained, made):
-        assert said["error"] == ""
-    of_two, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["pipeline"]["ranks"], made["output"]["folder"] = 1, str(output)
-    run(preflight(TrainConfig.model_validate(made)))
-    for row, alone in zip(of_two, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm", "accuracy", "tokens"} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made, names = with_vectors(tmp_path), ("accuracy", "tokens")
+    trains_as_alone(pool, tmp_path, made, names, axis="pipeline.ranks", processes=2)
 
 
 def test_heads_that_give_no_vector_and_dropout_are_refused(tmp_path: Path) -> None:

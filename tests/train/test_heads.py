@@ -25,11 +25,12 @@ from penstock.errors import ConfigError, DataError, ModelError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
-from support import heads, jobs_train
+from support import heads
 from support.pool import Pool
 from support.reference import assert_gradients
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, checkpoint, config, metrics
 
 PAD = 7  # no text has this byte
 NAMES = {"0": "low", "1": "middle", "2": "high"}
@@ -192,10 +193,7 @@ def test_a_run_learns_classes_resumes_bit_for_bit_and_loads(kind: str, tmp_path:
     assert hits > 0
     last = evaluated[-1]
     assert (last[f"held_out_{name}"], last["tokens"]) == (pytest.approx(hits / total), total)
-    checkpoint(tmp_path, 12).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 6))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 12))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 @pytest.mark.parametrize("problem", [None, SEVERAL])
@@ -250,16 +248,8 @@ def test_an_adapter_of_a_tagger_trains_the_whole_head(tmp_path: Path) -> None:
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, seven rows a step, and a single held-out row for both."""
     keys = {"train.batch_size": 7, "parallel.dp_replicate": 2, "data.held_out": 0.02}
-    made = with_labels(tmp_path, ROWS, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
-    run(preflight(TrainConfig.model_validate(made)))
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm", "accuracy", "held_out_accuracy"} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_labels(tmp_path, ROWS, keys)
+    trains_as_alone(pool, tmp_path, made, ("accuracy", "held_out_accuracy"))
 
 
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:

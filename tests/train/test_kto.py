@@ -19,11 +19,11 @@ from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preference import with_references
 from penstock.train.preflight import Prepared, preflight
 from penstock.train.run import run
-from support import jobs_train
 from support.pairs import plain_logps
 from support.pool import Pool
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model, tensors
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, checkpoint, config, metrics, save_model, tensors
 from support.trl import ROWS, trl_settings, trl_steps
 
 MODEL = {**QWEN3, "vocab_size": 258}
@@ -126,12 +126,7 @@ def test_a_run_prefers_what_is_desirable_and_resumes_bit_for_bit(records: Any, t
     held_out = [row["held_out_loss"] for row in said if "held_out_loss" in row]
     assert held_out[-1] < held_out[0]
     assert {"held_out_kl", "held_out_logps/chosen"} <= said[0].keys()
-    checkpoint(tmp_path, 6).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 3))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
-    again = metrics(tmp_path)
-    for name in ("loss", "kl", "rewards/margins"):
-        assert [row.get(name) for row in again] == [row.get(name) for row in said], name
+    resumes_bit_for_bit(tmp_path, made, ("loss", "kl", "rewards/margins"))
 
 
 def test_other_neighbours_get_references_of_their_own(tmp_path: Path) -> None:
@@ -159,18 +154,9 @@ def test_a_mesh_trains_as_one_pipeline_does(accumulate: int, pool: Pool, tmp_pat
     """Two pipelines of two ranks, nine rows a step: one has a row more than the other."""
     keys = {"train.batch_size": 9, "data.held_out": 0.3, "parallel.dp_replicate": 2, "train.check": "always",
             "train.accumulate": accumulate}  # fmt: skip
-    made = with_rows(tmp_path, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
-    said = run(preflight(TrainConfig.model_validate(made)))
-    assert said.number == 4
-    assert max(row.get("kl", 0) for row in on_mesh) > 0
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm", "held_out_kl", *NAMES} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_rows(tmp_path, keys)
+    rows_on_mesh = trains_as_alone(pool, tmp_path, made, ("held_out_kl", *NAMES))
+    assert max(row.get("kl", 0) for row in rows_on_mesh) > 0
 
 
 def test_a_metric_that_the_held_out_rows_do_not_give_is_refused_before_the_first_step(tmp_path: Path) -> None:

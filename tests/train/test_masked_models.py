@@ -16,12 +16,13 @@ from penstock.errors import ConfigError, DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
-from support import heads, jobs_train
+from support import heads
 from support.masked import BERT, MASK, save_tokenizer, write_texts
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, checkpoint, config, metrics
 
 
 def with_masks(
@@ -107,25 +108,14 @@ def test_a_run_learns_resumes_bit_for_bit_and_loads(tmp_path: Path) -> None:
         hits += int((output.logits.argmax(-1) == batch["labels"])[counted].sum())
     assert last["held_out_loss"] == pytest.approx(summed / last["tokens"], rel=1e-5)
     assert last["held_out_token_accuracy"] == pytest.approx(hits / last["tokens"])
-    checkpoint(tmp_path, 12).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 6))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 12))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, seven rows a step, and a single held-out row for both."""
     keys = {"train.batch_size": 7, "parallel.dp_replicate": 2, "data.held_out": 0.01}
-    made = with_masks(tmp_path, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
-    run(preflight(TrainConfig.model_validate(made)))
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm", "tokens", "token_accuracy"} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_masks(tmp_path, keys)
+    trains_as_alone(pool, tmp_path, made, ("tokens", "token_accuracy"))
 
 
 def test_heads_and_tokenizers_that_do_not_fit_are_refused(tmp_path: Path) -> None:

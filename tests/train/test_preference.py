@@ -19,12 +19,12 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.preference import with_references
 from penstock.train.preflight import preflight
 from penstock.train.run import run
-from support import jobs_train
 from support.pairs import plain_gradients, plain_logps
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, config, metrics, save_model
 
 MODEL = {**QWEN3, "vocab_size": 258}
 
@@ -88,10 +88,7 @@ def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(tmp_path: Path, l
     assert held_out[-1] < held_out[0]
     margins = [row["held_out_rewards/margins"] for row in rows if "held_out_loss" in row]
     assert margins[-1] > margins[0]
-    checkpoint(tmp_path, 6).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 3))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 def test_the_reference_of_an_adapter_is_its_base(tmp_path: Path) -> None:
@@ -157,18 +154,8 @@ def test_fewer_held_out_pairs_than_pipelines_are_refused(tmp_path: Path) -> None
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, seven pairs a step: one has a pair more than the other."""
     keys = {"train.batch_size": 7, "data.held_out": 0.3, "parallel.dp_replicate": 2, "train.check": "always"}
-    made = with_pairs(tmp_path, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
-    said = run(preflight(TrainConfig.model_validate(made)))
-    assert said.number == 4
-    kept = ("loss", "held_out_loss", "grad_norm", "rewards/margins", "logps/chosen", "rewards/accuracies")
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in set(kept) & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_pairs(tmp_path, keys)
+    trains_as_alone(pool, tmp_path, made, ("rewards/margins", "logps/chosen", "rewards/accuracies"))
 
 
 def test_the_split_is_checked_with_whole_pairs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,12 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
-from support import heads, jobs_train
+from support import heads
 from support.pairs import plain_gradients
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
 from support.refusals import refuses
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
 from support.trl import ROWS, trl_settings, trl_steps
 from train.test_preference import preferences
@@ -101,10 +102,7 @@ def test_a_run_learns_to_score_resumes_bit_for_bit_and_loads(tmp_path: Path) -> 
     assert last["held_out_loss"] == pytest.approx(float(bradley_terry(scores)), rel=1e-5)
     right = (scores[::2] > scores[1::2]).float().mean()
     assert last["held_out_rewards/accuracies"] == pytest.approx(float(right))
-    checkpoint(tmp_path, 6).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 3))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 def record_of(chosen: Tensor, rejected: Tensor) -> dict[str, str]:
@@ -145,16 +143,8 @@ def test_three_steps_are_those_of_trl(tmp_path: Path) -> None:
 def test_a_mesh_trains_as_one_pipeline_does(pool: Pool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, seven pairs a step: one has a pair more than the other."""
     keys = {"train.batch_size": 7, "data.held_out": 0.3, "parallel.dp_replicate": 2, "train.check": "always"}
-    made = with_scores(tmp_path, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"]["dp_replicate"], made["output"]["folder"] = 1, str(output)
-    run(preflight(TrainConfig.model_validate(made)))
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm", "rewards/margins"} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_scores(tmp_path, keys)
+    trains_as_alone(pool, tmp_path, made, ("rewards/margins",))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")

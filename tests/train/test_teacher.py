@@ -19,10 +19,10 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
-from support import jobs_train
 from support.pool import Pool
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics, save_model, tensors
+from support.same_runs import resumes_bit_for_bit, trains_as_alone
+from support.tiny import QWEN3, checkpoint, config, metrics, save_model, tensors
 
 WIDE = {"vocab_size": 258, "hidden_size": 32, "num_hidden_layers": 4}
 
@@ -114,10 +114,7 @@ def test_a_run_approaches_its_teacher_and_resumes_bit_for_bit(
     held_out = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
     assert held_out[-1] < held_out[0]
     assert not {"perplexity", "held_out_token_accuracy"} & rows[0].keys()
-    checkpoint(tmp_path, 6).rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 3))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 6))
-    assert [row.get("loss") for row in metrics(tmp_path)] == [row.get("loss") for row in rows]
+    resumes_bit_for_bit(tmp_path, made)
 
 
 def flops(model: Any, rows: list[Any], *, backward: bool) -> int:
@@ -177,16 +174,8 @@ def test_a_model_has_nothing_to_learn_from_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard"])
 def test_a_mesh_trains_as_one_pipeline_does(axis: str, pool: Pool, tmp_path: Path) -> None:
     keys = {"train.batch_size": 7, f"parallel.{axis}": 2, "train.check": "always"}
-    made = with_teacher(tmp_path, keys).model_dump(mode="json")
-    for said in pool.run(4, jobs_train.trained, made):
-        assert said["error"] == ""
-    on_mesh, output = metrics(tmp_path), tmp_path / "alone" / "out"
-    output.mkdir(parents=True)
-    made["parallel"][axis], made["output"]["folder"] = 1, str(output)
-    run(preflight(TrainConfig.model_validate(made)))
-    for row, alone in zip(on_mesh, metrics(tmp_path / "alone"), strict=False):
-        for name in {"loss", "held_out_loss", "grad_norm"} & row.keys():
-            assert row[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
+    made = with_teacher(tmp_path, keys)
+    trains_as_alone(pool, tmp_path, made, (), axis=f"parallel.{axis}")
 
 
 def test_another_vocabulary_or_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.batch.row_loss import check_positive
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,7 @@ class Contrastive:
     rows_per_group: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature={self.temperature}", "it is above 0", "Give 0.05, say")
+        check_positive(self, "temperature")
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """The mean over anchors. vectors: (rows, width), anchor and positive in turn"""

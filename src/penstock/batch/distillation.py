@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.deferred_logits import whole
-from penstock.batch.loss import IGNORED, check_labels, labels_of
+from penstock.batch.loss import IGNORED, check_labels, labels_of, wide
 from penstock.batch.placement import OnDevice, host_values
-from penstock.batch.row_loss import RowLoss, check_positive, counted_tokens, wide
+from penstock.batch.row_loss import RowLoss, check_positive, counted_tokens
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
 

@@ -29,8 +29,8 @@ from penstock.batch.loss import IGNORED, check_labels, labels_of
 from penstock.batch.row_loss import (
     REFERENCE,
     RowLoss,
-    check_floats,
     check_positive,
+    check_reference,
     counted_tokens,
     row_logps,
 )
@@ -75,9 +75,7 @@ class KTO(RowLoss):
         if bool(empty.any()):
             raise _empty(int(empty.nonzero()[0]))
         _check_desirable(microbatch.get(DESIRABLE), len(labels))
-        rule = f"KTO reads {REFERENCE!r}: the log-probability of each row by the reference model"
-        remedy = f"Add {REFERENCE}=pipe.logprobs(batch, adapters=False), computed before the first step"
-        check_floats(microbatch, REFERENCE, (len(labels),), rule, remedy)
+        check_reference(self, microbatch, len(labels))
         _check_kl(microbatch.get(KL))
         return len(labels)
 
@@ -118,9 +116,7 @@ def mismatched(batch: Microbatch) -> dict[str, Tensor]:
     for row, row_hidden, of_row in zip(ids, hidden, labels, strict=True):
         said = completion(of_row)
         if said is None:
-            raise BatchError(
-                f"row {len(prompts)} with no label", "its completion has no token", "Leave it out"
-            )
+            raise _empty(len(prompts))
         prompts.append(row[: said.start][~row_hidden[: said.start]])
         completions.append(row[said])
     pairs = [*zip(prompts, [completions[-1], *completions[:-1]], strict=True)]

@@ -65,6 +65,7 @@ class OwnLoss(HostLoss):
     """
 
     of_model = False
+    hits: Hits = NoHits()
     of_rows: tuple[str, ...] = ()
     entries: tuple[str, ...] = ("labels",)
 
@@ -84,9 +85,11 @@ class OwnLoss(HostLoss):
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels for random tokens (rows, sequence)."""
 
-    @abstractmethod
     def counting(self) -> Self:
         """A copy that counts hits, if these are defined for its labels."""
+        other = copy.copy(self)
+        other.hits = TokenHits()
+        return other
 
 
 class TokenLabels(OwnLoss):
@@ -98,7 +101,6 @@ class TokenLabels(OwnLoss):
 
     reads = "the label of each token"
     penalties = Penalties(0.0, 0.0)
-    hits: Hits = NoHits()
 
     def __init__(self, classes: int | None = None) -> None:
         self.classes = classes
@@ -118,11 +120,6 @@ class TokenLabels(OwnLoss):
     def counted_rows(self, microbatch: Microbatch) -> Tensor:
         name = self._name(microbatch)
         return (self._counted(microbatch[name], name) != IGNORED).any(1)
-
-    def counting(self) -> Self:
-        other = copy.copy(self)
-        other.hits = TokenHits()
-        return other
 
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of random tokens (rows, sequence); a fifth, and half of the first row's, ignored."""
@@ -148,11 +145,9 @@ class TokenLabels(OwnLoss):
         most = None if ids is None or ids.dim() != PER_TOKEN else ids.shape
         # some models take fewer (git reads images first), or several for each token (musicgen)
         if labels.dim() < PER_TOKEN or (most and (len(labels) != most[0] or labels.shape[1] > most[1])):
-            raise BatchError(
-                f"{name} of shape {list(labels.shape)}",
-                f"{self.reads} is read, from a tensor of {list(most) if most else '(rows, tokens)'}",
-                "Give as many as input_ids, with -100 where no loss is wanted, or give a loss_fn",
-            )
+            rule = f"{self.reads} is read, from a tensor of {list(most) if most else '(rows, tokens)'}"
+            remedy = "Give as many as input_ids, with -100 where no loss is wanted, or give a loss_fn"
+            raise BatchError(f"{name} of shape {list(labels.shape)}", rule, remedy)
         return int((self._counted(labels, name) != IGNORED).sum())
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
@@ -168,11 +163,9 @@ class TokenLabels(OwnLoss):
         logits, name = outputs["logits"], self._name(microbatch)
         labels = microbatch[name]
         if logits.shape[:2] != labels.shape[:2]:
-            raise ModelError(
-                f"logits of (rows, sequence) {list(logits.shape[:2])}",
-                f"the loss compares each with its label, and those are {list(labels.shape)}",
-                "Give a loss_fn that knows which belongs to which",
-            )
+            rule = f"the loss compares each with its label, and those are {list(labels.shape)}"
+            remedy = "Give a loss_fn that knows which belongs to which"
+            raise ModelError(f"logits of (rows, sequence) {list(logits.shape[:2])}", rule, remedy)
         labels = labels.to(logits.device, torch.int64)
         seen = self._counted(host_values(microbatch)[name], name)
         if type(seen) is Tensor and seen.is_cpu and seen.numel():  # on a GPU, this would wait for it
@@ -273,7 +266,6 @@ class RowLabels(OwnLoss):
         one_row: why the model takes no batch of several rows; empty where it does.
     """
 
-    hits: Hits = NoHits()
     of_rows = ("labels",)
 
     def __init__(
@@ -302,11 +294,9 @@ class RowLabels(OwnLoss):
         wanted = (rows,) if one else (rows, self._classes)
         column = labels.shape == (*wanted, 1) and len(wanted) == 1
         if labels.is_floating_point() == single or not (column or labels.shape == wanted):
-            raise BatchError(
-                f"labels of {labels.dtype} and shape {list(labels.shape)}",
-                f"{problem} reads {'int64' if single else 'floats'} of shape {list(wanted)}",
-                "Give such labels, or set problem_type in the model's config",
-            )
+            rule = f"{problem} reads {'int64' if single else 'floats'} of shape {list(wanted)}"
+            remedy = "Give such labels, or set problem_type in the model's config"
+            raise BatchError(f"labels of {labels.dtype} and shape {list(labels.shape)}", rule, remedy)
         if single:
             check_labels("labels", labels)
             if labels.numel() and int(labels.max()) >= self._classes:
@@ -317,11 +307,6 @@ class RowLabels(OwnLoss):
 
     def counted_rows(self, microbatch: Microbatch) -> Tensor:
         return self._counted(microbatch["labels"]).flatten(1).any(1)
-
-    def counting(self) -> Self:
-        other = copy.copy(self)
-        other.hits = TokenHits()
-        return other
 
     def labels_for(self, ids: Tensor, generator: torch.Generator) -> Tensor:
         """Random labels of the rows of `ids`."""
@@ -353,9 +338,7 @@ class RowLabels(OwnLoss):
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """output: logits (rows, classes), or a mapping with them"""
-        logits = output["logits"] if isinstance(output, Mapping) else output
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = wide(output["logits"] if isinstance(output, Mapping) else output)
         labels = microbatch["labels"].to(logits.device)
         problem = self._problem_of(labels)
         if problem == "single_label_classification":
@@ -374,11 +357,8 @@ def labels_of(microbatch: Microbatch, name: str, reads: str) -> Tensor:
     """The labels of a microbatch. Raises BatchError without them. reads: what they are"""
     labels = microbatch.get(name)
     if labels is None:
-        raise BatchError(
-            f"a batch of {sorted(microbatch)}",
-            f"the loss reads 'labels': {reads}",
-            "Add labels (of tokens with -100 where no loss is wanted), or give a loss_fn",
-        )
+        remedy = "Add labels (of tokens with -100 where no loss is wanted), or give a loss_fn"
+        raise BatchError(f"a batch of {sorted(microbatch)}", f"the loss reads 'labels': {reads}", remedy)
     return labels  # type: ignore[no-any-return]
 
 
@@ -399,15 +379,18 @@ def prediction_labels(following: Tensor, depth: int, positions: Tensor | None = 
     return torch.where(documents == reached, labels, IGNORED)
 
 
+def wide(logits: Tensor) -> Tensor:
+    """The logits in float32, if they are of half precision."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+
+
 def ahead(tokens: Tensor, places: int, past_end: int) -> Tensor:
     """The token `places` after each token (rows, sequence); `past_end` beyond the end of the row."""
     return F.pad(tokens, (0, places), value=past_end)[:, places:].contiguous()
 
 
 def _of_whole_logits(logits: Tensor, labels: Tensor, penalties: Penalties) -> Tensor:
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    logits, labels = wide(logits).reshape(-1, logits.shape[-1]), labels.reshape(-1)
     total = F.cross_entropy(
         logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=penalties.smoothing
     )
@@ -468,11 +451,9 @@ class MeanOverRows(HostLoss):
     def total(self, output: Any, microbatch: Microbatch, *index: int) -> Tensor:
         mean = self._function(output, microbatch, *index)
         if mean.dim() != 0:
-            raise ModelError(
-                f"a loss of shape {list(mean.shape)}",
-                "loss_fn returns one number, the mean over the microbatch's rows",
-                "Reduce it, or pass an object with `weight` and `total` (penstock.batch.loss.Loss)",
-            )
+            rule = "loss_fn returns one number, the mean over the microbatch's rows"
+            remedy = "Reduce it, or pass an object with `weight` and `total` (penstock.batch.loss.Loss)"
+            raise ModelError(f"a loss of shape {list(mean.shape)}", rule, remedy)
         return mean * self._rows(microbatch)
 
 

@@ -127,11 +127,9 @@ def split_batch(
     check_entries(batch, sharding)
     rows = check_rows(batch, microbatches, sharding, rows_per_group)
     if even and rows % microbatches:
-        raise BatchError(
-            f"a batch of {rows} rows in {microbatches} microbatches",
-            "all microbatches have the same number of rows",
-            f"Give a multiple of {microbatches} rows, or even=False",
-        )
+        rule = "all microbatches have the same number of rows"
+        remedy = f"Give a multiple of {microbatches} rows, or even=False"
+        raise BatchError(f"a batch of {rows} rows in {microbatches} microbatches", rule, remedy)
     return split(batch, microbatches, sharding, rows_per_group)
 
 
@@ -145,11 +143,9 @@ def check_rows(batch: Batch, count: int, sharding: Sharding, group: int = 1) -> 
     groups = check_groups("a batch", rows, group)
     if groups < count:
         least = "one row" if group == 1 else f"one group of {group} rows"
-        raise BatchError(
-            f"a batch of {rows} rows",
-            f"it is to be split into {count} microbatches of at least {least} each",
-            f"Give {count * group} rows or more, or set microbatches to at most {groups}",
-        )
+        rule = f"it is to be split into {count} microbatches of at least {least} each"
+        remedy = f"Give {count * group} rows or more, or set microbatches to at most {groups}"
+        raise BatchError(f"a batch of {rows} rows", rule, remedy)
     return rows
 
 
@@ -220,11 +216,9 @@ def batch_rows(batch: Batch, sharding: Sharding) -> int:
     if not lengths:
         raise BatchError(f"a batch of {sorted(batch)}", "none of it can be split", "Give at least one tensor")
     if len(set(lengths.values())) > 1:
-        raise BatchError(
-            ", ".join(f"{name}: {length}" for name, length in lengths.items()),
-            "all tensors of a batch have the same length along the dimension they are split on",
-            "Correct the batch, or name each tensor's dimension in sharding (None: not split)",
-        )
+        rule = "all tensors of a batch have the same length along the dimension they are split on"
+        remedy = "Correct the batch, or name each tensor's dimension in sharding (None: not split)"
+        raise BatchError(", ".join(f"{name}: {length}" for name, length in lengths.items()), rule, remedy)
     return next(iter(lengths.values()))
 
 
@@ -263,11 +257,9 @@ def _end_to_end(name: str, of_rows: Sequence[Tensor | None]) -> Tensor | None:
         return torch.cat(tensors) if tensors else None
     except (RuntimeError, TypeError) as error:
         shapes = " and ".join(sorted({str(list(tensor.shape)) for tensor in tensors}))
-        raise BatchError(
-            f"{name} of shapes {shapes} in one microbatch",
-            f"the tensors of its rows are concatenated ({str(error).splitlines()[0]})",
-            "Pad them to one shape, as the model's processor does, or give a list of microbatches",
-        ) from None
+        rule = f"the tensors of its rows are concatenated ({str(error).splitlines()[0]})"
+        remedy = "Pad them to one shape, as the model's processor does, or give a list of microbatches"
+        raise BatchError(f"{name} of shapes {shapes} in one microbatch", rule, remedy) from None
 
 
 def _split_documents(
@@ -295,11 +287,9 @@ def with_entries(
     """
     listed = isinstance(batch, Sequence) and all(isinstance(part, Mapping) for part in batch)
     if not isinstance(batch, Mapping) and not listed:
-        raise BatchError(
-            f"a batch given as {type(batch).__name__}",
-            "it is a mapping from names to tensors, or a list of such mappings, one for each microbatch",
-            "Give e.g. {'input_ids': ids, 'labels': ids}",
-        )
+        rule = "it is a mapping from names to tensors, or a list of such mappings, one for each microbatch"
+        remedy = "Give e.g. {'input_ids': ids, 'labels': ids}"
+        raise BatchError(f"a batch given as {type(batch).__name__}", rule, remedy)
     if not entries:
         return batch
     microbatches: Sequence[Batch] = [batch] if isinstance(batch, Mapping) else batch

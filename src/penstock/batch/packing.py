@@ -90,11 +90,9 @@ def with_positions(microbatch: Microbatch) -> Microbatch:
     """
     mask = microbatch.get("attention_mask")
     if mask is not None and mask.dim() == PER_TOKEN and is_packed(microbatch):
-        raise BatchError(
-            f"attention_mask of shape {list(mask.shape)} with packed documents",
-            "with such a mask, transformers looks for no documents, and they attend to each other",
-            "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead",
-        )
+        rule = "with such a mask, transformers looks for no documents, and they attend to each other"
+        remedy = "Leave attention_mask out: padding at the end of a row needs none, as no token looks ahead"
+        raise BatchError(f"attention_mask of shape {list(mask.shape)} with packed documents", rule, remedy)
     bounds = microbatch.get("cu_seq_lens_q")
     if bounds is None:
         return microbatch
@@ -144,24 +142,15 @@ def check_row_bounds(name: str, bounds: Any, rows: int, length: int) -> None:
     is_list = isinstance(bounds, Tensor) and bounds.dim() == 1 and len(bounds) > 0
     if not is_list or bounds.dtype not in (torch.int32, torch.int64):
         shown = TensorSpec.of(bounds) if isinstance(bounds, Tensor) else f"given as {type(bounds).__name__}"
-        raise BatchError(
-            f"{name} {shown}",
-            "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension",
-            _MAKE,
-        )
+        rule = "it lists, from 0 on, where each document ends: a tensor of int32 in one dimension"
+        raise BatchError(f"{name} {shown}", rule, _MAKE)
     value, at = f"{name} of {len(bounds) - 1} documents for {rows} rows of {length} tokens", bounds.tolist()
     if len(at) < 2 or at[0] != 0 or any(a >= b for a, b in pairwise(at)):
-        raise BatchError(
-            value,
-            "it lists, from 0 on, where each document ends, and no document is empty",
-            f"Leave empty documents out. {_MAKE}",
-        )
+        rule = "it lists, from 0 on, where each document ends, and no document is empty"
+        raise BatchError(value, rule, f"Leave empty documents out. {_MAKE}")
     if not set(range(0, rows * length + 1, length)) <= set(at) or at[-1] != rows * length:
-        raise BatchError(
-            value,
-            f"documents end where a row ends, at every multiple of {length} up to {rows * length}",
-            "Cut documents at the rows' ends, or pack everything into one row",
-        )
+        rule = f"documents end where a row ends, at every multiple of {length} up to {rows * length}"
+        raise BatchError(value, rule, "Cut documents at the rows' ends, or pack everything into one row")
 
 
 def row_shape(microbatch: Microbatch, dims: Mapping[str, int], remedy: str) -> tuple[int, int]:
@@ -193,11 +182,9 @@ def refuse_packed(model: object) -> None:
     kind = model if isinstance(model, type) else type(model)
     reason = _why_documents_mix(model, kind)
     if reason is not None:
-        raise ModelError(
-            f"packed documents in {kind.__name__}",
-            f"{reason}, so one document would be mixed into the next",
-            "Give each document a row of its own (data.packing=none)",
-        )
+        rule = f"{reason}, so one document would be mixed into the next"
+        remedy = "Give each document a row of its own (data.packing=none)"
+        raise ModelError(f"packed documents in {kind.__name__}", rule, remedy)
 
 
 def _why_documents_mix(model: object, kind: type) -> str | None:

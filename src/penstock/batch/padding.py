@@ -107,11 +107,9 @@ class Padding(PaddingOptions):
     def lengths(self, longest: int) -> Lengths:
         """The lengths for rows of at most `longest` tokens. Raises BatchError where `length` is less."""
         if self.length is not None and longest > self.length:
-            raise BatchError(
-                f"a microbatch of {longest} tokens a row",
-                f"padding has the fixed length {self.length}",
-                f"Cut rows at {self.length} tokens, or give a length of {longest} or more",
-            )
+            rule = f"padding has the fixed length {self.length}"
+            remedy = f"Cut rows at {self.length} tokens, or give a length of {longest} or more"
+            raise BatchError(f"a microbatch of {longest} tokens a row", rule, remedy)
         # rounded per shard: kernels that want a multiple see one shard
         local = -(-(self.length or longest) // self.context_shards)
         local = next((bucket for bucket in self.buckets if bucket >= local), local)

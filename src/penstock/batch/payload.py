@@ -197,11 +197,9 @@ def pack_specs(specs: EdgeSpecs) -> bytes:
     try:
         tree = None if specs.form.tree is None else treespec_dumps(specs.form.tree)
     except NotImplementedError as cause:
-        raise ShapeError(
-            f"a stage's output {specs.form}",
-            "only the nesting of tuples, lists and dicts can be sent ahead of the tensors",
-            "Return one of these, or leave shapes at 'inferred'",
-        ) from cause
+        rule = "only the nesting of tuples, lists and dicts can be sent ahead of the tensors"
+        remedy = "Return one of these, or leave shapes at 'inferred'"
+        raise ShapeError(f"a stage's output {specs.form}", rule, remedy) from cause
     return json.dumps([tensors, tree, [list(pair) for pair in specs.form.constants]]).encode()
 
 

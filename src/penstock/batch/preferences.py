@@ -27,17 +27,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.batch.loss import check_labels, labels_of
+from penstock.batch.loss import check_labels, labels_of, wide
 from penstock.batch.microbatches import batch_rows, check_groups
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.row_loss import (
     REFERENCE,
     RowLoss,
-    check_floats,
     check_positive,
+    check_reference,
     counted_tokens,
     row_logps,
-    wide,
 )
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
@@ -94,7 +93,7 @@ class Preference(RowLoss):
             raise BatchError(f"row {row} with no label", rule, "Leave the pair out, or cut its prompt")
         _check_prompts(microbatch, counted)
         if self.reads_reference:
-            _check_reference(type(self).__name__, microbatch, len(labels))
+            check_reference(self, microbatch, len(labels))
         return pairs
 
     def of_logits(self, logits: Tensor, microbatch: Microbatch) -> Tensor:
@@ -267,14 +266,6 @@ def _check_prompts(microbatch: Microbatch, counted: Tensor) -> None:
         first, second = (ids[at][before[at]] for at in (row, row + 1))
         count = min(len(first), len(second))  # one of them may begin with the same token as the other
         if not torch.equal(first[:count], second[:count]):
-            raise BatchError(
-                f"rows {row} and {row + 1}, with different prompts",
-                "a pair is a chosen row and the rejected one of the same prompt, next to each other",
-                "Give chosen 0, rejected 0, chosen 1, rejected 1, and so on",
-            )
-
-
-def _check_reference(name: str, microbatch: Microbatch, rows: int) -> None:
-    rule = f"{name} reads {REFERENCE!r}: the log-probability of each row by the reference model"
-    remedy = f"Add {REFERENCE}=pipe.logprobs(batch, adapters=False), computed before the first step"
-    check_floats(microbatch, REFERENCE, (rows,), rule, remedy)
+            rule = "a pair is a chosen row and the rejected one of the same prompt, next to each other"
+            remedy = "Give chosen 0, rejected 0, chosen 1, rejected 1, and so on"
+            raise BatchError(f"rows {row} and {row + 1}, with different prompts", rule, remedy)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.batch.deferred_logits import whole
-from penstock.batch.loss import IGNORED, HostLoss, Loss, ahead, labels_of
+from penstock.batch.loss import IGNORED, HostLoss, Loss, ahead, labels_of, wide
 from penstock.batch.placement import host_values
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, ModelError
@@ -117,11 +117,6 @@ def _of_following(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return of_tokens, following != IGNORED
 
 
-def wide(logits: Tensor) -> Tensor:
-    """The logits in float32, if they are of half precision."""
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-
-
 def counted_tokens(labels: Tensor) -> Tensor:
     """Which labels (rows, sequence) a loss counts: nothing predicts the first one."""
     counted = labels != IGNORED
@@ -132,11 +127,18 @@ def counted_tokens(labels: Tensor) -> Tensor:
 # ---- What is refused
 
 
-def check_positive(loss: Loss, name: str) -> None:
+def check_positive(loss: object, name: str) -> None:
     """Raise ConfigError for an option of 0 or less."""
     value = getattr(loss, name)
     if not value > 0:
         raise ConfigError(f"{name}={value} of {type(loss).__name__}", "it is above 0", "Give 0.1, say")
+
+
+def check_reference(loss: Loss, microbatch: Microbatch, rows: int) -> None:
+    """Raise BatchError unless the microbatch has the reference log-probability of each row."""
+    rule = f"{type(loss).__name__} reads {REFERENCE!r}: each row's log-probability by the reference model"
+    remedy = f"Add {REFERENCE}=pipe.logprobs(batch, adapters=False), computed before the first step"
+    check_floats(microbatch, REFERENCE, (rows,), rule, remedy)
 
 
 def check_floats(microbatch: Microbatch, name: str, shape: Sequence[int], rule: str, remedy: str) -> None:

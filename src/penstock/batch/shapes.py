@@ -45,11 +45,9 @@ def check(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) 
         if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
             _refuse(op, tensors, form, expected)
         if tensor.requires_grad and not spec.differentiable:
-            raise ShapeError(
-                f"{op} gave {EdgeSpecs.of(tensors, SINGLE)}",
-                "one of these tensors needs a gradient, and the next stage sends none",
-                "Detach it, or declare it differentiable; if it was unfrozen since, build a new pipeline",
-            )
+            rule = "one of these tensors needs a gradient, and the next stage sends none"
+            remedy = "Detach it, or declare it differentiable; if it was unfrozen since, build a new pipeline"
+            raise ShapeError(f"{op} gave {EdgeSpecs.of(tensors, SINGLE)}", rule, remedy)
 
 
 def _refuse(op: Op, tensors: tuple[Tensor, ...], form: Form, expected: EdgeSpecs) -> None:

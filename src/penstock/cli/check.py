@@ -117,11 +117,9 @@ def _refuse_what_fails_whole(model: PreTrainedModel, batch: dict[str, Tensor], d
         with evaluating(model):
             model(input_ids=batch["input_ids"][:1], use_cache=False)
     except Exception as cause:
-        raise ModelError(
-            f"{type(model).__name__} in {dtype}",
-            f"the whole model itself fails on the CPU: {(str(cause) or repr(cause)).splitlines()[0]}",
-            "Take another --dtype, or fix its config",
-        ) from cause
+        rule = f"the whole model itself fails on the CPU: {(str(cause) or repr(cause)).splitlines()[0]}"
+        remedy = "Take another --dtype, or fix its config"
+        raise ModelError(f"{type(model).__name__} in {dtype}", rule, remedy) from cause
 
 
 def batch_shape(

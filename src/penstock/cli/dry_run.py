@@ -205,8 +205,8 @@ def _teacher(planned: Planned, teacher: BuildPlan) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     return (
         f"{type(model).__name__}, {teacher.chain.count} layers, {parameters:,} parameters: its forward takes "
-        f"{other / (3 * own):.0%} of the model's multiply-adds again; its weights are in the memory, "
-        f"its logits, up to {_gib(logits, logits)} GiB on the last stage's rank, are not"
+        f"{other / (3 * own):.0%} of the multiply-adds of the model's forward and backward; its weights are "
+        f"in the memory, and its logits, up to {_gib(logits, logits)} GiB on the last stage's rank, are not"
     )
 
 

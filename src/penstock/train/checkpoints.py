@@ -159,11 +159,9 @@ def find_start(
         start = _start_from(config, newest, notes)
         return replace(start, is_newest=True, remembered=remembered, checkpoints=existing)
     if damaged or before is not None:
-        raise CheckpointError(
-            f"--resume with output.folder={output}",
-            "it holds no complete checkpoint" + "".join(f"\n  passed over {reason}" for reason in passed),
-            "Start without --resume, or give the path of a checkpoint",
-        )
+        rule = "it holds no complete checkpoint" + "".join(f"\n  passed over {reason}" for reason in passed)
+        remedy = "Start without --resume, or give the path of a checkpoint"
+        raise CheckpointError(f"--resume with output.folder={output}", rule, remedy)
     fresh = f"{output} holds no checkpoint of its last run: starting from the beginning"
     return Start(notes=(*notes, fresh), remembered=remembered, checkpoints=existing)
 
@@ -196,11 +194,9 @@ def start_after(config: TrainConfig, state: RunState, name: str) -> Start:
         check_left(config.train.last, state.step, name, f"train.steps={config.train.last}")
     stop = config.train.early_stop
     if stop is not None and (early := state.best.ends(stop)):
-        raise ConfigError(
-            f"train.early_stop.patience={stop.patience}",
-            f"the run of {name} ended early, after step {state.step}: {early}",
-            f"Set it above {state.best.since}, or leave early_stop out, to go on",
-        )
+        rule = f"the run of {name} ended early, after step {state.step}: {early}"
+        remedy = f"Set it above {state.best.since}, or leave early_stop out, to go on"
+        raise ConfigError(f"train.early_stop.patience={stop.patience}", rule, remedy)
     before, now = _with_defaults(state.config), config.model_dump(mode="json")
     changed = changes(before, now)
     if before.get("output", {}).get("keep", {}).get("metric") != now["output"]["keep"]["metric"]:

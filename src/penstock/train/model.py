@@ -93,11 +93,9 @@ def inline_config(keys: dict[str, Any]) -> PretrainedConfig:
     try:
         known = AutoConfig.for_model(model_type)
     except (ValueError, KeyError):
-        raise ConfigError(
-            f"model.config.model_type={model_type!r}",
-            "transformers knows no such model type",
-            _suggest(model_type, CONFIG_MAPPING_NAMES, "Take the model_type of some config.json"),
-        ) from None
+        rule = "transformers knows no such model type"
+        remedy = _suggest(model_type, CONFIG_MAPPING_NAMES, "Take the model_type of some config.json")
+        raise ConfigError(f"model.config.model_type={model_type!r}", rule, remedy) from None
     kind = type(known).__name__
     names = {*known.to_dict(), *known.attribute_map, *_MORE_KEYS, *_READ_ALL_THE_SAME.get(model_type, ())}
     for key, value in keys.items():

@@ -11,7 +11,6 @@ The pass over the rows runs once a run: a resumed run reads its file, and comput
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,7 +33,7 @@ from penstock.train.data.pairs import ReferringLayout
 from penstock.train.data.rows import StoredRows
 from penstock.train.data.sources import digest_of
 from penstock.train.part import Run, RunPart, TrainStep
-from penstock.train.records.metrics import MetricsRow, writable
+from penstock.train.records.metrics import MetricsRow, replacing
 
 References = npt.NDArray[np.float64]
 _FILE = "reference_logps.npz"
@@ -142,7 +141,5 @@ def _read(path: Path, key: str) -> dict[str, list[list[float]]] | None:
 
 def _write(path: Path, key: str, rows: References, held_out: References) -> None:
     """Raises RunError if the file cannot be written."""
-    fresh = path.with_name(f".{path.name}.new.npz")
-    with writable(path):
-        np.savez(fresh, key=np.array(key), rows=rows, held_out=held_out)
-        os.replace(fresh, path)
+    with replacing(path) as fresh, fresh.open("wb") as file:
+        np.savez(file, key=np.array(key), rows=rows, held_out=held_out)

@@ -74,11 +74,9 @@ def axes_of(config: TrainConfig, world: int | None = None) -> Axes:
                 raise _not_started(f"parallel.{name}")
         world = ranks * axes.ranks_per_stage
     if axes == Axes() and world != ranks:
-        raise WorldSizeError(
-            f"pipeline.ranks={ranks}",
-            f"each rank is one process, and the world has {world}",
-            f"Start it with {ranks} processes, or set pipeline.ranks={world}",
-        )
+        rule = f"each rank is one process, and the world has {world}"
+        remedy = f"Start it with {ranks} processes, or set pipeline.ranks={world}"
+        raise WorldSizeError(f"pipeline.ranks={ranks}", rule, remedy)
     full, train = axes.resolve(ranks, world), config.train
     check_rows(train.batch_size, config.pipeline.microbatches, full.batch_parts, train.accumulate)
     _check_ramp(config, full)
@@ -126,10 +124,14 @@ def _not_started(name: str) -> ConfigError:
     )
 
 
+def own_number() -> int:
+    """The number of this process among those of the run, from 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def is_first() -> bool:
     """Whether this process is the one that writes the files of the run."""
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return rank == 0
+    return own_number() == 0
 
 
 def check_machine(config: TrainConfig) -> None:
@@ -240,8 +242,7 @@ def trace_folder(config: TrainConfig, axes: Axes) -> Path:
     folder = config.output.path / "stalled"
     if axes.ranks_per_stage == 1:
         return folder
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    return folder / f"pipeline-{rank % axes.ranks_per_stage}"  # `pp` is the outermost axis
+    return folder / f"pipeline-{own_number() % axes.ranks_per_stage}"  # `pp` is the outermost axis
 
 
 def make_padding(section: PipelineSection) -> Padding | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -10,17 +11,39 @@ from penstock.options import Count, Natural, NotNegative, Patterns, SmallNatural
 from penstock.train.config.values import Length, PathText, Section, only
 
 LabelsOf = Literal["next tokens", "tokens", "rows", "masked tokens"]
-# kinds of data whose rows a loss compares, and what a row is
-_COMPARED = {
-    "preference": "a pair is two whole completions",
-    "unpaired": "a row is one whole completion",
-    "pair": "a pair is two whole texts",
-}
-# labels that a model's own head reads, by the kind of the data
-_OWN_LABELS: dict[str, LabelsOf] = {
-    "classification": "rows",
-    "token_classification": "tokens",
-    "masked": "masked tokens",
+
+
+class DataKind(NamedTuple):
+    """What a kind of data means for a run.
+
+    row: where a loss compares rows, what one is
+    pairs: whether such a row is two rows of a batch
+    labels: what labels are of
+    several: whether a record has several fields, and not a text alone
+    messages: whether they may be messages, which a chat template writes
+    defaults: of keys of the section
+    """
+
+    row: str = ""
+    pairs: bool = False
+    labels: LabelsOf = "next tokens"
+    several: bool = True
+    messages: bool = False
+    defaults: Mapping[str, object] = {}
+
+
+_WHOLE = {"packing": "none", "overlong": "truncate"}
+_WORDS = _WHOLE | {"text_field": "words", "label_field": "labels"}
+# other kinds say how files are read, and their records are texts or tokens
+KINDS = {
+    "chat": DataKind(messages=True, defaults=_WHOLE),
+    "tokens": DataKind(),
+    "preference": DataKind("a pair is two whole completions", pairs=True, messages=True, defaults=_WHOLE),
+    "unpaired": DataKind("a row is one whole completion", messages=True, defaults=_WHOLE),
+    "pair": DataKind("a pair is two whole texts", pairs=True, defaults=_WHOLE),
+    "classification": DataKind(labels="rows", defaults=_WHOLE),
+    "token_classification": DataKind(labels="tokens", defaults=_WORDS),
+    "masked": DataKind(labels="masked tokens", several=False),
 }
 
 
@@ -186,20 +209,9 @@ class DataSection(RecordSection, NamedSection):
         mixture = keys["mixture"] if isinstance(keys.get("mixture"), list | tuple) else ()
         kinds = [source.get("kind") for source in (keys, *mixture) if isinstance(source, dict)]
         length = keys.get("document_length") or keys.get("sequence_length", 128)
-        of_kind: dict[str, dict[str, object]] = {
-            "chat": {"packing": "none", "overlong": "drop" if keys.get("images") else "truncate"},
-            "preference": {"packing": "none", "overlong": "truncate"},
-            "unpaired": {"packing": "none", "overlong": "truncate"},
-            "pair": {"packing": "none", "overlong": "truncate"},
-            "classification": {"packing": "none", "overlong": "truncate"},
-            "token_classification": {
-                "packing": "none",
-                "overlong": "truncate",
-                "text_field": "words",
-                "label_field": "labels",
-            },
-            "dummy": {"tokenizer": "bytes", "path": None if keys.get("mixture") else "dummy"},
-        }
+        of_kind = {kind: dict(facts.defaults) for kind, facts in KINDS.items()}
+        of_kind["chat"] |= {"overlong": "drop"} if keys.get("images") else {}
+        of_kind["dummy"] = {"tokenizer": "bytes", "path": None if keys.get("mixture") else "dummy"}
         for kind, defaults in of_kind.items():
             keys = defaults | keys if kind in kinds else keys
         if "dummy" in kinds and isinstance(keys.get("dummy"), dict | None):
@@ -272,19 +284,24 @@ class DataSection(RecordSection, NamedSection):
     @property
     def has_pairs(self) -> bool:
         """Whether a row of the data is two rows of a batch."""
-        return self.compared in ("preference", "pair")
+        return self.compared is not None and KINDS[self.compared].pairs
 
     @property
     def compared(self) -> str | None:
         """The kind of the data, if it is one whose rows a loss compares."""
-        kinds = {source.kind for source in self.sources}
-        return next((kind for kind in _COMPARED if kind in kinds), None)
+        return next((kind for kind in self._kinds if KINDS[kind].row), None)
 
     @property
     def labels(self) -> LabelsOf:
         """What labels are of, and so which loss reads them."""
+        own = (KINDS[kind].labels for kind in self._kinds)
+        return next((labels for labels in own if labels != "next tokens"), "next tokens")
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The kinds of its sources that the table has."""
         kinds = {source.kind for source in self.sources}
-        return next((labels for kind, labels in _OWN_LABELS.items() if kind in kinds), "next tokens")
+        return [kind for kind in KINDS if kind in kinds]
 
     @property
     def first_label(self) -> int:
@@ -297,7 +314,7 @@ class DataSection(RecordSection, NamedSection):
         return "accuracy" if self.labels == "rows" or self.compared == "pair" else "token_accuracy"
 
     def _check_labels(self) -> None:
-        kind = next(kind for kind, labels in _OWN_LABELS.items() if labels == self.labels)
+        kind = next(kind for kind in self._kinds if KINDS[kind].labels == self.labels)
         self._check_alone(kind, "all rows of a batch have labels of one kind")
         masked = kind == "masked"
         packings = ("none", "stream") if masked else ("none",)
@@ -314,12 +331,16 @@ class DataSection(RecordSection, NamedSection):
 
     def _check_alone(self, kind: str, reason: str) -> None:
         """Raise ValueError unless all sources are of this kind."""
-        everything = [*self.sources, *([self.validation] if self.validation else [])]
-        if odd := next((source.kind for source in everything if source.kind != kind), None):
+        if odd := self._other_than(kind):
             raise ValueError(f"data.kind={kind} next to kind={odd}: {reason}; give one kind alone")
 
+    def _other_than(self, kind: str) -> str | None:
+        """The kind of a source that has another one."""
+        everything = [*self.sources, *([self.validation] if self.validation else [])]
+        return next((source.kind for source in everything if source.kind != kind), None)
+
     def _check_compared(self, kind: str) -> None:
-        what = _COMPARED[kind]
+        what = KINDS[kind].row
         self._check_alone(kind, f"a loss compares rows, and {what}")
         wanted: dict[str, tuple[object, ...]] = {
             "packing": ("none",), "loss_on": ("assistant",), "streaming": (None,), "chat_form": ("auto",),
@@ -351,8 +372,7 @@ class DataSection(RecordSection, NamedSection):
         only(self, {"overlong": ("drop",)}, f"{rule}; set data.overlong=drop")
         if self.streaming is not None:
             raise ValueError("data.images with data.streaming=on would cut images apart; leave it out")
-        everything = [*self.sources, *([self.validation] if self.validation else [])]
-        if odd := next((source.kind for source in everything if source.kind != "chat"), None):
+        if odd := self._other_than("chat"):
             raise ValueError(f"data.images needs chats, and here data.kind={odd}; set data.kind=chat")
         if self.tokenizer == "bytes":
             raise ValueError(

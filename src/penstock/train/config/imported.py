@@ -105,16 +105,12 @@ def flags(words: list[str]) -> dict[str, Any]:
 def _trainer(tree: Tree) -> tuple[str, Mapping[str, KeyReader], Mapping[str, Any]]:
     """Its name, readers and defaults."""
     if "base_model" in tree:
-        return (
-            "axolotl",
-            _AXOLOTL,
-            _DEFAULTS | {"rows": 1, "data.sequence_length": 512, "optimizer.schedule": "cosine"},
-        )
+        own = {"rows": 1, "data.sequence_length": 512, "optimizer.schedule": "cosine"}
+        return "axolotl", _AXOLOTL, _DEFAULTS | own
     if "model_name_or_path" not in tree:
         rule = "axolotl's configs have base_model, and those of LLaMA-Factory and TRL model_name_or_path"
-        raise ConfigError(
-            f"a config with {', '.join(list(tree)[:5]) or 'no key'}", rule, "Give one of theirs"
-        )
+        shown = ", ".join(list(tree)[:5]) or "no key"
+        raise ConfigError(f"a config with {shown}", rule, "Give one of theirs")
     if {"finetuning_type", "stage", "cutoff_len", "template"} & tree.keys():
         return "LLaMA-Factory", _LLAMA_FACTORY, _DEFAULTS | {"data.sequence_length": 2048}
     return "TRL", _TRL, _DEFAULTS | {"data.sequence_length": 1024, "optimizer.learning_rate": 2e-5}
@@ -192,11 +188,6 @@ def _adapter(draft: OurKeys, value: Any) -> None:
         draft.set("adapter.quantize", "nf4")
 
 
-def _dora(draft: OurKeys, value: Any) -> None:
-    if value is True:
-        draft.set("adapter.kind", "dora")
-
-
 def _targets(draft: OurKeys, value: Any) -> None:
     names = value.replace(" ", "").split(",") if isinstance(value, str) else list(value)
     draft.set("adapter.targets", "all-linear" if names in (["all"], ["all-linear"]) else names)
@@ -213,30 +204,16 @@ def _fp16(draft: OurKeys, value: Any) -> None:
 
 
 def _attention(draft: OurKeys, value: Any) -> None:
-    names = {
-        "fa2": "flash_attention_2",
-        "flash_attention": "flash_attention_2",
-        "auto": None,
-        "disabled": "eager",
-    }
+    flash = "flash_attention_2"
+    names = {"fa2": flash, "flash_attention": flash, "True": flash, "auto": None, "disabled": "eager"}
     name = names.get(str(value), value)
-    if name is True:
-        name = "flash_attention_2"
-    if name in ("sdpa", "eager", "flash_attention_2", "flash_attention_3"):
+    if name in ("sdpa", "eager", flash, "flash_attention_3"):
         draft.set("model.attention", name)
-
-
-def _packing(draft: OurKeys, value: Any) -> None:
-    draft.set("data.packing", "best_fit" if value is True else "none")
 
 
 def _steps(draft: OurKeys, value: Any) -> None:
     if int(value) > 0:
         draft.set("train.steps", int(value))
-
-
-def _epochs(draft: OurKeys, value: Any) -> None:
-    draft.set("train.epochs", float(value))
 
 
 def _betas(place: int) -> KeyReader:
@@ -360,11 +337,6 @@ def _bits(draft: OurKeys, value: Any) -> None:
         raise _NoCounterpartError("the matrices under an adapter may have 4 bits")
 
 
-def _trained_turns(draft: OurKeys, value: Any) -> None:
-    if value is True:
-        draft.set("data.loss_on", "all")
-
-
 _NEEDLESS = """
     do_train do_eval overwrite_output_dir overwrite_cache plot_loss ddp_timeout hub_model_id logging_dir
     logging_first_step use_cache remove_unused_columns dataloader_num_workers strict is_llama_derived_model
@@ -378,6 +350,7 @@ _SILENT = frozenset(_NEEDLESS.split())  # about the machine or the screen, or al
 _RATES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant",
           "cosine_with_restarts": "cosine_with_restarts"}  # fmt: skip
 
+_PACKING = _to("data.packing", lambda on: "best_fit" if on is True else "none")
 _SHARED: Mapping[str, KeyReader] = {
     "learning_rate": _to("optimizer.learning_rate", float),
     "weight_decay": _to("optimizer.weight_decay", float),
@@ -389,7 +362,7 @@ _SHARED: Mapping[str, KeyReader] = {
     "adam_epsilon": _to("optimizer.eps", float),
     "optim": _optimizer,
     "max_grad_norm": _to("train.clip_norm", float),
-    "num_train_epochs": _epochs,
+    "num_train_epochs": _to("train.epochs", float),
     "max_steps": _steps,
     "per_device_train_batch_size": _rows,
     "gradient_accumulation_steps": _calls,
@@ -426,7 +399,7 @@ _LORA: Mapping[str, KeyReader] = {
     "lora_target": _targets,
     "lora_modules_to_save": _to("adapter.modules_to_save"),
     "additional_target": _to("adapter.modules_to_save", lambda value: str(value).split(",")),
-    "use_dora": _dora,
+    "use_dora": _if("adapter.kind", "dora"),
     "use_rslora": _no("the scale here is alpha / r"),
 }
 
@@ -439,19 +412,19 @@ _AXOLOTL: Mapping[str, KeyReader] = {
     "adapter": _adapter,
     "load_in_4bit": _bits,
     "lora_target_linear": _if("adapter.targets", "all-linear"),
-    "peft_use_dora": _dora,
+    "peft_use_dora": _if("adapter.kind", "dora"),
     "datasets": _datasets,
     "sequence_len": _to("data.sequence_length", int),
-    "sample_packing": _packing,
+    "sample_packing": _PACKING,
     "val_set_size": _held_out,
     "micro_batch_size": _rows,
-    "num_epochs": _epochs,
+    "num_epochs": _to("train.epochs", float),
     "optimizer": _optimizer,
     "lr_scheduler": _words(_RATES, "optimizer.schedule"),
     "attn_implementation": _attention,
     "flash_attention": _attention,
     "sdp_attention": _if("model.attention", "sdpa"),
-    "train_on_inputs": _trained_turns,
+    "train_on_inputs": _if("data.loss_on", "all"),
     "wandb_project": _wandb,
     "early_stopping_patience": _to("train.early_stop", lambda count: {"patience": int(count)}),
     "saves_per_epoch": _no("give train.checkpoint_every, a number of steps"),
@@ -468,10 +441,10 @@ _LLAMA_FACTORY: Mapping[str, KeyReader] = {
     "dataset": _named_datasets,
     "template": _no("chats take the tokenizer's own template, or data.chat_template"),
     "cutoff_len": _to("data.sequence_length", int),
-    "packing": _packing,
+    "packing": _PACKING,
     "val_size": _held_out,
     "flash_attn": _attention,
-    "train_on_prompt": _trained_turns,
+    "train_on_prompt": _if("data.loss_on", "all"),
     "mask_history": _if("data.loss_on", "last"),
 }
 
@@ -488,7 +461,7 @@ _TRL: Mapping[str, KeyReader] = {
     "dataset_train_split": _to("data.split", str),
     "max_length": _to("data.sequence_length", int),
     "max_seq_length": _to("data.sequence_length", int),
-    "packing": _packing,
+    "packing": _PACKING,
     "dataset_text_field": _to("data.text_field", str),
 }
 

@@ -17,7 +17,7 @@ from penstock.train.config.values import OneOf, PathText, Positive, Section
 if TYPE_CHECKING:
     from penstock.batch.loss import Loss
 
-# The values that keys of a config must have, and the error for another one: of {key}, {value} and {loss}
+# the values that keys of a config must have, and the error for another value: of {key}, {value} and {loss}
 RequiredKeys = tuple[Mapping[str, Collection[object]], str]
 
 
@@ -35,6 +35,7 @@ class RowHead(NamedTuple):
 
 
 def _starts_later(what: str) -> RequiredKeys:
+    """For a loss that steps before the run cannot compute, as it does not have `what` yet."""
     return (
         {"pipeline.balance": (None,)},
         f"{{key}}={{value}} runs steps before {{loss}} has {what}; leave balance out, or write "
@@ -43,7 +44,7 @@ def _starts_later(what: str) -> RequiredKeys:
 
 
 class LossKeys(Section):
-    """What a run must know of a loss, besides its keys. The first ones of its class are those of a pair."""
+    """The keys of a loss, and what a run must know of it. The defaults are those of a loss of pairs."""
 
     reads: ClassVar[str | None] = "preference"  # the kind of its data; None: all with labels of next tokens
     rows: ClassVar[str] = "chosen and rejected rows"

@@ -286,11 +286,9 @@ class Data:
             _, rows = self._sized(self.rows, step)
             pieces = (piece for row in self._chosen(step) for piece in rows.read(row))
             if isinstance(rows, CutRows) and not any((piece.labels[1:] != IGNORED).any() for piece in pieces):
-                raise DataError(
-                    f"train.ramp with sequence_length={rows.longest}",
-                    f"the rows of step {step}, cut to so many tokens, have none that the loss counts",
-                    "Give a larger sequence_length, or a ramp of batch_size alone",
-                )
+                rule = f"the rows of step {step}, cut to so many tokens, have none that the loss counts"
+                remedy = "Give a larger sequence_length, or a ramp of batch_size alone"
+                raise DataError(f"train.ramp with sequence_length={rows.longest}", rule, remedy)
         self.rows.forget()
 
     def _sized(self, rows: Rows, step: int) -> tuple[BatchLayout, Rows]:

@@ -52,9 +52,7 @@ def _compared(
 
 def _pad_of(space: LabelSpace, key: str) -> int:
     if space.pad is None:
-        raise ConfigError(
-            "a model without pad_token_id",
-            f"{key} pads rows, and a head may look for the last token before padding",
-            "Set pad_token_id in the model's config, to an id that no text has",
-        )
+        rule = f"{key} pads rows, and a head may look for the last token before padding"
+        remedy = "Set pad_token_id in the model's config, to an id that no text has"
+        raise ConfigError("a model without pad_token_id", rule, remedy)
     return space.pad

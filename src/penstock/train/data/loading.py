@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from penstock.batch.padding import Padding
 from penstock.errors import ConfigError, DataError
-from penstock.train.config.data import DataSection, SourceSection
+from penstock.train.config.data import KINDS, DataSection, SourceSection
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.batches import Data
 from penstock.train.data.layout import layout_of
@@ -42,7 +42,7 @@ from penstock.train.sizes import StepSizes
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
     """The tokenizer that the config names, or the model's. Raises DataError, HubError."""
     section = config.data
-    chat = any(source.kind in ("chat", "preference", "unpaired") for source in section.sources)
+    chat = any(source.kind in KINDS and KINDS[source.kind].messages for source in section.sources)
     name, trusted = tokenizer_folder(config), config.model.trust_remote_code
     if section.images is not None:
         return Processor(name, read_template(section.chat_template), section.images, trusted)

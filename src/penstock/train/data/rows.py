@@ -129,17 +129,22 @@ class StoredRows:
         return self.starts[-1]
 
     def lengths(self, row: int) -> Sequence[int]:
-        source = bisect_right(self.starts, row) - 1
-        return self.sources[source].lengths(row - self.starts[source])
+        source, own = self._of_source(row)
+        return source.lengths(own)
 
     def read(self, row: int) -> list[Piece]:
-        source = bisect_right(self.starts, row) - 1
-        return self.sources[source].read(row - self.starts[source])
+        source, own = self._of_source(row)
+        return source.read(own)
 
     def document(self, row: int) -> Piece:
         """As `SourceRows.document`."""
+        source, own = self._of_source(row)
+        return source.document(own)
+
+    def _of_source(self, row: int) -> tuple[SourceRows, int]:
+        """The source of a row, and the row's number there."""
         source = bisect_right(self.starts, row) - 1
-        return self.sources[source].document(row - self.starts[source])
+        return self.sources[source], row - self.starts[source]
 
     def forget(self) -> None:
         """Unmap the pages that were read."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from penstock.errors import DataError
 from penstock.reading import MIB, check_regular, json_at, open_regular, size
-from penstock.train.config.data import DummySection, SourceSection
+from penstock.train.config.data import KINDS, DummySection, SourceSection
 from penstock.train.data.named import arrow_files
 
 Columns = Callable[[list[str]], list[str]]
@@ -34,11 +34,8 @@ TOKENS = ("input_ids", "labels")  # the fields of a record that is tokenised alr
 _GIVE = "Give a local path; for a data set of the Hub give its split too, such as split: train"
 MEND = "Mend it, or remove it"
 _JSON = (".jsonl", ".ndjson", ".json")
-# kinds of records that a row of a dataset may hold
-_OF_SEVERAL_FIELDS = (
-    "chat", "tokens", "preference", "unpaired", "pair", "classification", "token_classification"
-)  # fmt: skip
-_OF_ROWS = (*_OF_SEVERAL_FIELDS, "dataset", "masked")
+_OF_SEVERAL_FIELDS = tuple(kind for kind, facts in KINDS.items() if facts.several)
+_OF_ROWS = (*_OF_SEVERAL_FIELDS, "dataset", "masked")  # kinds of records that a row of a dataset may hold
 _BLOCK = 1000  # rows of a dataset that are read at once
 _LONGEST = 64 * MIB  # of a record in JSON
 _READ = MIB  # characters of a JSON list that are read at once, or more for a long entry
@@ -350,11 +347,8 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
         rule = f"datasets cannot load it ({type(error).__name__}: {error})"
         raise DataError(f"data.path={path}", rule, "Give a folder that save_to_disk wrote") from error
     if isinstance(loaded, datasets.DatasetDict):
-        raise DataError(
-            f"data.path={path}",
-            f"it holds several splits ({', '.join(loaded)}) and training takes one",
-            f"Give one of them, e.g. {path / next(iter(loaded), '')}",
-        )
+        rule = f"it holds several splits ({', '.join(loaded)}) and training takes one"
+        raise DataError(f"data.path={path}", rule, f"Give one of them, e.g. {path / next(iter(loaded), '')}")
     rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
     yield from _rows(path, rows.iter(_BLOCK))
 

@@ -105,11 +105,9 @@ class SourceReader:
         read = islice(enumerate(self._source.records(first), start=first), last - first + 1)
         records = {index: record for index, record in read if index in wanted}
         if last not in records:
-            raise DataError(
-                f"data.path={self._source.section.path}",
-                f"the checkpoint names its record {last}, and it has fewer",
-                "Give the files that the run began with, or start without --resume",
-            )
+            rule = f"the checkpoint names its record {last}, and it has fewer"
+            remedy = "Give the files that the run began with, or start without --resume"
+            raise DataError(f"data.path={self._source.section.path}", rule, remedy)
         return records
 
     def _read(self) -> Iterator[tuple[int, Record]]:

@@ -81,11 +81,9 @@ class ChatEncoder:
         self.tokenizer, self.loss_on, self.drop = tokenizer, loss_on, drop
         self._reader = ChatReader(tokenizer, **reading)
         if not texts and self._reader.columns is None and not tokenizer.has_template:
-            raise DataError(
-                "data.kind=chat",
-                "the tokenizer has no chat template, which says how messages become text",
-                "Give one, a Jinja file: data.chat_template=template.jinja",
-            )
+            rule = "the tokenizer has no chat template, which says how messages become text"
+            remedy = "Give one, a Jinja file: data.chat_template=template.jinja"
+            raise DataError("data.kind=chat", rule, remedy)
 
     def encode(self, name: str, row: Mapping[str, Any]) -> Encoded | None:
         """The chat's ids and labels; None for a chat without a counted token, if these are dropped.

@@ -14,7 +14,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, partial
 from multiprocessing import get_context
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.batch.loss import IGNORED
 from penstock.errors import DataError, RunError
-from penstock.train.config.data import DataSection, SourceSection
+from penstock.train.config.data import KINDS, DataSection, SourceSection
 from penstock.train.data.sources import MEND, TOKENS, DataSource, Record, RecordError, blaming
 from penstock.train.encoding.chat import ChatEncoder, Encoded
 from penstock.train.encoding.labels import LabelEncoder, LabelSpace, TagEncoder
 from penstock.train.encoding.pairs import PairEncoder
 from penstock.train.encoding.preference import PreferenceEncoder
 from penstock.train.encoding.record import check_unicode, field_of, parsed, refuse_keys
-from penstock.train.encoding.tokenizer import HuggingFace, Tokenizer
+from penstock.train.encoding.tokenizer import Tokenizer
 from penstock.train.encoding.unpaired import UnpairedEncoder
 
 RecordKind = Literal[  # the content of records
@@ -37,6 +37,11 @@ RecordKind = Literal[  # the content of records
     "masked",
 ]  # fmt: skip
 EncodedRecords = list[tuple[str, Encoded | None]]  # records' names and tokens; None for a dropped one
+# how records become documents, but for texts and tokens
+_ENCODERS: dict[RecordKind, Callable[..., object]] = {
+    "chat": ChatEncoder, "preference": PreferenceEncoder, "unpaired": UnpairedEncoder, "pair": PairEncoder,
+    "classification": LabelEncoder, "token_classification": TagEncoder,
+}  # fmt: skip
 _COMPLETIONS = ("preference", "unpaired")  # kinds of records with whole completions
 _RULES = 2  # the version of the rules below, a part of the cache's key: raise it when a rule changes
 _AT_ONCE = 1000  # records in a block
@@ -66,7 +71,7 @@ class Encoder:
 
     def __post_init__(self) -> None:
         if self.kind == "chat":
-            assert self._chats
+            assert self._records
 
     @property
     def labelled(self) -> bool:
@@ -92,26 +97,9 @@ class Encoder:
         return _RULES, self.kind, self.text_field, self.options, tokenizer
 
     @cached_property
-    def _chats(self) -> ChatEncoder:
-        assert isinstance(self.tokenizer, HuggingFace)
-        return ChatEncoder(self.tokenizer, **dict(self.options))
-
-    @cached_property
-    def _pairs(self) -> PreferenceEncoder | PairEncoder:
-        if self.kind == "pair":
-            return PairEncoder(self.tokenizer, **dict(self.options))
-        assert isinstance(self.tokenizer, HuggingFace)
-        return PreferenceEncoder(self.tokenizer, **dict(self.options))
-
-    @cached_property
-    def _unpaired(self) -> UnpairedEncoder:
-        assert isinstance(self.tokenizer, HuggingFace)
-        return UnpairedEncoder(self.tokenizer, **dict(self.options))
-
-    @cached_property
-    def _labels(self) -> LabelEncoder:
-        make = LabelEncoder if self.kind == "classification" else TagEncoder
-        return make(self.tokenizer, **dict(self.options))
+    def _records(self) -> Any:
+        """The encoder of records of chats, completions, pairs or labels."""
+        return _ENCODERS[self.kind](self.tokenizer, **dict(self.options))
 
     def encode(self, records: Sequence[Record]) -> EncodedRecords:
         """The tokens of each record. Raises DataError that names a wrong one."""
@@ -128,10 +116,8 @@ class Encoder:
                 return [document for record in records for document in self._pair(record)]
             case "unpaired":
                 return self._completions(records)
-            case "chat":
-                return self._each(records, self._chats.encode)
-            case "classification" | "token_classification":
-                return self._each(records, self._labels.encode)
+            case "chat" | "classification" | "token_classification":
+                return self._each(records, self._records.encode)
             case "tokens":
                 ignored = dict(self.options).get("ignored", ())
                 return self._each(records, partial(tokens_of, ignored=ignored))
@@ -149,7 +135,7 @@ class Encoder:
 
     def _pair(self, record: Record) -> EncodedRecords:
         """The two documents of a record; one None for a pair that is dropped."""
-        pair = self._pairs.encode(record.name, self._row(record))
+        pair = self._records.encode(record.name, self._row(record))
         return [(record.name, None)] if pair is None else [(record.name, half) for half in pair]
 
     def _completions(self, records: Sequence[Record]) -> EncodedRecords:
@@ -158,7 +144,7 @@ class Encoder:
         So neighbours have different prompts.
         """
         of_records = [
-            (record.name, self._unpaired.encode(record.name, self._row(record))) for record in records
+            (record.name, self._records.encode(record.name, self._row(record))) for record in records
         ]
         first = [(name, documents[0]) for name, documents in of_records]
         return first + [(name, document) for name, documents in of_records for document in documents[1:]]
@@ -195,11 +181,8 @@ def make_encoder(
 def _kind_of(source: DataSource) -> RecordKind:
     """The content of the source's records. Reads the first one if only that shows it."""
     kind = source.section.kind
-    if kind in (
-        "chat", "tokens", "preference", "unpaired", "pair", "masked", "classification",
-        "token_classification",
-    ):  # fmt: skip
-        return kind
+    if kind in KINDS:
+        return cast(RecordKind, kind)
     first = next(source.records(), None) if source.format not in ("text", "megatron") else None
     fields = _row(first) if first else {}
     return "tokens" if TOKENS[0] in fields and source.section.text_field not in fields else "text"

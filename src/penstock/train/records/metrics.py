@@ -53,6 +53,18 @@ def writable(path: Path) -> Iterator[None]:
         raise RunError(f"{path}", rule, remedy) from error
 
 
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file to write in the block, which then replaces `path`: a reader sees the old one or the new one.
+
+    Raises RunError if it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    with writable(path):
+        yield fresh
+        os.replace(fresh, path)
+
+
 class EarlierRows(NamedTuple):
     """What a metrics.jsonl had when a run was resumed.
 
@@ -80,15 +92,13 @@ class Metrics:
     """
 
     def __init__(self, path: Path, run: str, resumed_at: int | None = None) -> None:
-        with writable(path):
+        with replacing(path) as fresh:
             kept = list[bytes]()
             self.earlier: EarlierRows | None = None
             if resumed_at is not None and path.exists():
                 kept, again = _rows_until(path, run, resumed_at)
                 self.earlier = EarlierRows(again, path.stat().st_mtime)
-            fresh = path.with_name(f".{path.name}.new")
             fresh.write_bytes(b"".join(kept))
-            os.replace(fresh, path)
         self._path, self._run = path, run
 
     def write(self, row: MetricsRow) -> None:

@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from penstock.private import ExperimentalConfig
 from penstock.train.config.training import ProfileSection
 from penstock.train.part import Run, RunPart
+from penstock.train.settings import own_number
 
 
 class StepProfiler(RunPart):
@@ -23,8 +23,7 @@ class StepProfiler(RunPart):
     def __init__(self, run: Run, section: ProfileSection) -> None:
         super().__init__(run)
         self._first, self._last = section.steps
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self._path = run.config.output.path / "profile" / f"rank-{rank}.json.gz"
+        self._path = run.config.output.path / "profile" / f"rank-{own_number()}.json.gz"
         self._profile: profile | None = None
 
     @property

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from penstock.errors import RunError
 from penstock.launch.stop import LAUNCHER
@@ -31,10 +30,11 @@ from penstock.runtime.health.notes import began
 from penstock.schedule import Costs, Schedule, Timeline, render, simulate
 from penstock.train.owner import new_run
 from penstock.train.part import Run, RunPart, TrainStep
-from penstock.train.records.metrics import writable
+from penstock.train.records.metrics import replacing, writable
 from penstock.train.records.trackers import Trackers
 from penstock.train.report.lost_time import lost_time
 from penstock.train.report.recorded import read_run, starts_in
+from penstock.train.settings import started
 
 RUN, TIMELINE = "run.json", "timeline.json"
 _MEASURED = 3  # the step after a start in which GPUs are measured: by then layers are compiled
@@ -151,7 +151,7 @@ def _with_this_start(file: Path, run: Run, identity: str) -> dict[str, Any]:
     start = {
         "began": _moment(_began(done)), "at": _now(), "step": done,
         "again": 0.0 if earlier is None else earlier.again,
-        "ranks": run.pipe.schedule.ranks, "processes": _processes(),
+        "ranks": run.pipe.schedule.ranks, "processes": started() or 1,
     }  # fmt: skip
     return {
         "id": before.get("id") or (new_run() if done else identity),
@@ -169,14 +169,10 @@ def _environment(device: torch.device) -> dict[str, str]:
         "transformers": version("transformers"),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "processes": str(_processes()),
+        "processes": str(started() or 1),
         "CPUs": str(os.cpu_count()),
     }
     return facts | ({"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})
-
-
-def _processes() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _began(done: int) -> float:
@@ -202,7 +198,5 @@ def _moment(at: float) -> str:
 
 def write_json(path: Path, data: object) -> None:
     """Write a file by a rename: a reader sees the old file or the new one. Raises RunError."""
-    fresh = path.with_name(f".{path.name}.new")
-    with writable(path):
+    with replacing(path) as fresh:
         fresh.write_text(json.dumps(data), encoding="utf-8")
-        os.replace(fresh, path)

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from penstock.models.split.multiply_adds import MultiplyAdds, works
 from penstock.pipeline.building.build_plan import BuildPlan
@@ -19,6 +18,7 @@ from penstock.runtime.device.memory import PeakMemory
 from penstock.train.data.rows import Fill
 from penstock.train.part import Run, RunPart, TrainStep
 from penstock.train.records.metrics import MetricsRow
+from penstock.train.settings import started
 
 _FORWARD = 2  # of a multiply-add
 _FLOPS = 3 * _FORWARD  # with a backward of two forwards
@@ -129,7 +129,7 @@ class Usage(RunPart):
 
 
 def _devices(device: torch.device) -> int:
-    processes = dist.get_world_size() if dist.is_initialized() else 1
+    processes = started() or 1
     if device.type != "cuda":
         return processes
     on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
