@@ -77,12 +77,12 @@ OF_EVERY_STAGE, OF_LENGTHS = "runtime/test_shared_weights.py", "train/data/test_
 MUTANTS = [
     # ---- options of the seeds
     Mutant(
-        "pipeline/building/stages.py",
+        "pipeline/building/provided_stages.py",
         " for stage, names in copies.items() if stage % depth}",
         " for stage, names in ()}",
         OF_EVERY_STAGE,
     ),
-    Mutant("pipeline/building/stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
+    Mutant("pipeline/building/provided_stages.py", "modules, summed))", "modules))", OF_EVERY_STAGE),
     Mutant(
         "pipeline/options.py",
         "splits=bool(schedule.split)",

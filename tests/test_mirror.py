@@ -29,7 +29,7 @@ OF_SEVERAL = {
     "models/weights": "fuzz_folders load_memory",
     "parallel": "accuracy adapters checkpoints dropout equivalence failures memory outputs precision "
     "sharded_build trained",
-    "pipeline": "autocast collective edges equivalence from_provider layouts mtp padded_losses ragged",
+    "pipeline": "autocast collective edges equivalence layouts mtp padded_losses ragged",
     "runtime": "profiled verdicts",
     "runtime/device": "host_bound",
     "runtime/transport": "slow_network staging",

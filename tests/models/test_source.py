@@ -3,44 +3,71 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    BertForMaskedLM,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    PreTrainedModel,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from penstock import AutoPipeline
-from penstock.models.source import auto_class
-from support import heads
-
-CLASS_NUMBERS = torch.tensor([0, 4, 2, 2, -100, 1, 3])
+from penstock.errors import HubError, ModelError
+from penstock.models.source import open_source, sdpa_for_flash
+from penstock.models.tracing.meta import is_empty
 
 
-@pytest.mark.parametrize(
-    "kind", [LlamaForTokenClassification, LlamaForSequenceClassification, LlamaForCausalLM, BertForMaskedLM]
-)
-def test_a_folder_opens_as_the_class_that_its_config_names(
-    kind: type[PreTrainedModel], tmp_path: Path
-) -> None:
-    """0.5.0: a folder of any class opened as a causal language model: `architectures` was not read."""
-    model_type = "bert" if kind is BertForMaskedLM else "llama"
-    model = heads.built(kind, model_type, is_decoder=False, num_labels=5, pad_token_id=0)
-    model.save_pretrained(tmp_path)
-    assert auto_class(AutoConfig.from_pretrained(tmp_path)).from_config(model.config).__class__ is kind
-    pipe = AutoPipeline(ranks=2, microbatches=2).build(tmp_path)
-    batch = heads.row_batch(CLASS_NUMBERS) if "Sequence" in kind.__name__ else heads.token_batch()
-    assert pipe.verify_against(model, batch).note == ""
+def config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
 
 
-@pytest.mark.parametrize("named", ["Qwen3ForCausalLM", 5, [None, 7], {"a": 1}])
-def test_architectures_of_any_kind_are_read(named: object) -> None:
-    """Unreleased: a config with text in place of a list of names was a TypeError."""
-    config = AutoConfig.for_model("qwen3")
-    config.architectures = named
-    assert auto_class(config).__name__ == "AutoModelForCausalLM"
+def test_a_config_is_built_without_values_in_the_dtype_given() -> None:
+    source = open_source(config(), torch.bfloat16, "eager")
+    assert is_empty(source.model)
+    assert source.model.dtype == torch.bfloat16
+    assert source.model.config._attn_implementation == "eager"
+    assert (source.files, source.adapter, source.commit, source.new) == ((), None, None, ())
+
+
+@pytest.mark.parametrize("asked", [{"dtype": torch.bfloat16}, {"attention": "eager"}, {"mtp_factor": 0.1}])
+def test_a_model_object_is_used_as_it_is(asked: dict[str, Any]) -> None:
+    model = LlamaForCausalLM(config())
+    assert open_source(model, torch.float32, "sdpa").model is model
+    with pytest.raises(ModelError) as caught:
+        open_source(model, **{"dtype": None, "attention": None, **asked})
+    assert caught.value.rule == "a model object is not changed"
+
+
+def test_a_folder_without_a_dtype_has_that_of_its_files(tmp_path: Path) -> None:
+    LlamaForCausalLM(config()).to(torch.bfloat16).save_pretrained(tmp_path)
+    bare = config()
+    bare.dtype = None
+    bare.save_pretrained(tmp_path)
+    source = open_source(tmp_path, None, None)
+    assert source.model.dtype == torch.bfloat16
+    assert [file.parent for file in source.files] == [tmp_path]
+
+
+def test_only_a_hub_name_has_a_revision(tmp_path: Path) -> None:
+    for model in (config(), tmp_path):
+        with pytest.raises(HubError) as caught:
+            open_source(model, None, None, revision="main")
+        assert caught.value.value.startswith("revision='main'")
+
+
+def test_any_other_thing_is_refused() -> None:
+    with pytest.raises(ModelError) as caught:
+        open_source(5, None, None)
+    assert caught.value.value == "a model given as int"
+
+
+def test_flash_attention_is_torchs_own_inside_the_block_alone() -> None:
+    before = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS}
+    with sdpa_for_flash():
+        assert ALL_ATTENTION_FUNCTIONS["flash_attention_2"] is before["sdpa"]
+    assert {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS} == before

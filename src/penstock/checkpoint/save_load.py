@@ -241,32 +241,10 @@ class CheckpointWriter:
         self._check_usable()
         self.wait()
         pipe.files.saved  # noqa: B018  raises for a pipeline without files
-        action = f"collect what goes into checkpoint {target}"
-        copies: BackgroundCopies | None = None
-
-        def check() -> Callable[[BackgroundCopies | None], Publish]:
-            pipe.files.check(pretrained=False)
-            return collector(pipe, optimizer, state, extra)
-
         with pipe.processes.calling("save_checkpoint()"):
-            collect = pipe.ranks.attempt(action, check)
-            if self._background and self._fits(target, optimizer):
-                copies = pipe.files.new_copies()
-            try:
-                publish = pipe.ranks.attempt(action, lambda: collect(copies))
-            except BaseException:
-                if copies is not None:
-                    copies.drop()  # another rank may have failed
-                raise
+            publish, copies = self._collect(target, optimizer, state, extra)
         if copies is None:
-
-            def write() -> None:
-                publish(target, self._processes)
-                follow(target, then, self._processes)
-
-            pipe.ranks.attempt(
-                f"write checkpoint {target}", write if pipe.files.written_here else lambda: None
-            )
+            self._publish(target, publish, then)
             return
         pipe.files.settle()  # the copies of another writer: loading weights waits for the newest alone
         self._target, self._copies = target, copies
@@ -274,6 +252,39 @@ class CheckpointWriter:
         self._waits = [one.register_step_pre_hook(copies.before_step) for one in optimizers_of(optimizer)]
         if pipe.files.written_here:
             self._write = BackgroundWrite(target, publish, then, self._processes)
+
+    def _collect(
+        self, target: Path, optimizer: Optimizers, state: Mapping[str, Any] | None, extra: Extra | None
+    ) -> tuple[Publish, BackgroundCopies | None]:
+        """The function that writes the checkpoint, and the copies that it reads. Collective.
+
+        None in place of copies: it reads the weights, and training waits for it.
+        """
+        pipe, action = self._pipe, f"collect what goes into checkpoint {target}"
+
+        def check() -> Callable[[BackgroundCopies | None], Publish]:
+            pipe.files.check(pretrained=False)
+            return collector(pipe, optimizer, state, extra)
+
+        collect = pipe.ranks.attempt(action, check)
+        fits = self._background and self._fits(target, optimizer)
+        copies = pipe.files.new_copies() if fits else None
+        try:
+            return pipe.ranks.attempt(action, lambda: collect(copies)), copies
+        except BaseException:
+            if copies is not None:
+                copies.drop()  # another rank may have failed
+            raise
+
+    def _publish(self, target: Path, publish: Publish, then: Then | None) -> None:
+        """Write the checkpoint now. Collective."""
+
+        def write() -> None:
+            if self._pipe.files.written_here:
+                publish(target, self._processes)
+                follow(target, then, self._processes)
+
+        self._pipe.ranks.attempt(f"write checkpoint {target}", write)
 
     def _fits(self, target: Path, optimizer: Optimizers) -> bool:
         """Whether each host has memory for the copies of its processes. Collective."""

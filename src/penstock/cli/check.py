@@ -13,7 +13,7 @@ from penstock.batch.loss import OwnLoss
 from penstock.batch.microbatches import PIXELS
 from penstock.cli.shared import echo, table
 from penstock.errors import ConfigError, ModelError
-from penstock.models.source import auto_class
+from penstock.models.auto_class import auto_class
 from penstock.parallel.nccl import describe
 from penstock.pipeline.auto_pipeline import AutoPipeline, exchange_of
 from penstock.pipeline.building.build_plan import BuildPlan

@@ -160,6 +160,18 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     Raises WorldSizeError, ConfigError, HandshakeError.
     """
     options.check()
+    device = _device_of(options)
+    if device.type == "cuda":
+        set_environment()
+        torch.cuda.set_device(device)
+        wake_autograd(device)
+    if options.one_process:
+        return _world_in_one_process(schedule, options, device)
+    return _joined_world(schedule, options, device, facts or {})
+
+
+def _device_of(options: WorldOptions) -> torch.device:
+    """This process's device. Raises ConfigError if it is absent, or other options do not work on it."""
     device = torch.device(options.device) if options.device is not None else default_device()
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         gpus = torch.cuda.device_count()
@@ -172,18 +184,23 @@ def open_world(schedule: Schedule, options: WorldOptions, facts: Mapping[str, st
     if options.checksums and device.type != "cpu":
         rule = f"checksums are computed on the host, and messages of {device} do not go there"
         raise ConfigError("checksums=True", rule, "Leave it out, or take device='cpu'")
-    if device.type == "cuda":
-        set_environment()
-        torch.cuda.set_device(device)
-        wake_autograd(device)
-    if options.one_process:
-        _check_one_process(options)
-        local = LocalTransport(options.wire)
-        _add_checksums(local, schedule, options)
-        batched = goes_in_batches(options, "local", schedule)
-        return World(tuple(range(schedule.ranks)), device, local, local.ranks, batched=batched)
+    return device
+
+
+def _world_in_one_process(schedule: Schedule, options: WorldOptions, device: torch.device) -> World:
+    _check_one_process(options)
+    local = LocalTransport(options.wire)
+    _add_checksums(local, schedule, options)
+    batched = goes_in_batches(options, "local", schedule)
+    return World(tuple(range(schedule.ranks)), device, local, local.ranks, batched=batched)
+
+
+def _joined_world(
+    schedule: Schedule, options: WorldOptions, device: torch.device, facts: Mapping[str, str]
+) -> World:
+    """Join the pipeline's other processes. Collective."""
     started = init_process_group(device, options.timeout, options.transport)
-    common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **(facts or {})}
+    common = {**facts_of_process(), **facts_of_schedule(schedule), **options.facts, **facts}
     with _job_watch(options, started) as watch:
         if options.takes_all:  # before any group is made: different ranks would hang in making them
             _all_ranks(options.timeout, device, watch).same("build()", common)

@@ -17,7 +17,8 @@ from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, ModelError
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.stage import Provider
-from penstock.pipeline.building.stages import BuiltStages, stages_from_provider
+from penstock.pipeline.building.provided_stages import stages_from_provider
+from penstock.pipeline.building.stages import BuiltStages
 from penstock.pipeline.compare import TOLERANCE, Report, compare
 from penstock.pipeline.generation import Generations
 from penstock.pipeline.options import Options, takes_options

@@ -17,7 +17,8 @@ from penstock.batch.packing import refuse_packed
 from penstock.errors import ConfigError
 from penstock.models import hub
 from penstock.models.adapters import names_in_file
-from penstock.models.source import ModelLike, Source, is_language_model, open_without_flash
+from penstock.models.auto_class import is_language_model
+from penstock.models.source import ModelLike, Source, open_without_flash
 from penstock.models.weights.files import tied_names
 from penstock.models.weights.saved_adapter import adapter_file, check_adapter, check_base
 from penstock.parallel.axes import Axes

@@ -57,39 +57,21 @@ def cut(
     values: False puts the stage's parameters on the meta device
     """
     boundary = Boundary(chain, layers, info)
-    memo: dict[int, Any] = {}
-    for parameter in () if values else model.parameters():
-        if type(parameter) is nn.Parameter and not isinstance(parameter.data, DTensor):
-            memo[id(parameter)] = nn.Parameter(meta_like(parameter), parameter.requires_grad)
-    for index, layer in enumerate(model.get_submodule(chain.layers).children()):
-        if index not in layers:
-            memo[id(layer)] = BoundaryPlaceholder(layer, chain.output_form, index, boundary)
-    if not info.is_first:
-        memo |= _placeholders_before(model, chain.before, chain.called_before)
-    if not info.is_last:
-        for name in (*chain.after, *chain.buffers_after):
-            module = model.get_submodule(name)
-            memo[id(module)] = PlaceholderAfter(module, name)
+    memo: dict[int, Any] = dict(_replaced_tensors(model, values=values))
+    memo |= _placeholders(model, chain, layers, info, boundary)
     dropped = [
         name
         for name, is_before in chain.direct_parameters.items()
         if not (info.is_first if is_before else info.is_last)
     ]
     memo |= {id(model.get_parameter(name)): None for name in dropped}
-    for module in model.modules():  # tensors kept from an earlier forward, such as a recurrent state
-        for value in vars(module).values():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                memo[id(value)] = value.detach().clone()
     stage = deep_copy(model, memo)
     forget_tied_tokens(stage)
     mark_without_weights(stage, model.dtype)
     copy_gradient_hooks(model, memo)
     refuse_references(stage, model)
-    for name in dropped:  # code that uses it runs on a dummy, and needs a value of its shape
-        path, _, attribute = name.rpartition(".")
-        weight, owner = model.get_parameter(name), stage.get_submodule(path)
-        delattr(owner, attribute)
-        owner.register_buffer(attribute, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
+    for name in dropped:
+        _put_zeros(stage, name, model.get_parameter(name))
     stage.boundary = boundary
     keep_whole_slices(stage.get_submodule(chain.layers))
     if chain.features:
@@ -102,9 +84,52 @@ def cut(
     return stage
 
 
-def _placeholders_before(model: nn.Module, names: Sequence[str], called: Sequence[str]) -> dict[int, Any]:
+def _replaced_tensors(model: nn.Module, *, values: bool) -> dict[int, Tensor]:
+    """By id, what stands for a tensor in the copy: for a parameter one on the meta device, unless `values`.
+
+    A tensor with a graph, kept from an earlier forward such as a recurrent state, is copied without it.
+    """
+    memo: dict[int, Tensor] = {}
+    for parameter in () if values else model.parameters():
+        if type(parameter) is nn.Parameter and not isinstance(parameter.data, DTensor):
+            memo[id(parameter)] = nn.Parameter(meta_like(parameter), parameter.requires_grad)
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                memo[id(value)] = value.detach().clone()
+    return memo
+
+
+def _placeholders(
+    model: PreTrainedModel, chain: Chain, layers: range, info: StageInfo, boundary: Boundary
+) -> dict[int, nn.Module]:
+    """By id, the placeholder of each module that another stage holds."""
+    memo: dict[int, nn.Module] = {}
+    for index, layer in enumerate(model.get_submodule(chain.layers).children()):
+        if index not in layers:
+            memo[id(layer)] = BoundaryPlaceholder(layer, chain.output_form, index, boundary)
+    if not info.is_first:
+        memo |= _placeholders_before(model, chain.before, chain.called_before)
+    if not info.is_last:
+        for name in (*chain.after, *chain.buffers_after):
+            module = model.get_submodule(name)
+            memo[id(module)] = PlaceholderAfter(module, name)
+    return memo
+
+
+def _put_zeros(stage: nn.Module, name: str, weight: Tensor) -> None:
+    """Put zeros in the place of another stage's parameter: code that uses it runs on a dummy input."""
+    path, _, attribute = name.rpartition(".")
+    owner = stage.get_submodule(path)
+    delattr(owner, attribute)
+    owner.register_buffer(attribute, torch.zeros(weight.shape, dtype=weight.dtype), persistent=False)
+
+
+def _placeholders_before(
+    model: nn.Module, names: Sequence[str], called: Sequence[str]
+) -> dict[int, nn.Module]:
     """Placeholders of modules that run before the layers, and of modules inside them that never run."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, nn.Module] = {}
     for name in names:
         for inner, module in model.get_submodule(name).named_modules(prefix=name):
             if inner in called:

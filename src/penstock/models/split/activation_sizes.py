@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from penstock.batch.liger import Chunked
 from penstock.batch.loss import NextToken
 from penstock.batch.packing import PER_TOKEN
-from penstock.batch.payload import Payload
+from penstock.batch.payload import EdgeSpecs, Payload
 from penstock.batch.shapes import Microbatch
 from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.split.kernels import kernels_of_runs, one_document
@@ -84,7 +84,7 @@ def stage_sizes(
     defers_head: Chunked = True,
     autocast: AutocastWithoutValues | None = None,
     offload: Offload | None = None,
-    watch: AroundOp = _unwatched,
+    watch: AroundOp | None = None,
 ) -> StageSizes | None:
     """The bytes that one microbatch holds on a stage made by `cut`, and the most while an op of it runs.
 
@@ -105,12 +105,11 @@ def stage_sizes(
     """
     if not edges.known:
         return None
-    taken = (*shared, offload, autocast)
+    taken, around = (*shared, offload, autocast), watch or _unwatched
     with shadow(part, {id(each): each for each in taken}) as model, one_document(), kernels_of_runs():
         tokens = torch.zeros(shape, dtype=torch.long)
         microbatch = {"input_ids": tokens, "labels": tokens}
-        edge, before = edges(info.stage, microbatch), edges(max(info.stage - 1, 0), microbatch)
-        incoming = Payload(tuple(torch.empty(s.shape, dtype=s.dtype) for s in before.tensors), before)
+        edge, incoming = edges(info.stage, microbatch), _empty(edges(max(info.stage - 1, 0), microbatch))
         received = None if info.is_first else incoming
         call = HFCall(model, info, entries, defers_head=defers_head)
         lowering = call if autocast is None else _Under(autocast, call)
@@ -118,7 +117,7 @@ def stage_sizes(
         casts = tuple if autocast is None else lambda: autocast.casts.storages
         try:
             how = Forward(split, offload=offload is not None)
-            with without_autocast(), Measured(casts) as measured, watch("F"):
+            with without_autocast(), Measured(casts) as measured, around("F"):
                 if info.is_last:
                     stage.forward(0, received, microbatch, how=how, loss=_OfAnyHead())
                     sent: tuple[torch.Tensor, ...] = ()
@@ -129,21 +128,31 @@ def stage_sizes(
         kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
         of_casts = measured.nbytes - measured.own_bytes
         in_forward = measured.peak - of_casts + (0 if received is None else incoming.nbytes)
-        offloaded = input_stays = 0
+        offloaded, input_stays = 0, 0
         if offload is not None:
             staying = stage.staying(0, microbatch) | {storage._cdata for storage in casts()}
-            inputs = {tensor.untyped_storage()._cdata for tensor in incoming.tensors}
-            offloaded = sum(storage.nbytes for storage in offload.leaving(0, staying))
-            input_stays = sum(storage.nbytes for storage in offload.leaving(0, staying - inputs)) - offloaded
+            offloaded, input_stays = _offloaded(offload, staying, incoming)
         gradients = [torch.ones(())] if info.is_last else [torch.empty_like(tensor) for tensor in sent]
         del sent
-        grown = _growth_in_backward(stage, gradients, measured, watch)
+        grown = _growth_in_backward(stage, gradients, measured, around)
         for_weight = stage.deferred[0].nbytes
-        if watch is not _unwatched:
+        if watch is not None:
             with watch("W"):
                 stage.weight_backward(0)
         sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
         return StageSizes(sizes, max(in_forward, kept.activation), kept.activation + grown, input_stays)
+
+
+def _empty(edge: EdgeSpecs) -> Payload:
+    """A message of the shapes of an edge, without values."""
+    return Payload(tuple(torch.empty(spec.shape, dtype=spec.dtype) for spec in edge.tensors), edge)
+
+
+def _offloaded(offload: Offload, staying: set[int], incoming: Payload) -> tuple[int, int]:
+    """Bytes that leave the device, and bytes that would leave it if they were not the stage's input."""
+    inputs = {tensor.untyped_storage()._cdata for tensor in incoming.tensors}
+    leaving = sum(storage.nbytes for storage in offload.leaving(0, staying))
+    return leaving, sum(storage.nbytes for storage in offload.leaving(0, staying - inputs)) - leaving
 
 
 def _growth_in_backward(stage: Stage, gradients: list[Tensor], measured: Measured, watch: AroundOp) -> int:

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from penstock.batch.loss import Loss, NextToken, OwnLoss, TokenLabels
 from penstock.errors import ConfigError, ModelError
 from penstock.models.adapters import LoraConfig
+from penstock.models.auto_class import is_language_model
 from penstock.models.huggingface.own_loss import own_loss
 from penstock.models.quantized import Quantize
-from penstock.models.source import is_language_model
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.models.tracing.chain import Chain, find_chain
 from penstock.options import ModelOptions, RoutingOptions, SplitOptions

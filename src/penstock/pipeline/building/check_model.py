@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 from penstock.batch.loss import NextToken
 from penstock.errors import ConfigError, ModelError
 from penstock.models.adapters import wrappers
+from penstock.models.auto_class import check_language_model
 from penstock.models.huggingface.padded import effect_of_padding
 from penstock.models.huggingface.references import reaching_out
 from penstock.models.huggingface.stages import refuse_unsupported_options
-from penstock.models.source import Source, check_language_model
+from penstock.models.source import Source
 from penstock.models.tracing.chain import Chain
 from penstock.parallel.axes import Axes
 from penstock.parallel.context.check import check_padded

@@ -369,23 +369,19 @@ class Account:
             ends: for each part, the number of layers up to its end
             watch: as for `stage_sizes`
         """
-        model, computed, offload = self.plan.source.model, self.options.sharded.param_dtype, None
-        if computed is not None:
-            compute_in(part, computed)
-            for name, parameter in part.named_parameters():
-                if self._local[name].whole:
-                    parameter.data = parameter.data.to(computed)
+        model, offload = self.plan.source.model, None
+        self._cast(part)
         if mesh is not None:
             if self._defers_head:  # inside the wrappers of tp
                 defer_head(part, self._defers_head)
             tensor_parallel(part, mesh, **self.options.of_tp())
         numbered = [(n, part.get_submodule(f"{self.plan.chain.layers}.{n}")) for n in layers]
-        autocast = self.options.autocast
-        lowered = None if autocast is None else AutocastWithoutValues(autocast)
+        dtype = self.options.autocast
+        autocast = None if dtype is None else AutocastWithoutValues(dtype)
         if checkpointing is not None:
-            if lowered is not None:
+            if autocast is not None:
                 for _, layer in numbered:
-                    cast_again(layer, lowered)
+                    cast_again(layer, autocast)
             install(numbered, checkpointing)
         if self.offloading is not None:
             offload = Offload(torch.device("cpu"), self.offloading.min_bytes)
@@ -393,16 +389,25 @@ class Account:
         return stage_sizes(
             part,
             info,
-            HFEdges(model, self.plan.chain, computed, ends=ends),
+            HFEdges(model, self.plan.chain, self.options.sharded.param_dtype, ends=ends),
             shape,
             split,
             taken(model),
             (mesh,) if mesh else (),
             defers_head=self._defers_head,
-            autocast=lowered,
+            autocast=autocast,
             offload=offload,
-            **({} if watch is None else {"watch": watch}),
+            watch=watch,
         )
+
+    def _cast(self, part: PreTrainedModel) -> None:
+        """Have `part` compute in FSDP2's dtype, which casts weights that it shards when it gathers them."""
+        if (computed := self.options.sharded.param_dtype) is None:
+            return
+        compute_in(part, computed)
+        for name, parameter in part.named_parameters():
+            if self._local[name].whole:
+                parameter.data = parameter.data.to(computed)
 
     @property
     def _defers_head(self) -> Chunked:

@@ -1,9 +1,9 @@
-"""Make modules into stages that are ready to run, and collect the other parts of a Pipeline."""
+"""Make modules into stages that are ready to run. `BuiltStages` has all parts of a Pipeline."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,23 +13,22 @@ from torch import nn
 
 from penstock.batch.loss import Loss
 from penstock.batch.shapes import EdgeShapes
-from penstock.errors import ConfigError, InputError, ModelError
+from penstock.errors import ModelError
 from penstock.models import activation_offloading
 from penstock.models.activation_checkpointing import Checkpointing, install
 from penstock.models.activation_offloading import Offloading
-from penstock.models.stage import ProvidedCall, Provider, StageInfo, declared_on_every_stage, provided_edges
+from penstock.models.stage import ProvidedCall, StageInfo
 from penstock.models.weights.saved import SavedModel
 from penstock.parallel.mesh_plan import MeshPlan
-from penstock.parallel.world import World, close_on_error, open_world
+from penstock.parallel.world import World
 from penstock.pipeline.building.split_module import layers_of
-from penstock.pipeline.options import Options, Parallelize
+from penstock.pipeline.options import Parallelize
 from penstock.pipeline.steps.split_batch import BatchSplitter
 from penstock.runtime.device.offload import Offload
-from penstock.runtime.health.agreement import named
-from penstock.runtime.ranks import Ranks, compare_values
+from penstock.runtime.ranks import Ranks
 from penstock.runtime.rng import StageRNG, dropouts
 from penstock.runtime.sharded_weights import local_shard
-from penstock.runtime.shared_weights import SharedWeights, copy_of, shared_by_replicas, shared_by_stages
+from penstock.runtime.shared_weights import SharedWeights
 from penstock.runtime.stage import Stage, StageCall
 from penstock.runtime.stage_part import StagePart
 from penstock.schedule import Proof, Schedule
@@ -68,6 +67,13 @@ class Lowering:
     make_schedule: Callable[[int], Schedule]
     recomputed: Callable[[Proof], StageMicrobatches]
     ahead: int | None
+
+
+def recomputed_by(checkpointing: Checkpointing | None) -> Callable[[Proof], StageMicrobatches]:
+    """`Lowering.recomputed`, for a number of microbatches in flight or for all."""
+    if checkpointing is None:
+        return lambda proof: frozenset()
+    return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
 
 
 @dataclass(frozen=True)
@@ -292,167 +298,3 @@ def parallelized(module: nn.Module, parallelize_fn: Parallelize, stage: int) -> 
         rest = f"a module with {added[0]} in addition to the stage's own parameters"
         raise refusal(rest, "Put it into the stage's module")
     return module, result
-
-
-# ---- the stages of a user's own modules: each rank calls the provider for its stages only
-
-
-def stages_from_provider(provider: Provider, options: Options) -> BuiltStages:
-    """Call `provider` for this process's stages and make them ready to run. Collective.
-
-    Raises the errors of Pipeline.from_provider.
-    """
-    schedule, checkpointing = options.chosen_schedule(), options.checkpointing()
-    if checkpointing is not None and checkpointing.memory_limit is not None:
-        rule = "the memory of a user's own module is unknown before it runs"
-        raise ConfigError("memory_limit with from_provider", rule, "Give in_flight, from Pipeline.memory")
-    if options.chunked_loss == "liger":
-        rule = "the head is known only for a transformers model"
-        raise ConfigError("chunked_loss='liger' with from_provider", rule, "Call Liger in your loss_fn")
-    if options.axes is not None and (options.axes.cp, options.axes.ep, options.axes.tp) != (1, 1, 1):
-        raise ConfigError(
-            f"{options.axes} with from_provider",
-            "penstock can shard sequences, experts and matrices of transformers models only",
-            "Take dp_shard and dp_replicate, and do the rest in parallelize_fn",
-        )
-    facts = {**options.facts(), "provider": named(provider)}
-    world = open_world(schedule, options.world_options(), facts)
-    with close_on_error(world.transport):
-        return _stages_in(world, provider, options, schedule)
-
-
-def _stages_in(world: World, provider: Provider, options: Options, schedule: Schedule) -> BuiltStages:
-    depth, offloading = schedule.placement.depth, options.offloading()
-    mesh_plan = options.mesh_plan(world)
-    provided = {
-        index: provider(StageInfo(index % depth, depth)) for index in own_stages(schedule, world.ranks)
-    }
-    _check_provided(provided, world, offloading, on_mesh=mesh_plan is not None)
-    on_every_stage = _on_every_stage(provided, world.everyone)
-
-    def make() -> tuple[list[Stage], Mapping[int, nn.Module], StageWeights]:
-        parts = stage_parts(
-            checkpointing=options.checkpointing(),
-            offloading=offloading,
-            parallelize_fn=options.parallelize_fn,
-            compile=options.layer_compiler(schedule, world.device),
-        )
-        if mesh_plan is not None:
-            parts.append(lambda draft: mesh_plan.fully_shard(draft.module, draft.plain_layers))
-        stages = [
-            make_stage(index, module, world.device, parts, position=index % depth)
-            for index, module in provided.items()
-        ]
-        modules = _modules(stages)
-        return stages, modules, _weights(schedule.placement, modules, on_every_stage)
-
-    stages, modules, weights = world.everyone.attempt("make its stages", make, InputError)
-    edges = None
-    if options.shapes != "exchanged":
-        edges = provided_edges(provider, modules, depth, world.processes, options.autocast)
-    return BuiltStages(
-        schedule,
-        world,
-        stages,
-        {index: layers_of(module) for index, module in modules.items()},
-        weights,
-        edges,
-        options.loss(),
-        options.batch_splitter(),
-        Lowering(
-            options.schedules(schedule),
-            recomputed_by(options.checkpointing()),
-            None if offloading is None else offloading.ahead,
-        ),
-        mesh_plan,
-        options.trace_folder,
-        options.autocast,
-    )
-
-
-def recomputed_by(checkpointing: Checkpointing | None) -> Callable[[Proof], StageMicrobatches]:
-    """`Lowering.recomputed`, for a number of microbatches in flight or for all."""
-    if checkpointing is None:
-        return lambda proof: frozenset()
-    return lambda proof: first_in_flight(proof.schedule, checkpointing.in_flight)
-
-
-def _weights(
-    placement: Placement, modules: Mapping[int, nn.Module], on_every_stage: frozenset[str]
-) -> StageWeights:
-    """The weights of a user's own modules. on_every_stage: names of weights with a copy on every stage"""
-    copies = {stage: _names_in(module, on_every_stage) for stage, module in modules.items()}
-    summed = frozenset[str]().union(*copies.values())
-    shared = list(shared_by_replicas(placement, modules, summed))
-    if on_every_stage:
-        shared.append(shared_by_stages(placement, modules, sorted(on_every_stage)))
-    depth = placement.depth
-    return StageWeights(shared, copies={stage: names for stage, names in copies.items() if stage % depth})
-
-
-def _on_every_stage(modules: Mapping[int, nn.Module], everyone: Ranks) -> frozenset[str]:
-    """The names of the weights with a copy on every stage. Collective.
-
-    modules: those of this process, by stage
-    Raises ModelError, on every rank, where stages declare different names or shapes.
-    """
-    declared = everyone.attempt(
-        "read what its modules declare",
-        lambda: {stage: declared_on_every_stage(module) for stage, module in modules.items()},
-    )
-    shapes = {
-        stage: {name: [str(weight.dtype), *weight.shape] for name, weight in weights.items()}
-        for stage, weights in declared.items()
-    }
-    gathered = everyone.gather([*shapes.items()])
-    every = sorted((entry for process in gathered for entry in process), key=lambda entry: int(entry[0]))
-    (first, expected), *others = every
-    for stage, stage_shapes in others:
-        for name in sorted({*expected, *stage_shapes}):
-            if expected.get(name) != stage_shapes.get(name):
-                shown = [
-                    f"{of_stage.get(name, 'none')} on stage {at}"
-                    for at, of_stage in every
-                    if at in (first, stage)
-                ]
-                rule = f"every stage has a copy of the same weight, but it is {' and '.join(shown)}"
-                raise ModelError(f"on_every_stage with {name!r}", rule, "Name it in every stage's module")
-    return frozenset(expected)
-
-
-def _names_in(module: nn.Module, shared: Collection[str]) -> frozenset[str]:
-    """The names of the copies of weights `shared` in `module`, where one copy may have several names."""
-    copies = {id(copy_of(module, name)) for name in shared}
-    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in copies)
-
-
-def _check_provided(
-    provided: Mapping[int, nn.Module], world: World, offloading: Offloading | None, *, on_mesh: bool
-) -> None:
-    """Check the modules of all ranks together. Collective.
-
-    Raises, on every rank, ConfigError for a module to offload that no layer has, and the error of
-    `compare_values` where the ranks of a mesh have different values of a stage.
-    """
-    if offloading is not None:
-        names = activation_offloading.names_in(layer for m in provided.values() for _, layer in layers_of(m))
-        everywhere = {name for of_process in world.everyone.gather(sorted(names)) for name in of_process}
-        activation_offloading.check_names(offloading, everywhere)
-    if on_mesh:
-        (rank,) = world.ranks
-        values = {f"{n} of stage {i}": p for i, m in provided.items() for n, p in m.named_parameters()}
-        compare_values(world.everyone, rank, values, ())
-
-
-def _modules(stages: Sequence[Stage]) -> Mapping[int, nn.Module]:
-    """The modules by stage. Raises ModelError for a weight on two stages, which would be clipped twice."""
-    seen: dict[int, int] = {}
-    for stage in stages:
-        for name, parameter in stage.module.named_parameters():
-            if (other := seen.setdefault(id(parameter), stage.index)) != stage.index:
-                raise ModelError(
-                    f"the parameter {name} of stage {stage.index}",
-                    f"it is the same object as one of stage {other}",
-                    "Let the provider make new modules in each call",
-                )
-    return {stage.index: stage.module for stage in stages}

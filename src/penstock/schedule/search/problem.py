@@ -104,11 +104,7 @@ def problem(
     def grains(size: float) -> int:
         return round(size * per_size) if exact_sizes else ceil(size * per_size)
 
-    take, give = list[int](), list[int]()
-    for activation, kept in zip(*([grains(x) for row in rows for x in row] for rows in sizes), strict=True):
-        # if W keeps more than was held before I, I takes the difference
-        take += (activation, max(0, kept - activation), 0)
-        give += (0, max(0, activation - kept), kept)
+    take, give = _sizes_by_op(*([grains(x) for row in rows for x in row] for rows in sizes))
     total = sum(take) + 1
     scaled = Problem(
         placement=placement,
@@ -128,6 +124,19 @@ def problem(
     if from_first_op:
         scaled.offset[:] = [min(scaled.arrival[line] for line in lines) for lines in scaled.lines_of]
     return scaled
+
+
+def _sizes_by_op(activations: Sequence[int], kept: Sequence[int]) -> tuple[list[int], list[int]]:
+    """What each op takes of memory, and what it gives back.
+
+    activations, kept: by F, what is held until its I, and until its W
+    """
+    take, give = list[int](), list[int]()
+    for activation, rest in zip(activations, kept, strict=True):
+        # if W keeps more than was held before I, I takes the difference
+        take += (activation, max(0, rest - activation), 0)
+        give += (0, max(0, activation - rest), rest)
+    return take, give
 
 
 def _quanta(values: Sequence[float]) -> tuple[float, bool]:
