@@ -176,38 +176,55 @@ def _room(row: Sequence[str]) -> float:
     return (WIDTH - 2 * PAD - GAP * (len(row) - 1)) / len(row) - LEFT
 
 
-def _boxes(layer: str, room: float) -> list[tuple[Folder, float, float, float, float]]:
-    """Each folder with the place and size of its box, filled line by line from the left."""
+class _Box(NamedTuple):
+    """Of a folder: its place in the layer, its size, and the columns of its files."""
+
+    folder: Folder
+    x: float
+    y: float
+    width: float
+    height: float
+    columns: int
+
+
+def _columns(folder: Folder, room: float) -> tuple[int, float]:
+    """How many columns the files of a folder take, and the width of one; no more than there is room for."""
+    width = max((len(name) for name in folder.files), default=0) * PER_CHARACTER + 40
+    most = max(1, int((room - 12) // width))
+    return min(most, max(1, -(-len(folder.files) // ROWS_A_COLUMN))), width
+
+
+def _boxes(layer: str, room: float) -> list[_Box]:
+    """The folders' boxes, line by line from the left."""
     placed = []
     x = y = tallest = 0.0
     for folder in folders(layer):
-        columns = max(1, -(-len(folder.files) // ROWS_A_COLUMN))
-        longest = max((len(name) for name in folder.files), default=0)
-        width = max(columns * (longest * PER_CHARACTER + 40), len(folder.path) * 7.4) + 12
+        columns, of_one = _columns(folder, room)
+        width = max(columns * of_one, len(folder.path) * 7.4) + 12
         rows = -(-len(folder.files) // columns)
         height = 26 + rows * LINE if folder.path else 34.0
         if x and x + width > room:
             x, y, tallest = 0.0, y + tallest + 8, 0.0
-        placed.append((folder, x, y, width, height))
+        placed.append(_Box(folder, x, y, width, height, columns))
         x, tallest = x + width + 8, max(tallest, height)
     return placed
 
 
 def _layer_height(layer: str, room: float) -> float:
-    return max(y + height for _, _, y, _, height in _boxes(layer, room)) + 2 * 8
+    return max(box.y + box.height for box in _boxes(layer, room)) + 2 * 8
 
 
 def _layer(layer: str, x: float, y: float, room: float, height: float) -> Iterator[str]:
     yield f'<rect class="band" x="{x}" y="{y}" width="{room + LEFT}" height="{height}" rx="8"/>'
     yield f'<text class="layer" x="{x + 12}" y="{y + 28}">{layer}</text>'
-    for folder, dx, dy, width, tall in _boxes(layer, room):
-        yield from _folder(folder, x + LEFT - 12 + dx, y + 8 + dy, width, tall)
+    for box in _boxes(layer, room):
+        yield from _folder(box._replace(x=x + LEFT - 12 + box.x, y=y + 8 + box.y))
 
 
-def _folder(folder: Folder, x: float, y: float, width: float, height: float) -> Iterator[str]:
+def _folder(box: _Box) -> Iterator[str]:
+    folder, x, y, width, height, columns = box
     yield f'<rect class="box" x="{x}" y="{y}" width="{width}" height="{height}" rx="5"/>'
     yield f'<text class="folder" x="{x + 8}" y="{y + 17}">{escape(folder.path)}</text>'
-    columns = max(1, -(-len(folder.files) // ROWS_A_COLUMN))
     rows = -(-len(folder.files) // columns)
     top = y + 34 if folder.path else y + 21
     for number, name in enumerate(folder.files):

@@ -56,6 +56,24 @@ def test_every_path_of_the_page_exists(path: str) -> None:
     assert (ROOT / "src" / "penstock" / path).exists() or (ROOT / path).exists()
 
 
+def homes() -> list[tuple[str, str]]:
+    """Every name of the page that is said to be in a file, with the file."""
+    pattern = r"`([A-Za-z_]+)`(?:, in a new file,)? (?:in|of) `([a-z_/]+\.py)`"
+    return re.findall(pattern, PAGE.read_text(encoding="utf-8"))
+
+
+def test_every_name_is_in_the_file_that_the_page_says() -> None:
+    def text(path: str) -> str:
+        home = ROOT / "src" / "penstock" / path
+        return (home if home.exists() else ROOT / path).read_text(encoding="utf-8")
+
+    def defined(name: str, path: str) -> bool:
+        return bool(re.search(rf"^\s*(?:class|def) {name}\b|^\s*{name}(?::.*)? = ", text(path), re.M))
+
+    assert len(homes()) > 20
+    assert [home for home in homes() if not defined(*home)] == []
+
+
 def trips() -> list[tuple[str, list[str]]]:
     """Each trip of the page: its heading, and the files of its numbered list."""
     text = PAGE.read_text(encoding="utf-8")
