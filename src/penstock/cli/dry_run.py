@@ -100,6 +100,14 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
     more = ", with what runs again" if planned.auto.checkpointing() is not None else ""
     passes = f"of forwards, input gradients and weight gradients{more}"
     yield "bubble", f"{bubble:.1%} predicted, if time goes by multiply-adds {passes}; messages take none"
+    yield from _summary_of_memory(planned, needs)
+    for note in planned.notes:
+        yield "note", note
+
+
+def _summary_of_memory(planned: Planned, needs: Sequence[RankMemory]) -> Iterator[PlanLine]:
+    """What the fullest rank needs, and what keeps activations elsewhere or computes them again."""
+    schedule = planned.plan.schedule
     rank = max(range(len(needs)), key=lambda rank: needs[rank].total)
     more = "" if needs[rank].activations is not None else ", and activations, which only a step shows"
     most = _gib(needs[rank].total, needs[rank].total)
@@ -109,9 +117,9 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
         yield "checkpoint", _copies(planned)
     forwards = schedule.stages * schedule.microbatches
     if planned.auto.checkpointing() is not None:
-        again = len(planned.auto.account(plan).recomputed())
+        again = len(planned.auto.account(planned.plan).recomputed())
         yield "recompute", f"the layers of {again:,} of {forwards:,} forwards run again in the backward"
-    if axes.tp > 1:
+    if planned.axes.tp > 1:
         yield "logits", _logits(planned)
     if scores := _scores(planned):
         eager = (
@@ -121,8 +129,6 @@ def _summary(planned: Planned, bubble: float, needs: Sequence[RankMemory]) -> It
     if (offloading := planned.auto.offloading()) is not None:
         away = len(offloaded(host_copies(schedule, offloading.ahead)))
         yield "offload", f"activations of {away:,} of {forwards:,} forwards wait in host memory"
-    for note in planned.notes:
-        yield "note", note
 
 
 def _too_full(planned: Planned, needs: Sequence[RankMemory], device: Device | None) -> Iterator[PlanLine]:

@@ -243,6 +243,15 @@ class Newest(NamedTuple):
     damaged: bool = False
 
 
+def _torn(folder: Path) -> list[str]:
+    """A line for each checkpoint of which the write, or the replacement, was cut short."""
+    torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
+    return torn + [
+        f"{target_of(path)} was being replaced: {path} holds the older one"
+        for path in reversed(displaced(folder, "step-*"))
+    ]
+
+
 def newest_checkpoint(
     output: Path, before: Path | None = None, check: Callable[[Path], None] | None = None
 ) -> Newest:
@@ -256,12 +265,7 @@ def newest_checkpoint(
 
     Raises UnfitError, of `check`: an older checkpoint would be of another model too.
     """
-    folder = output / "checkpoints"
-    torn = [f"{path} was never finished" for path in reversed(unfinished(folder, "step-*"))]
-    torn += [
-        f"{target_of(path)} was being replaced: {path} holds the older one"
-        for path in reversed(displaced(folder, "step-*"))
-    ]
+    torn = _torn(output / "checkpoints")
     wanted, damaged = last_run(output), False
     limit = None if before is None else _step_of(before)
     for step, path in _candidates(output):
