@@ -23,7 +23,7 @@ from penstock.batch.logit_sums import Penalties
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.placement import host_values
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import BatchError, ConfigError, ModelError
 
 IGNORED = -100  # the label that transformers leaves out of the loss
@@ -353,7 +353,7 @@ class RowLabels(OwnLoss):
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """output: logits (rows, classes), or a mapping with them"""
-        logits = output["logits"] if isinstance(output, Mapping) else output
+        logits = logits_in(output)
         if logits.dtype in (torch.float16, torch.bfloat16):
             logits = logits.float()
         labels = microbatch["labels"].to(logits.device)
