@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
 
 from penstock import Pipeline
+from penstock.batch.shapes import logits_in
 from penstock.errors import BatchError, ShapeError
 from support import jobs_edges as edges
 from support.jobs_edges import MODES, Single, build, ragged
@@ -70,3 +72,9 @@ def test_a_failed_inference_leaves_nothing_behind() -> None:
     with refuses(BatchError, "a list of 0 microbatches"):
         pipe.infer([])
     assert list(pipe.infer(ragged())) == [0, 1, 2, 3]
+
+
+def test_logits_are_all_of_an_output_or_its_entry_of_that_name() -> None:
+    logits = torch.zeros(2, 3)
+    assert logits_in(logits) is logits
+    assert logits_in(CausalLMOutput(logits=logits, loss=torch.ones(()))) is logits

@@ -11,7 +11,8 @@ from transformers import DeepseekV3Config, PretrainedConfig
 
 from penstock import AutoPipeline
 from penstock.models.activation_checkpointing import Checkpointing
-from penstock.models.split.model_costs import PartCosts, model_costs
+from penstock.models.split.counting import ProductCounts
+from penstock.models.split.model_costs import model_costs
 from penstock.parallel.axes import Axes
 from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.pipeline.building.build_plan import BuildPlan
@@ -42,8 +43,8 @@ def flops(ops: tuple[OpWork, ...]) -> float:
     return sum(op.calls * op.flops for op in ops)
 
 
-def passes(work: PartWork) -> PartCosts:
-    return PartCosts(*(flops(ops) / 2 for ops in work[:4]))
+def passes(work: PartWork) -> ProductCounts:
+    return ProductCounts(*(flops(ops) / 2 for ops in work[:4]))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])

@@ -23,7 +23,7 @@ from penstock.batch.logit_sums import Penalties
 from penstock.batch.microbatches import INNER, Sharding, batch_rows
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.placement import host_values
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import BatchError, ConfigError, ModelError
 
 IGNORED = -100  # the label that transformers leaves out of the loss
@@ -338,7 +338,7 @@ class RowLabels(OwnLoss):
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
         """output: logits (rows, classes), or a mapping with them"""
-        logits = wide(output["logits"] if isinstance(output, Mapping) else output)
+        logits = wide(logits_in(output))
         labels = microbatch["labels"].to(logits.device)
         problem = self._problem_of(labels)
         if problem == "single_label_classification":

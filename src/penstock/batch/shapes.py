@@ -25,6 +25,11 @@ def model_input(microbatch: Microbatch) -> Tensor:
     return inputs
 
 
+def logits_in(output: Any) -> Any:
+    """The logits of what a model or the last stage returns: its entry of that name, or all of it."""
+    return output["logits"] if isinstance(output, Mapping) else output
+
+
 class EdgeShapes(Protocol):
     """The shapes on each edge."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.batch.microbatches import Batch, StepInput, batch_rows
 from penstock.batch.placement import placed
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import BatchError, ConfigError, ModelError
 from penstock.models.huggingface.generation import (
     ROWS,
@@ -246,8 +246,7 @@ def _choose(
 ) -> None:
     """Choose the next tokens of a round's microbatch `index`. output: of the last stage"""
     rows = active[index]
-    logits = output["logits"] if isinstance(output, Mapping) else output
-    rows.choose(prompts.generating[rows.index], logits, generator)
+    rows.choose(prompts.generating[rows.index], logits_in(output), generator)
 
 
 def _checked(batch: Batch) -> Batch:

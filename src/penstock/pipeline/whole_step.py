@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from penstock.batch.loss import rows_per_group
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import ConfigError, ModelError
 from penstock.pipeline.pipeline import Pipeline
 from penstock.pipeline.steps.split_batch import BatchLike
@@ -32,7 +32,7 @@ VectorOf = Callable[[Any, Microbatch], Tensor]
 
 def logits_of(output: Any, microbatch: Microbatch) -> Tensor:
     """The logits of each row, as a head for rows gives them (rows, num_labels)."""
-    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output
+    logits: Tensor = logits_in(output)
     return logits
 
 

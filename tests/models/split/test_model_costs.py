@@ -10,7 +10,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from penstock import AutoPipeline
-from penstock.models.split.model_costs import ModelCosts, PartCosts, model_costs
+from penstock.models.split.counting import ProductCounts
+from penstock.models.split.model_costs import ModelCosts, model_costs
 from penstock.models.tracing.chain import find_chain
 from penstock.schedule import simulate
 from support.families import tiny_config
@@ -35,10 +36,10 @@ def test_a_chunked_head_costs_a_forward_more_and_has_no_w() -> None:
     """1.0 counted three forwards of it, so that the last stage of Qwen3-8B at P=4 had too many layers."""
     plain, chunked, liger = (costs_of(qwen3(), chunked=how).head for how in (False, True, "liger"))
     product = 4096 * 4096 * 151_936
-    assert plain == PartCosts(product, product, product)
-    assert chunked == PartCosts(product, 3 * product)
-    assert liger == PartCosts(3 * product)
-    assert costs_of(qwen3(), 64, chunked=True).head == PartCosts(
+    assert plain == ProductCounts(product, product, product)
+    assert chunked == ProductCounts(product, 3 * product)
+    assert liger == ProductCounts(3 * product)
+    assert costs_of(qwen3(), 64, chunked=True).head == ProductCounts(
         *[64 * 4096 * 151_936] * 3
     )  # they stay whole
     together = costs_of(qwen3(), 64, chunked=True, together=64 * 64).head
@@ -88,7 +89,7 @@ def test_the_bubble_counts_what_runs_again(name: str, bubble: float) -> None:
 
 
 def test_a_step_counts_what_runs_again_and_a_forward_alone_nothing_more() -> None:
-    costs = ModelCosts([PartCosts(1, 2, 3, 4)], PartCosts(10), PartCosts(5, 5, 5), [True] * 3)
+    costs = ModelCosts([ProductCounts(1, 2, 3, 4)], ProductCounts(10), ProductCounts(5, 5, 5), [True] * 3)
     assert costs.of_step().layers == [6]
     assert costs.of_step(0.5).layers == [8]
     assert costs.of_step(0.5, trains=False) == costs.of_step(trains=False)
@@ -97,12 +98,14 @@ def test_a_step_counts_what_runs_again_and_a_forward_alone_nothing_more() -> Non
 
 
 def test_no_backward_reaches_the_stages_before_the_first_that_trains() -> None:
-    layer = PartCosts(1, 2, 0)
-    costs = ModelCosts([layer] * 3, PartCosts(0.5), PartCosts(2, 2), [False, True, False, False, False])
+    layer = ProductCounts(1, 2, 0)
+    costs = ModelCosts(
+        [layer] * 3, ProductCounts(0.5), ProductCounts(2, 2), [False, True, False, False, False]
+    )
     first, second, last = costs.of_stages([range(1), range(1, 2), range(2, 3)])
-    assert first == PartCosts(1.5)
+    assert first == ProductCounts(1.5)
     assert second == layer
-    assert last == PartCosts(3, 4)
+    assert last == ProductCounts(3, 4)
 
 
 def test_selective_checkpointing_runs_no_product_again() -> None:

@@ -25,6 +25,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock.batch.loss import UNPAD
 from penstock.batch.padding import Lengths, Padding
+from penstock.batch.shapes import logits_in
 from penstock.errors import ModelError
 from penstock.models.huggingface.stages import outcome
 from penstock.runtime.unseen import unseen
@@ -134,7 +135,7 @@ def _difference(model: PreTrainedModel, padding: Padding, batch: Mapping[str, Te
     unpad = longer.pop(UNPAD)
     expected = outcome(model, model(**batch, use_cache=False))
     padded = outcome(model, model(**longer, use_cache=False))
-    plain, other = (value["logits"] if isinstance(value, Mapping) else value for value in (expected, padded))
+    plain, other = logits_in(expected), logits_in(padded)
     if other.dim() > 2 and other.shape[1] == _PADDED:
         other = unpad.output(other)
     if plain.shape != other.shape:

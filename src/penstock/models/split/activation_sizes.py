@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from penstock.batch.liger import Chunked
 from penstock.batch.loss import NextToken
 from penstock.batch.packing import PER_TOKEN
 from penstock.batch.payload import EdgeSpecs, Payload
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.models.huggingface.stages import HFCall, HFEdges
 from penstock.models.split.kernels import kernels_of_runs, one_document
 from penstock.models.stage import StageInfo
@@ -46,7 +46,7 @@ class _OfAnyHead(NextToken):
     """The next-token loss; of logits (rows, classes) the cross-entropy of a class for each row."""
 
     def total(self, output: Any, microbatch: Microbatch) -> Tensor:
-        logits = output["logits"] if isinstance(output, Mapping) else output
+        logits = logits_in(output)
         if len(logits.shape) != PER_TOKEN:
             return super().total(output, microbatch)
         return F.cross_entropy(logits, microbatch["labels"][:, 0].to(logits.device), reduction="sum")

@@ -37,12 +37,15 @@ _LOOKUP = torch.ops.aten.embedding
 
 
 class ProductCounts(NamedTuple):
-    """Multiply-adds of F, I and W, and of what a checkpointed layer runs again."""
+    """Multiply-adds of F, I and W, and of what I or B of a checkpointed layer runs again first."""
 
-    forward: int = 0
-    input_grad: int = 0
-    weight_grad: int = 0
-    again: int = 0
+    forward: float = 0
+    input_grad: float = 0
+    weight_grad: float = 0
+    again: float = 0
+
+    def plus(self, other: ProductCounts) -> ProductCounts:
+        return ProductCounts(*(a + b for a, b in zip(self, other, strict=True)))
 
     def less(self, before: ProductCounts) -> ProductCounts:
         return ProductCounts(*(now - then for now, then in zip(self, before, strict=True)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -16,32 +15,21 @@ from transformers import PreTrainedModel
 from penstock.batch.head_logits import are_large
 from penstock.batch.liger import Chunked
 from penstock.models.split.balanced_split import LayerCosts
+from penstock.models.split.counting import ProductCounts
 from penstock.models.split.multiply_adds import row_of, works_of_ops
 from penstock.models.tracing.chain import Chain
 
 
-class PartCosts(NamedTuple):
-    """Multiply-adds of one row in F, I and W, and of what I or B runs again first if it is checkpointed."""
-
-    forward: float = 0.0
-    input_grad: float = 0.0
-    weight_grad: float = 0.0
-    again: float = 0.0
-
-    def plus(self, other: PartCosts) -> PartCosts:
-        return PartCosts(*(a + b for a, b in zip(self, other, strict=True)))
-
-
 @dataclass(frozen=True)
 class ModelCosts:
-    """The costs of all parts of a model.
+    """The multiply-adds of one row in all parts of a model.
 
     trained: of each layer, whether it has a weight that trains; then those of the embedding and the head
     """
 
-    layers: Sequence[PartCosts]
-    embedding: PartCosts
-    head: PartCosts
+    layers: Sequence[ProductCounts]
+    embedding: ProductCounts
+    head: ProductCounts
     trained: Sequence[bool]
 
     def of_step(self, again: float = 0.0, *, trains: bool = True) -> LayerCosts:
@@ -52,13 +40,13 @@ class ModelCosts:
             trains: whether there are backwards
         """
 
-        def cost(part: PartCosts) -> float:
+        def cost(part: ProductCounts) -> float:
             backward = part.input_grad + part.weight_grad + again * part.again
             return part.forward + backward * trains
 
         return LayerCosts([cost(part) for part in self.layers], cost(self.embedding), cost(self.head))
 
-    def of_stages(self, split: Sequence[range]) -> list[PartCosts]:
+    def of_stages(self, split: Sequence[range]) -> list[ProductCounts]:
         """The costs of each stage. No backward reaches the stages before the first that trains something."""
         stages, reached = [], False
         for stage, layers in enumerate(split):
@@ -68,10 +56,10 @@ class ModelCosts:
             if stage == len(split) - 1:
                 parts, trained = [*parts, self.head], [*trained, self.trained[-1]]
             reached = reached or any(trained)
-            total = PartCosts()
+            total = ProductCounts()
             for part in parts:
                 total = total.plus(part)
-            stages.append(total if reached else PartCosts(total.forward))
+            stages.append(total if reached else ProductCounts(total.forward))
         return stages
 
 
@@ -98,10 +86,10 @@ def model_costs(
     """
     tokens, seen = row_of(model, sequence, image_tokens)
     works = works_of_ops(model, chain, save)
-    costs = [PartCosts(*(work.of(tokens, tokens**2) for work in part)) for part in works]
+    costs = [ProductCounts(*(work.of(tokens, tokens**2) for work in part)) for part in works]
     *layers, embedding, head = costs
     towers = works[-2].forward
-    more = PartCosts(towers.image * seen, towers.trained * seen, towers.trained * seen)
+    more = ProductCounts(towers.image * seen, towers.trained * seen, towers.trained * seen)
     layers = [part if index % every == 0 else part._replace(again=0.0) for index, part in enumerate(layers)]
     head = _deferred(model, chain, head, tokens, together or tokens, chunked)
     return ModelCosts(
@@ -110,8 +98,8 @@ def model_costs(
 
 
 def _deferred(
-    model: PreTrainedModel, chain: Chain, head: PartCosts, tokens: int, together: int, chunked: Chunked
-) -> PartCosts:
+    model: PreTrainedModel, chain: Chain, head: ProductCounts, tokens: int, together: int, chunked: Chunked
+) -> ProductCounts:
     """The head whose logits are computed block by block, where the loss does that."""
     output = model.get_output_embeddings()
     if type(output) is not nn.Linear or not chunked:
@@ -120,9 +108,9 @@ def _deferred(
     of_weight = product * output.weight.requires_grad
     forward, input_grad, weight_grad, _ = head
     if chunked == "liger":
-        return PartCosts(forward + product + of_weight, input_grad - product, weight_grad - of_weight)
+        return ProductCounts(forward + product + of_weight, input_grad - product, weight_grad - of_weight)
     if are_large(together, output.out_features):
-        return PartCosts(forward, input_grad + product + of_weight, weight_grad - of_weight)
+        return ProductCounts(forward, input_grad + product + of_weight, weight_grad - of_weight)
     return head
 
 

@@ -166,7 +166,7 @@ def works_of_ops(model: PreTrainedModel, chain: Chain, save: tuple[str, ...] = (
     return [*layers, embedding._replace(forward=forward), head]
 
 
-def _grown(once: int, twice: int) -> MultiplyAdds:
+def _grown(once: float, twice: float) -> MultiplyAdds:
     """once, twice: in rows of _SHORT tokens, and of twice as many"""
     if twice < 2 * once:  # a short row is padded
         return MultiplyAdds(twice / (2 * _SHORT))
@@ -244,9 +244,7 @@ def _counted(
     """
     first = {kind: kinds.index(kind) for kind in kinds}
     alike = after_first(model.get_submodule(chain.layers), kinds, chain.output_form)
-    marks: dict[
-        int, list[ProductCounts]
-    ] = {}  # of each layer that runs: the counts at its start and at its end
+    marks: dict[int, list[ProductCounts]] = {}  # of a layer that runs: the counts at its start and its end
 
     def count(whole: PreTrainedModel, tokens: int) -> list[ProductCounts]:
         marks.clear()

@@ -14,7 +14,7 @@ from penstock.batch.loss import OwnLoss, check_labels, labels_of
 from penstock.batch.microbatches import Collect, batch_rows
 from penstock.batch.payload import EdgeSpecs, Payload, flatten, pack_specs, unflatten, unpack_specs
 from penstock.batch.row_loss import row_logps, token_logps
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import BatchError, ConfigError, ShapeError
 from penstock.models.adapters import without_adapters
 from penstock.parallel.expert.replay import Recorded, StageRouting
@@ -218,15 +218,11 @@ class RowLogprobs(StepPart):
 
     def of_rows(self, output: Any, microbatch: int) -> Tensor:
         """Those of a microbatch (rows,). output: logits, or a mapping with "logits" """
-        return row_logps(_logits(output), self._microbatches[microbatch]["labels"])[0]
+        return row_logps(logits_in(output), self._microbatches[microbatch]["labels"])[0]
 
     def of_tokens(self, output: Any, microbatch: int) -> Tensor:
         """Those of a microbatch (rows, sequence). output: as for `of_rows`"""
-        return token_logps(_logits(output), self._microbatches[microbatch]["labels"])[0]
-
-
-def _logits(output: Any) -> Any:
-    return output["logits"] if isinstance(output, Mapping) else output
+        return token_logps(logits_in(output), self._microbatches[microbatch]["labels"])[0]
 
 
 # ---- the experts that the last step chose

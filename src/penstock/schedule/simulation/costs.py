@@ -91,7 +91,7 @@ class Costs:
         _check("communication", self.communication)
         for name in ("bandwidth", "host_bandwidth"):
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value > 0):
+            if value is not None and not (is_number(value) and value > 0):
                 rule = "it divides bytes, and is a number above 0"
                 raise ConfigError(f"Costs({name}={value!r})", rule, "Give bytes a unit of time")
         if type(self.offload_ahead) is not int or self.offload_ahead < 1:
@@ -246,9 +246,9 @@ def _is_something(cost: object) -> bool:
 
 
 def _check(name: str, value: object) -> None:
-    if not (_is_number(value) and 0 <= value < inf):  # also where it is not a number
+    if not (is_number(value) and 0 <= value < inf):  # also where it is not a number
         raise ConfigError(f"Costs({name}={value!r})", "a cost is finite and not negative", "Give 0 or more")
 
 
-def _is_number(value: object) -> TypeGuard[float]:
+def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)

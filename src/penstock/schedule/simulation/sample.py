@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from penstock.errors import ConfigError
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.ops import Op, Schedule, not_a_count
-from penstock.schedule.simulation.costs import Costs
+from penstock.schedule.simulation.costs import Costs, is_number
 from penstock.schedule.simulation.simulate import delays_of, durations_of, pairs_of
 from penstock.schedule.turns import Turns, last_gradients
 from penstock.schedule.verify import Proof, verify
@@ -315,14 +315,14 @@ def _check(schedule: Schedule, costs: Costs, jitter: float, spread: float, slow:
         rule = "copies to host memory are not sampled"
         raise ConfigError("Costs(offloaded=...)", rule, "Leave it out, or simulate one step")
     for name, value in (("jitter", jitter), ("spread", spread)):
-        if not (_is_number(value) and 0 <= value <= _WIDEST):
+        if not (is_number(value) and 0 <= value <= _WIDEST):
             rule = f"it is a share of an op's time, and above {_WIDEST} times would be negative"
             raise ConfigError(f"{name}={value!r}", rule, f"Give 0 to {_WIDEST}")
     for rank, factor in slow.items():
         if type(rank) is not int or not 0 <= rank < schedule.ranks:
             rule = f"the schedule has ranks 0 to {schedule.ranks - 1}"
             raise ConfigError(f"slow rank {rank!r}", rule, "Give one of these")
-        if not (_is_number(factor) and 0 < factor < inf):
+        if not (is_number(factor) and 0 < factor < inf):
             rule = "it is a factor of the rank's times, finite and above 0"
             raise ConfigError(f"slow rank {rank} with {factor!r}", rule, "Give 1.01 for 1 % slower")
 
@@ -336,7 +336,3 @@ def _check_size(replicas: int, samples: int, seed: int) -> None:
             raise ConfigError(f"{name}={count}", rule, "Give fewer")
     if type(seed) is not int or seed < 0:
         raise ConfigError(f"seed={seed!r}", "it is a whole number from 0 on", "Give 0 or more")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
