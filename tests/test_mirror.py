@@ -30,6 +30,7 @@ OF_SEVERAL = {
     "parallel": "accuracy adapters checkpoints dropout equivalence failures memory outputs precision "
     "sharded_build trained",
     "pipeline": "autocast collective edges equivalence layouts mtp padded_losses ragged",
+    "pipeline/steps": "agree",
     "runtime": "profiled verdicts",
     "runtime/device": "host_bound",
     "runtime/transport": "slow_network staging",

@@ -58,3 +58,15 @@ def test_positions_that_depend_on_earlier_rows_are_refused() -> None:
     by_kind = {"sliding_attention": rope, "full_attention": {**rope, "rope_type": "default"}}
     with refuses(ModelError, "rope_type='dynamic'", "frequencies depend"):
         AutoPipeline(ranks=2, microbatches=2).build_plan(tiny_config("gemma3_text", rope_parameters=by_kind))
+
+
+def test_a_parameter_of_another_stage_is_zeros_that_are_not_saved() -> None:
+    """Code that uses it runs on a dummy input, and needs a value of its shape."""
+    model = zoo.tiny_model("xlnet", torch.float32)
+    chain = find_chain(model)
+    used_before = [name for name, is_before in chain.direct_parameters.items() if is_before]
+    assert used_before
+    part = cut(model, chain, range(2, 4), StageInfo(1, 2))
+    for name in used_before:
+        assert torch.equal(part.get_buffer(name), torch.zeros_like(model.get_parameter(name)))
+    assert part.state_dict().keys().isdisjoint(used_before)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,6 +14,10 @@ from penstock.schedule import Costs, Placement, both_ways, loop, simulate, verif
 from penstock.schedule.builders import BUILDERS
 from penstock.schedule.search import Found, search
 from penstock.schedule.search import exact as cp_sat
+from penstock.schedule.search.evaluate import Best
+from penstock.schedule.search.listing import list_schedules
+from penstock.schedule.search.problem import Budget, problem
+from penstock.schedule.search.search import extend
 from penstock.schedule.simulation.timeline import Objective
 from support.covering import every
 
@@ -203,3 +208,18 @@ def test_no_pair_is_faster_than_the_bound(objective: Objective, backward: float)
         built = simulate(BUILDERS[name](ranks=2, microbatches=4), costs)
         assert found.lower_bound <= built.makespan
     assert found.lower_bound <= found.value
+
+
+@pytest.mark.parametrize(("placement", "limit"), [(loop(4), 6.0), (wave(4), 12.0)], ids=["loop", "v"])
+def test_a_steady_state_is_repeated(placement: Placement, limit: float) -> None:
+    costs = Costs(1, 1.2, 0.8, communication=0.1)
+    many = problem(placement, 40, costs, [limit] * 4)
+    few = many.first(10)
+    assert few == problem(placement, 10, costs, [limit] * 4)
+    small = Best(few, Random(0), Budget(0.5), least=0)
+    list_schedules(small, 1.0)
+    found = Best(many, Random(0), Budget(1), least=0)
+    extend(found, small)
+    # a busy rank has no bubble but that of the small schedule
+    assert found.key.value <= small.key.value + 30 * many.cycle * 1.01
+    simulate(many.schedule("searched", found.programs), costs)

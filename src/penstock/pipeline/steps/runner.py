@@ -10,7 +10,9 @@ The parts of the step act between these phases (penstock.pipeline.steps.step).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
@@ -18,20 +20,23 @@ from pathlib import Path
 import torch
 
 from penstock.batch.loss import HostLoss, hits_of, weight_of
-from penstock.batch.microbatches import Collect, StepInput
+from penstock.batch.microbatches import Collect, StepInput, fingerprint
 from penstock.batch.placement import placed
 from penstock.batch.shapes import Microbatch
 from penstock.errors import BatchError, ConfigError, InputError, PeerError, RunError
 from penstock.parallel.reductions import BatchFacts
+from penstock.parallel.world import World
 from penstock.pipeline.building.stages import BuiltStages
-from penstock.pipeline.steps.agree import agree, refused, with_fingerprint
 from penstock.pipeline.steps.schedules import LoweredSchedule, Schedules
-from penstock.pipeline.steps.split_batch import BatchLike, on_host
+from penstock.pipeline.steps.split_batch import BatchLike, as_list, on_host
 from penstock.pipeline.steps.step import Step, StepPart, StepResult
 from penstock.runtime import step_report as report
 from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.executor import Executor
 from penstock.runtime.health.post_mortem import write_post_mortem
+from penstock.runtime.recorder import Progress
+
+_REFUSED = 1 << 32  # above all fingerprints of batches
 
 
 class StepRunner:
@@ -127,10 +132,10 @@ class StepRunner:
             valid = self._weight(microbatches) if scored else 1
             facts = facts._replace(tokens=valid, total_tokens=total_tokens or 0)
             if world.mesh is not None:
-                facts = with_fingerprint(facts, batch, lowered, parts)
+                facts = _with_fingerprint(facts, batch, lowered, parts)
         except InputError as error:
-            refusal, facts = error, refused(facts, error)
-        tokens = agree(world, lowered.executors[0], facts, refusal)
+            refusal, facts = error, _refused(facts, error)
+        tokens = _agree(world, lowered.executors[0], facts, refusal)
         local: Sequence[Microbatch] = microbatches
         if built.mesh_plan is not None:
             local = [built.mesh_plan.local(microbatch) for microbatch in microbatches]
@@ -255,3 +260,55 @@ def _check_total(total_tokens: int | None) -> None:
     if total_tokens is not None and (type(total_tokens) is not int or total_tokens < 1):
         rule = "the loss is divided by it, a whole number of at least 1"
         raise ConfigError(f"total_tokens={total_tokens!r}", rule, "Give the result of Pipeline.count_tokens")
+
+
+# ---- all ranks accept their batches, which are equal, before anything is sent:
+#
+#      rank 0   accepts its batch        fingerprint of it     ----.
+#      rank 1   refuses it (BatchError)  the error's           ----+--> the same error on both
+
+
+def _agree(world: World, executor: Executor, facts: BatchFacts, refusal: InputError | None) -> int:
+    """Return the valid tokens of all parts of the batch. Collective.
+
+    executor: one of this process's; a failed wait reports its progress
+    refusal: this rank's error, if it refuses its batch
+
+    Before anything is sent, raises the refusal of the first rank on all ranks of a mesh, and BatchError where
+    ranks with the same part have different data, or no part has a valid token.
+    """
+    tokens = world.reductions.agree(facts, refusal)
+    if world.mesh is not None:
+        world.transport.follow(_progress_of(executor))
+    if world.reductions.everyone.count == 1:  # else the mesh has compared all parts
+        world.processes.begin(facts.fingerprint, facts.description)
+    if refusal is None and not (facts.total_tokens or tokens):
+        refusal = BatchError("a batch without a valid token", "a mean needs at least one", "Leave it out")
+    if refusal is not None:
+        world.processes.settle()  # raises where another rank accepts another batch, and would wait
+        raise refusal
+    return tokens
+
+
+def _with_fingerprint(
+    facts: BatchFacts, batch: BatchLike, lowered: LoweredSchedule, parts: Sequence[StepPart]
+) -> BatchFacts:
+    """The facts with a fingerprint, and its description, of data that must be equal on all ranks."""
+    number, words = fingerprint(as_list(batch), facts.microbatches, lowered.number)
+    more = "".join(part.facts for part in parts)
+    more += f", total_tokens={facts.total_tokens}" if facts.total_tokens else ""
+    if more:
+        number, words = zlib.crc32(f"{number}{more}".encode()), words + more
+    return facts._replace(fingerprint=number, description=words)
+
+
+def _refused(facts: BatchFacts, error: InputError) -> BatchFacts:
+    """The facts of a rank that refuses its batch."""
+    words = f"it refuses its batch ({error})"
+    return facts._replace(fingerprint=_REFUSED + zlib.crc32(words.encode()), description=words)
+
+
+def _progress_of(executor: Executor) -> Callable[[], Progress | None]:
+    """The executor's progress, for a watch thread that must not keep a dropped pipeline's weights alive."""
+    reference = weakref.ref(executor)
+    return lambda: None if (alive := reference()) is None else alive.progress

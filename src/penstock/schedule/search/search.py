@@ -13,6 +13,7 @@ share of the budget counts from the beginning, so that a step that ends early le
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,10 +28,9 @@ from penstock.schedule.ops import Op, Placement, Schedule, check_size, loop, not
 from penstock.schedule.search import exact
 from penstock.schedule.search.anneal import anneal, replaced
 from penstock.schedule.search.bound import lower_bound
-from penstock.schedule.search.evaluate import Best
+from penstock.schedule.search.evaluate import Best, times
 from penstock.schedule.search.listing import Policy, list_schedules
 from penstock.schedule.search.problem import OP_TIMED, Budget, Problem, problem
-from penstock.schedule.search.repeat import extend
 from penstock.schedule.simulation.costs import Costs, Row
 from penstock.schedule.simulation.simulate import simulate
 from penstock.schedule.simulation.timeline import Objective, Timeline, check_objective
@@ -69,6 +69,7 @@ def candidates(
 # ops that CP-SAT takes at once; more with one stage per rank, where the limit is only a matter of order
 _ALL_AT_ONCE, _ALL_AT_ONCE_SINGLY = 400, 700
 _LARGE = 900  # from so many ops on, a smaller problem comes first
+_CUTS = 60  # moments at which a steady state is looked for
 
 
 def find(problem: Problem, seeds: Sequence[tuple[str, Programs]], random: Random, budget: Budget) -> Best:
@@ -100,6 +101,40 @@ def _from_fewer(best: Best, microbatches: int, share: float, policies: list[Poli
         improve(small, share)
         extend(best, small)
     return policies
+
+
+def extend(best: Best, small: Best) -> None:
+    """Offer the programs of `small`, which has fewer microbatches, with a stretch of them repeated.
+
+    Each rank repeats a stretch of its program that has every line once. It holds the same before and after
+    the stretch, so the limit is kept.
+    """
+    few, ends = small.problem, times(small.problem, small.programs)
+    assert ends is not None
+    starts = [[ends[n] - few.duration[n] for n in program] for program in small.programs]
+    lines = [[few.line_of[n] for n in program] for program in small.programs]
+    makespan, more = max(ends), best.problem.microbatches - few.microbatches
+    for cut in range(_CUTS):
+        extended: Programs = []
+        for rank, program in enumerate(lines):
+            near, length = bisect_left(starts[rank], makespan * (cut + 0.5) / _CUTS), len(few.lines_of[rank])
+            at = _once(program, near, length)
+            if at is None:
+                break
+            stretch = program[at : at + length]
+            extended.append(best.problem.in_order(program[:at] + stretch * more + program[at:]))
+        if len(extended) == few.ranks:
+            best.budget.spend(2 * OP_TIMED * best.problem.size)
+            best.offer(extended, f"{small.method}, its steady state repeated")
+
+
+def _once(program: list[int], near: int, count: int) -> int | None:
+    """The position closest to `near` from which the next `count` ops are of different lines."""
+    for at in sorted(range(max(0, near - count), min(len(program) - count, near + count) + 1),
+                     key=lambda at: abs(at - near)):  # fmt: skip
+        if len(set(program[at : at + count])) == count:
+            return at
+    return None
 
 
 def _improve(best: Best, policies: list[Policy]) -> None:
