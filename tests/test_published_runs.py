@@ -147,5 +147,23 @@ def _with_memory() -> Run:
     return SMALL.model_copy(update={"memory": 1.0})
 
 
+def test_every_second_product_of_a_layer_runs_again() -> None:
+    """Of q, k, v, o, gate, up and down these are k, o and up."""
+    changes = {"family": "llama", "key_heads": 2, "inner": 96, "recomputed": "selective", "pp": 1}
+    plain = SMALL.model_copy(update=changes)
+    second = plain.model_copy(update={"every_second": True})
+    (all_kept,), (half_kept,) = (models.workload(run).work(run.candidate).kinds for run in (plain, second))
+    tokens, inputs, outputs = SMALL.length, (64, 64, 64), (32, 64, 96)
+    less = all_kept.nbytes.recomputed_activation - half_kept.nbytes.recomputed_activation
+    assert less == 2 * tokens * sum(outputs)
+    assert half_kept.nbytes.recomputed_backward_peak == all_kept.nbytes.recomputed_backward_peak
+    assert half_kept.forward == all_kept.forward
+    again = [op for op in half_kept.recomputed if op.kind == "matmul"]
+    assert not [op for op in all_kept.recomputed if op.kind == "matmul"]
+    pairs = zip(inputs, outputs, strict=True)
+    assert [op.flops for op in again] == [2 * tokens * inner * outer for inner, outer in pairs]
+    assert {op.flops for op in again} <= {op.flops for op in half_kept.forward if op.kind == "matmul"}
+
+
 def test_an_error_has_a_sign() -> None:
     assert Predicted(SMALL, 2.0, 1.0, None, 0.0).error == -0.5

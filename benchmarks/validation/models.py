@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from torch import nn
 from transformers import (
     DeepseekV3Config,
     GPTNeoXConfig,
@@ -11,16 +14,56 @@ from transformers import (
 )
 
 from benchmarks.validation.runs import Measure, Run
+from penstock.planner.candidate import Candidate
+from penstock.planner.tracing import Measurement
+from penstock.planner.work import OpWork, PartWork
 from penstock.planner.workload import Workload
 
 _WORKLOADS: dict[tuple[object, ...], Workload] = {}
+_BF16 = 2  # bytes
+
+
+class EverySecondKept(Workload):
+    """A model whose selective recomputation keeps the first, third, ... product of a layer.
+
+    So does torchtitan's. The others run again. A backward's peak is the same: all results are there by then.
+    """
+
+    def _measured(self, candidate: Candidate) -> Measurement:
+        measured = super()._measured(candidate)
+        if candidate.recomputed != "selective":
+            return measured
+        work = measured.work
+        kinds = (self._part(work.layers.index(kind), one, candidate) for kind, one in enumerate(work.kinds))
+        return measured._replace(work=replace(work, kinds=tuple(kinds)))
+
+    def _part(self, layer: int, part: PartWork, candidate: Candidate) -> PartWork:
+        """The work of a layer whose second, fourth, ... product runs again. The axes shard no product."""
+        assert candidate.axes.tp == 1
+        rows, length = candidate.axes.local_shape(candidate.shape)
+        modules = self.source.model.get_submodule(f"{self.chain.layers}.{layer}").modules()
+        again = [module for module in modules if isinstance(module, nn.Linear)][1::2]
+        kept = part.nbytes.recomputed_activation - sum(
+            _BF16 * rows * length * product.out_features for product in again
+        )
+        nbytes = part.nbytes._replace(recomputed_activation=kept)
+        ops = tuple(_product(rows * length, product) for product in again)
+        return part._replace(recomputed=part.recomputed + ops, nbytes=nbytes)
+
+
+def _product(tokens: int, linear: nn.Linear) -> OpWork:
+    inner, outer = linear.in_features, linear.out_features
+    moved = _BF16 * (tokens * inner + inner * outer + tokens * outer)
+    return OpWork("matmul", "bfloat16", 2 * tokens * inner * outer, moved)
 
 
 def workload(run: Run) -> Workload:
     """The model of a run; one object for all runs of a model, as it keeps what it measured."""
-    if run.model not in _WORKLOADS:
-        _WORKLOADS[run.model] = Workload(config(run), "bfloat16", "sdpa")
-    return _WORKLOADS[run.model]
+    key = *run.model, run.every_second
+    if key not in _WORKLOADS:
+        kind = EverySecondKept if run.every_second else Workload
+        _WORKLOADS[key] = kind(config(run), "bfloat16", "sdpa")
+    return _WORKLOADS[key]
 
 
 def config(run: Run) -> PretrainedConfig:

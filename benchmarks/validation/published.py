@@ -89,9 +89,9 @@ this section.
 _MISSES = """\
 What misses, and why:
 
-- Memory of torchtitan's FSDP rows is 27 to 47 % too high: its selective recomputation keeps every
-  second product, and the planner's keeps all. With a pipeline it is 27 to 34 % too low; which buffers
-  torchtitan holds there is not published.
+- Memory of torchtitan's FSDP rows is 11 to 16 % too high where the model is compiled, and 4 to 7 % where it
+  is not: the planner does not know what compilation no longer holds. With a pipeline it is 11 to 19 % too
+  low; what torchtitan holds there besides whole gradients in float32 is not known.
 - Memory of BLOOM is mostly 4 to 22 % too low: ZeRO-1 holds more than the planner's FSDP, and nvidia-smi
   counts what the allocators of PyTorch and NCCL reserve.
 - BLOOM with TP 8 is 7 to 24 % slower than predicted, with TP 4 and 2 it is within 11 %. The source says

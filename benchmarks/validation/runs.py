@@ -21,7 +21,7 @@ from penstock.yaml_reader import read_yaml
 
 FOLDER = Path(__file__).with_name("tables")
 Size = Annotated[float, BeforeValidator(lambda value: parse_size(value) if isinstance(value, str) else value)]
-State = Literal["weights", "gradients", "optimizer"]
+State = Literal["weights", "gradients", "optimizer", "gathered_gradients"]
 Measure = Literal["seconds", "tokens_per_device", "tflops", "tflops_recomputed", "mfu"]
 
 
@@ -35,6 +35,7 @@ class Run(Record):
     batch: rows of one pass of the pipeline; repeats: passes of a step, whose gradients add up
     fused: whether the ops between products are fused
     float8: whether products are in float8
+    every_second: whether selective recomputation keeps every second product of a layer, the first included
     value: what was published, in the measure of its table; memory: bytes of the fullest device
     unpredicted: why the planner cannot predict it; empty where it can
     """
@@ -65,6 +66,7 @@ class Run(Record):
     recomputed: Recomputed = "none"
     sequence_parallel: bool = False
     reshard: bool = False
+    every_second: bool = False
     float8: bool = False
     fused: bool = True
     unpredicted: str = ""
@@ -128,7 +130,7 @@ class Table(Record):
     assumed: what the source leaves open
     constants: the set of constants that its fitting rows fit
     memory_of: what its memory counts; memory_more: what that counts beside tensors
-    float32: the states that the runs keep in float32
+    float32: the states that the runs keep in float32, which are predicted in half precision
     one_model: whether all rows are of one model, so that their order means something
     """
 
