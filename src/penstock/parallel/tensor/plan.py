@@ -276,7 +276,7 @@ def _check_sizes(model: nn.Module, plan: TPPlan, tp: int) -> None:
             owner = model.get_submodule(name.rpartition(".")[0])
             width = next((w for n in _HEAD_WIDTHS if isinstance(w := getattr(owner, n, None), int)), None)
             pattern = _pattern(name)
-            if style == COLUMNS and width and size > width and size % width == 0:
+            if style == COLUMNS and width and size % width == 0:
                 sizes |= _heads(model) | {f"heads of {pattern}": size // width}
             sizes[f"{'columns' if style == ROWS else 'rows'} of {pattern}"] = size
     wrong = {name: size for name, size in sizes.items() if size % tp}
