@@ -94,6 +94,21 @@ def test_another_user_would_be_answered_without_the_proxy(
     assert by_another_user(lambda: answers(("127.0.0.1", store.port)))
 
 
+WAYS = ("messages", "tables")
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel answers by this way alone."""
+    if request.param == "tables":
+        monkeypatch.setattr(module, "_BY_FAMILY", 9999)  # a message that no kernel knows
+    else:
+        monkeypatch.setattr(module, "_TABLES", ())
+
+
+# _BY_FAMILY, _TABLES: of the two ways to ask the kernel
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 @as_root
 def test_the_user_of_a_connection_is_that_of_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -107,16 +122,22 @@ def test_the_user_of_a_connection_is_that_of_its_process() -> None:
         assert by_another_user(connects)
 
 
-def test_a_connection_that_is_closed_has_no_user() -> None:
-    """The kernel shows such a connection as one of root."""
+# a client may speak IPv4 through a socket of IPv6
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_a_connection_that_is_closed_has_no_user(family: socket.AddressFamily) -> None:
+    """The tables show such a connection as one of root."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        connection = socket.create_connection(server.getsockname())
-        ends = connection.getsockname(), server.getsockname()
-        accepted = server.accept()[0]
-        assert user_of(*ends) == os.getuid()
+        here, port = server.getsockname()
+        connection = socket.socket(family)
+        connection.connect((here if family == socket.AF_INET else f"::ffff:{here}", port))
+        accepted, client = server.accept()
+        assert user_of(client, (here, port)) == os.getuid()
         connection.close()
-        assert user_of(*ends) is None
+        assert user_of(client, (here, port)) is None
         accepted.close()
+        assert user_of((here, port), ("127.0.0.1", 9)) is None  # it listens, to nobody there
 
 
 # _ATTACH_FILTER: an option that no kernel knows
