@@ -38,6 +38,7 @@ def test_a_plain_module_is_refused() -> None:
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 36, "intermediate_size": 60}, 4,
          "6 num_attention_heads", "1 or 2 or 3 or 6"),
         ({"intermediate_size": 50, **HEADS}, 4, "50 rows of", "1 or 2"),
+        ({"num_attention_heads": 1, "num_key_value_heads": 1}, 2, "1 num_attention_heads", "1"),
     ],
 )  # fmt: skip
 def test_sizes_that_tp_does_not_divide_are_refused(
