@@ -100,13 +100,13 @@ WAYS = ("messages", "tables")
 @pytest.fixture
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel answers by this way alone."""
+    # _BY_FAMILY, _TABLES: of the two ways to ask the kernel
     if request.param == "tables":
         monkeypatch.setattr(module, "_BY_FAMILY", 9999)  # a message that no kernel knows
     else:
         monkeypatch.setattr(module, "_TABLES", ())
 
 
-# _BY_FAMILY, _TABLES: of the two ways to ask the kernel
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 @as_root

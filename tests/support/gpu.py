@@ -46,7 +46,7 @@ from penstock.parallel import world
 from penstock.parallel.reductions import Reductions
 from penstock.parallel.world import World, WorldOptions, close_on_error, goes_in_batches
 from penstock.pipeline import auto_pipeline
-from penstock.pipeline.building import stages
+from penstock.pipeline.building import provided_stages
 from penstock.private import get_default_store
 from penstock.runtime.device import stream
 from penstock.runtime.health import notes, watch
@@ -774,7 +774,7 @@ def emulated() -> Iterator[None]:
 
         patch.setattr(notes, "this_process", this_process)
         patch.setattr(watch, "lives", _lives)
-        patch.setattr(stages, "open_world", open_world)
+        patch.setattr(provided_stages, "open_world", open_world)
         patch.setattr(auto_pipeline, "open_world", open_world)
         patch.setattr(stream, "stream_of", stream_of)
         patch.setattr(distributed, "get_default_store", store)
