@@ -79,7 +79,7 @@ faults: env  ## Strike runs at set places and write docs/faults.md; five minutes
 	$(BIN)/pytest -m fault --faults tests/faults/results.json --numprocesses 2 --dist loadgroup
 	$(BIN)/python docs/faults.py
 
-soak: env  ## 5,000 steps with a rank killed every 200, compared with an undisturbed run; some ten minutes
+soak: env  ## 5,000 steps with a rank killed every 200, compared with an undisturbed run; three minutes
 	$(BIN)/python tests/soak.py
 
 bench: env  ## Measure penstock and others into benchmarks/results/; two hours, quiet

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from statistics import median
 
 import torch
@@ -16,10 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.in_memory import CONFIG, RANKS
 from benchmarks.pool import Pool, Rank
+from benchmarks.rounds import in_turn
 from penstock import AutoPipeline
 from penstock.train.config.load import load_config
 
-PAIRS = 24  # a busy machine may take a second for each step
+PAIRS = 20  # a busy machine may take a second for each step
 
 
 def prepare(rank: Rank, transport: str | None) -> None:
@@ -44,13 +46,10 @@ def _seconds(rank: Rank, checksums: bool) -> float:
 
 
 def pairs(rank: Rank) -> list[tuple[float, float]]:
-    """Seconds of a step without and of one with checksums, in turn."""
-    taken = []
-    for number in range(PAIRS):
-        order = (True, False) if number % 2 else (False, True)
-        seconds = {checksums: _seconds(rank, checksums) for checksums in order}
-        taken.append((seconds[False], seconds[True]))
-    return taken[4:]  # the first ones make buffers
+    """Seconds of a step with checksums and of one without."""
+    ways = {str(checksums): partial(_seconds, rank, checksums) for checksums in (True, False)}
+    taken = in_turn(ways, PAIRS, warm_up=4, others=None)  # the first ones make buffers
+    return [(seconds["True"], seconds["False"]) for seconds in taken.found]
 
 
 def main() -> None:
@@ -59,8 +58,8 @@ def main() -> None:
         pool.run(prepare, transport)
         slower = [[max(column) for column in zip(*ranks, strict=True)]
                   for ranks in zip(*pool.run(pairs), strict=True)]  # fmt: skip
-    ratios = sorted(with_them / without for without, with_them in slower)
-    without = median(pair[0] for pair in slower)
+    ratios = sorted(with_them / without for with_them, without in slower)
+    without = median(pair[1] for pair in slower)
     quarters = ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]
     print(f"{transport or 'shared memory'}: a step takes {without * 1e3:.1f} ms, and with checksums")
     print(f"{median(ratios):.3f} times as long, median of {len(ratios)} pairs, quartiles {quarters}")

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.pool import Pool, Rank
 from benchmarks.report import Found, measured
-from benchmarks.rounds import Numbers, rounds_of
+from benchmarks.rounds import Numbers, in_turn, rounds_of
 from penstock import AutoPipeline, Pipeline
 from penstock.checkpoint.in_memory import MemoryCheckpoints
 from penstock.train.config.load import load_config
@@ -81,13 +81,10 @@ def _step(rank: Rank, with_copy: bool) -> float:
 
 
 def steps(rank: Rank) -> list[tuple[float, float]]:
-    """Seconds of a step with and of one without, in turn, the first of a pair by turns too."""
-    pairs = []
-    for number in range(PAIRS):
-        order = (True, False) if number % 2 else (False, True)
-        taken = {with_copy: _step(rank, with_copy) for with_copy in order}
-        pairs.append((taken[True], taken[False]))
-    return pairs
+    """Seconds of a step with and of one without."""
+    ways = {str(with_copy): partial(_step, rank, with_copy) for with_copy in (True, False)}
+    taken = in_turn(ways, PAIRS, warm_up=0, others=None)
+    return [(seconds["True"], seconds["False"]) for seconds in taken.found]
 
 
 def clear(rank: Rank) -> None:

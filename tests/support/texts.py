@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from penstock.batch.padding import Padding
+from penstock.errors import DataError
 from penstock.train.config.sections import TrainConfig
 from penstock.train.data.batches import Data, LoadedBatch
 from penstock.train.data.loading import load_data
@@ -44,3 +46,15 @@ def microbatches(batch: LoadedBatch) -> list[dict[str, Any]]:
 def letters(batches: list[LoadedBatch]) -> set[str]:
     ids = [each["input_ids"].flatten() for batch in batches for each in microbatches(batch)]
     return {chr(token) for token in torch.cat(ids).tolist() if token}
+
+
+def fail_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the data raise a DataError for "row 7" where the batch of a step is made."""
+    original = Data.batch
+
+    def batch(data: Data, number: int) -> LoadedBatch:
+        if number == step:
+            raise DataError("row 7", "it cannot be read", "Mend it")
+        return original(data, number)
+
+    monkeypatch.setattr(Data, "batch", batch)

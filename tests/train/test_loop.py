@@ -28,6 +28,7 @@ from penstock.train.run import run
 from penstock.train.state import read_state
 from support.jobs_train import poison
 from support.refusals import refuses
+from support.texts import fail_at
 from support.tiny import checkpoint, config, metrics
 
 EXACT = ("loss", "grad_norm", "learning_rate", "tokens")
@@ -135,14 +136,7 @@ def test_the_step_that_stops_a_run_has_its_row(tmp_path: Path, monkeypatch: pyte
 
 def test_an_error_in_the_data_is_raised_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though its batch is made one step earlier: that step has its row, its evaluation and its checkpoint."""
-    original = Data.batch
-
-    def batch(data: Data, step: int) -> LoadedBatch:
-        if step == 3:
-            raise DataError("row 7", "it cannot be read", "Mend it")
-        return original(data, step)
-
-    monkeypatch.setattr(Data, "batch", batch)
+    fail_at(3, monkeypatch)
     with refuses(DataError, "row 7"):
         run(preflight(config(tmp_path, checkpoint_every=2)))
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2, 2, 2]

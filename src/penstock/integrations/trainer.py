@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from penstock.batch.shapes import logits_in
 from penstock.checkpoint.contents import read_random_state, read_state, set_random_state
 from penstock.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from penstock.errors import ModelError
@@ -138,9 +139,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]  # transformers is not fol
         if prediction_loss_only:
             return self._scalar(self.pipe.evaluate(batch).loss), None, None
         evaluation = self.pipe.evaluate(batch, outputs=True, everywhere=True)
-        outputs = evaluation.outputs
-        logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs
-        return self._scalar(evaluation.loss), logits, batch.get("labels")
+        return self._scalar(evaluation.loss), logits_in(evaluation.outputs), batch.get("labels")
 
     def _scalar(self, value: float | None) -> Tensor | None:
         return None if value is None else torch.tensor(value, device=self.args.device)

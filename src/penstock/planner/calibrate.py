@@ -31,7 +31,7 @@ from penstock.runtime.device.free_memory import free_on, room_in_memory
 
 MIB = 1 << 20
 CPU_THREADS = "threads of a CPU"  # a device, by their number
-_CACHE = 32 * MIB  # of a CPU
+_CACHE = 32 * MIB  # that a core of a CPU may fill
 _SIDES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of square products
 _SHARES = {"matmul": 0.4, "attention": 0.15, "memory": 0.15, "links": 0.2, "disk": 0.1}  # of the time
 

@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 from penstock.batch.deferred_logits import whole
 from penstock.batch.distillation import TEACHER, Taught, of_counted
 from penstock.batch.microbatches import split
-from penstock.batch.shapes import Microbatch
+from penstock.batch.shapes import Microbatch, logits_in
 from penstock.errors import ConfigError
 from penstock.models.model_folder import TOKENIZER, config_of, other_files
 from penstock.models.weights.files import weight_files
@@ -67,7 +67,7 @@ class Teacher(RunPart):
 
 def _logits_beside(teacher: Pipeline, microbatches: Sequence[Microbatch]) -> list[dict[str, Any]]:
     """The teacher's logits of each microbatch, on every rank. Collective."""
-    taught = teacher.evaluate(microbatches, lambda output, _: whole(_logits_of(output)), everywhere=True)
+    taught = teacher.evaluate(microbatches, lambda output, _: whole(logits_in(output)), everywhere=True)
     return [{TEACHER: logits} for logits in taught.outputs]
 
 
@@ -84,7 +84,7 @@ class Teaching(StepPart):
         parts = split(step.batch, count, {}) if isinstance(step.batch, Mapping) else step.batch
 
         def collect(output: Any, number: int) -> Tensor:
-            return of_counted(_logits_of(output), parts[number]["labels"])
+            return of_counted(logits_in(output), parts[number]["labels"])
 
         self._loss.logits.update(self._teacher.infer(parts, collect))
 
@@ -93,10 +93,6 @@ class Teaching(StepPart):
 
     def failed(self) -> None:
         self._loss.logits.clear()
-
-
-def _logits_of(output: Any) -> Any:
-    return output["logits"] if isinstance(output, Mapping) else output
 
 
 def _settings(auto: AutoPipeline) -> AutoPipeline:

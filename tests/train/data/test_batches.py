@@ -22,7 +22,7 @@ from penstock.train.data.sampler import Mixture, Sampler
 from penstock.train.sizes import Size, StepSizes
 from support.refusals import refuses
 from support.stores import in_memory
-from support.texts import TEXTS, letters, load_texts, microbatches
+from support.texts import TEXTS, fail_at, letters, load_texts, microbatches
 
 
 def of_rows(rows: int, length: int, microbatches: int = 2) -> StepSizes:
@@ -100,14 +100,7 @@ def test_the_next_batch_is_made_while_one_is_in_use_and_no_further_one(
 
 
 def test_a_failed_batch_is_raised_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Data.batch
-
-    def batch(data: Data, step: int) -> LoadedBatch:
-        if step == 3:
-            raise DataError("row 7", "it cannot be read", "Mend it")
-        return original(data, step)
-
-    monkeypatch.setattr(Data, "batch", batch)
+    fail_at(3, monkeypatch)
     batches = rows_of(11).batches(range(1, 20), torch.device("cpu"))
     assert next(batches)
     assert next(batches)

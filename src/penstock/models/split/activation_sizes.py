@@ -118,11 +118,7 @@ def stage_sizes(
         try:
             how = Forward(split, offload=offload is not None)
             with without_autocast(), Measured(casts) as measured, around("F"):
-                if info.is_last:
-                    stage.forward(0, received, microbatch, how=how, loss=_OfAnyHead())
-                    sent: tuple[torch.Tensor, ...] = ()
-                else:
-                    sent = stage.forward(0, received, microbatch, edge, how).tensors
+                sent = _forward(stage, received, microbatch, None if info.is_last else edge, how)
         except LOOKS_AT_VALUES:
             return None
         kept = footprint(measured.own_bytes, stage.live[0].inputs, sent)
@@ -141,6 +137,16 @@ def stage_sizes(
                 stage.weight_backward(0)
         sizes = MicrobatchBytes(kept.activation, kept.output, incoming.nbytes, for_weight, offloaded)
         return StageSizes(sizes, max(in_forward, kept.activation), kept.activation + grown, input_stays)
+
+
+def _forward(
+    stage: Stage, received: Payload | None, microbatch: Microbatch, edge: EdgeSpecs | None, how: Forward
+) -> tuple[Tensor, ...]:
+    """Run microbatch 0, and return what the next stage gets; without an edge, compute the loss."""
+    if edge is None:
+        stage.forward(0, received, microbatch, how=how, loss=_OfAnyHead())
+        return ()
+    return stage.forward(0, received, microbatch, edge, how).tensors
 
 
 def _empty(edge: EdgeSpecs) -> Payload:
