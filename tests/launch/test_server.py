@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -56,6 +57,94 @@ def test_where_an_import_has_begun_a_thread_each_rank_begins_anew(
     with Server(["shared_by_ranks"]) as server, Launcher(server) as launcher:
         assert launcher.attempt(1, command).code == 0
     assert capfd.readouterr().out == "('0', '0', False, ['--word'])\n"
+
+
+FORKS = """
+import sys, threading
+import shared_by_ranks
+from penstock.launch.start import Launcher, Server, take_defaults
+take_defaults()
+print("before")
+if sys.argv[1] == "a thread":
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+command = [sys.executable, "-P", "-m", "said_by_ranks", *sys.argv[1:]]
+try:
+    with Server(["shared_by_ranks"], forks=True) as server, Launcher(server) as launcher:
+        for number in range(2):
+            server.open()
+            lines = [open(f"/proc/{pid}/cmdline").read() for pid in ("self", server.pid)]
+            code = launcher.attempt(2, command, number).code
+            print("of a fork:" if lines[0] == lines[1] else "of one begun by exec:", code)
+finally:
+    print("after")
+"""
+
+
+def forking(folder: Path, *arguments: str) -> tuple[list[str], str]:
+    """Run a launcher, in the folder of the ranks' modules, whose server is a fork of it if it may be.
+
+    Returns the lines that it and its ranks have written, sorted; and stderr.
+    """
+    (folder / "launcher.py").write_text(FORKS)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(
+        [sys.executable, "launcher.py", *arguments],
+        cwd=folder, env=buffered, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    return sorted(ended.stdout.splitlines()), ended.stderr
+
+
+def said(*arguments: str) -> list[str]:
+    return [f"('{rank}', '{attempt}', True, {[*arguments]})" for rank, attempt in ("00", "01", "10", "11")]
+
+
+def test_a_server_that_is_a_fork_has_what_its_launcher_has_imported(
+    command: list[str], tmp_path: Path
+) -> None:
+    """What the launcher has still to write, or does later, comes once."""
+    lines, err = forking(tmp_path, "--word")
+    assert lines == [*said("--word"), "after", "before", "of a fork: 0", "of a fork: 0"]
+    assert err == ""
+
+
+def test_a_launcher_with_a_thread_has_a_server_that_begins_by_exec(
+    command: list[str], tmp_path: Path
+) -> None:
+    """A lock that the thread held would stay locked in a fork for ever."""
+    lines, err = forking(tmp_path, "a thread")
+    assert lines == [*said("a thread"), "after", "before", *["of one begun by exec: 0"] * 2]
+    assert err == ""
+
+
+def test_a_server_that_was_a_fork_and_was_killed_is_followed_by_one_that_begins_by_exec(
+    command: list[str], tmp_path: Path
+) -> None:
+    """By then the launcher may have begun threads."""
+    (tmp_path / "said_by_ranks.py").write_text(RANK.replace('"kill" in sys.argv', 'place[1] == "0"'))
+    lines, err = forking(tmp_path, "--word")
+    assert [line for line in lines if "'1', True" in line] == said("--word")[1::2]
+    ends = ["after", "before", f"of a fork: {128 + signal.SIGKILL}", "of one begun by exec: 0"]
+    assert lines[-4:] == ends
+    assert "which started the ranks, was killed" in err
+
+
+@pytest.mark.parametrize(("ends", "code", "err"), [
+    ("sys.exit(3)", 3, ""),
+    ("sys.exit('no such file')", 1, "no such file"),
+    ("raise LookupError('no such key')", 1, "LookupError: no such key"),
+    ("import launcher", 1, "ModuleNotFoundError: No module named 'launcher'"),
+])  # fmt: skip
+def test_a_rank_of_such_a_server_ends_as_any_program(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int, err: str
+) -> None:
+    """And finds no modules in the folder where it works, as by -P; here one that is not PYTHONPATH's."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "said_by_ranks.py").write_text(f"import sys\n{ends}\n")
+    lines, written = forking(here, "--word")
+    assert lines == ["after", "before", *[f"of a fork: {code}"] * 2]
+    assert err in written
 
 
 REHEARSES = """

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,7 +21,8 @@ from penstock.cli import schedule as schedule_commands
 from penstock.cli.shared import ScheduleChoice, ending_quietly, open_streams, taking, usable
 from penstock.errors import ConfigError
 from penstock.launch import failures
-from penstock.launch.start import Server
+from penstock.launch.server import Rehearsal
+from penstock.launch.start import Server, take_defaults
 from penstock.launch.stop import Stop, fail, leave, under_torchrun
 from penstock.schedule.collector import collector_paused
 from penstock.schedule.files import write_text
@@ -45,7 +46,7 @@ def main() -> None:
     try:
         if "" in sys.argv:  # as from a shell's variable that is not set
             raise ConfigError("an empty argument", "as a path it would be the working folder", "Leave it out")
-        app(prog_name="penstock")
+        commands(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
 
@@ -99,10 +100,12 @@ def train(
 
                 with ending_quietly():
                     return show(settings, checkpoint, world, cluster)
-            with _server(settings, restarts) as server:  # it imports torch while this process does
-                with collector_paused(all_stay=True):
-                    from penstock.train.preflight import preflight
-
+            starts_ranks = _starts_ranks(settings, restarts)
+            if starts_ranks:
+                take_defaults()
+            with collector_paused(all_stay=True):
+                from penstock.train.preflight import preflight
+            with _server(settings) if starts_ranks else nullcontext() as server:
                 prepared = preflight(settings, checkpoint, _hardware(cluster))
                 if server is not None:
                     from penstock.cli.restart import start_ranks
@@ -438,14 +441,17 @@ def _sort_arguments(arguments: list[str], resume: bool) -> tuple[list[str], str 
     return [argument for argument in arguments if is_override(argument)], path
 
 
-def _server(settings: TrainConfig, restarts: int) -> AbstractContextManager[Server | None]:
-    """The server that starts the ranks, and imports their modules meanwhile; None for a single process."""
-    if under_torchrun():
-        return nullcontext()
+def _starts_ranks(settings: TrainConfig, restarts: int) -> bool:
+    """Whether this process starts the ranks: it is none of several, nor the single one of a run."""
     several = settings.pipeline.ranks * settings.parallel.axes.ranks_per_stage not in (1, -1)
-    # the second one this process has imported already, which only passes on what it imports from now on
-    ahead = ["penstock.train.run", "penstock.cli.main", "penstock.train.config.load"]
-    return Server(ahead) if several or restarts else nullcontext()
+    return not under_torchrun() and (several or restarts > 0)
+
+
+def _server(settings: TrainConfig) -> Server:
+    """The server that starts the ranks, a fork of this process. It plans the run while this one does."""
+    server = Server(["penstock.train.run", "penstock.cli.main", "penstock.train.config.load"], forks=True)
+    server.rehearse(Rehearsal("penstock.train.rehearsal", "rehearse", settings))
+    return server
 
 
 def _train(prepared: Prepared, stop: Stop) -> None:
@@ -460,6 +466,10 @@ def _train(prepared: Prepared, stop: Stop) -> None:
     if under_torchrun():
         leave(code)  # a thread of torch that wakes up while Python shuts down would abort the rank
     raise typer.Exit(code)
+
+
+# made here, so that a rank that is forked from a process with this module does not make them again
+commands = typer.main.get_command(app)
 
 
 def _end(error: BaseException) -> None:

@@ -1,12 +1,14 @@
 """The process that ranks are forked from: it has imported their modules, and rehearsed their start.
 
-    launcher  ["torch", ...]                        the server imports these
+    launcher  ["torch", ...]                        the server imports these, if it has not
               Rehearsal("module", "function", 1)    it calls this, for what that leaves in caches
               RankProcess(0, environment, command)  it forks: the child is the rank
     server    (0, "pid", 123)   (0, "code", -9)     at a rank's start, and at its end
 
 Most of a start is the import of torch and transformers, and the trace of the model. Forked ranks share both:
 each start takes moments, and memory holds the modules once.
+
+The server is itself a fork of its launcher, if that has imported torch anyway, or begins by exec.
 
 A fork is safe here: the server has one thread, no process group and no GPU in use. If an import has begun a
 thread or opened a GPU's driver, or the command is not `python -P -m MODULE`, the rank begins anew by exec.
@@ -24,11 +26,14 @@ import runpy
 import select
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from penstock.launch.stop import leave
 
 _PARENT_ENDS, _NAME = 1, 15  # PR_SET_PDEATHSIG, PR_SET_NAME
 _DRIVERS = ("/dev/nvidia", "/dev/kfd")  # of GPUs
@@ -95,7 +100,7 @@ def serve(connection: Connection) -> RankProcess | None:
         if not isinstance(request, RankProcess):
             _import_all(request)
             continue
-        forks = request.is_module and _is_clean()
+        forks = request.is_module and is_clean()
         pid = os.fork()
         if not pid:
             connection.close()
@@ -128,18 +133,38 @@ def _rehearse(call: Rehearsal) -> None:
     """
     if any(str(device).startswith(_DRIVERS) for device in Path("/dev").iterdir()):
         return
-    with suppress(Exception):  # the rank makes the same call, and raises the error
+    with _silence(), suppress(Exception):  # the rank makes the same call, and raises the error
         getattr(importlib.import_module(call.module), call.function)(call.argument)
     _freeze()
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """What is printed in the block, also by a library in C, goes nowhere: the launcher says the same."""
+    spoken = [(stream, os.dup(stream)) for stream in (1, 2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream, _ in spoken:
+            os.dup2(nowhere, stream)
+        yield
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()
+    finally:
+        for stream, kept in spoken:
+            os.dup2(kept, stream)
+            os.close(kept)
+        os.close(nowhere)
+
+
 def _freeze() -> None:
-    """Exempt all objects from garbage collection: one in a rank would write to all shared pages."""
-    gc.collect()
+    """Exempt all objects from garbage collection: one in a rank would write to all shared pages.
+
+    Without one here: to find the little garbage that imports leave took .35 s of a run's start.
+    """
     gc.freeze()
 
 
-def _is_clean() -> bool:
+def is_clean() -> bool:
     """Whether a fork is safe: this process has one thread, and no open driver of a GPU."""
     opened = []
     for name in os.listdir("/proc/self/fd"):
@@ -171,10 +196,71 @@ def _become(rank: RankProcess, server: int, forks: bool) -> RankProcess:
     return rank
 
 
+def _run(rank: RankProcess) -> None:
+    sys.orig_argv, sys.argv = rank.command, rank.command[3:]
+    runpy.run_module(rank.command[3], run_name="__main__", alter_sys=True)
+
+
 def main() -> None:
-    """The server's main program: `python -c ... CONNECTION LAUNCHER`, a descriptor and a process id."""
+    """The server's main program: `python -P -c ... CONNECTION LAUNCHER`, a descriptor and a process id."""
     _end_with(int(sys.argv[2]))
     rank = serve(Connection(int(sys.argv[1])))
     if rank is not None:
-        sys.orig_argv, sys.argv = rank.command, rank.command[3:]
-        runpy.run_module(rank.command[3], run_name="__main__", alter_sys=True)
+        _run(rank)
+
+
+class ForkedServer:
+    """A server that is a fork of this process. It has what `start.Server` calls of subprocess.Popen.
+
+    Call it where `is_clean`, in the main thread: the kernel ends the server with the thread that made it.
+    """
+
+    def __init__(self, ours: Connection, theirs: Connection) -> None:
+        """ours: this process's end of the connection"""
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            stream.flush()  # else the server would write it again
+        launcher = os.getpid()
+        self._code: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            ours.close()
+            _lead(theirs, launcher)
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._reap(0)
+
+    def _reap(self, options: int) -> int | None:
+        if self._code is None:
+            ended, status = os.waitpid(self.pid, options)
+            self._code = os.waitstatus_to_exitcode(status) if ended else None
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _lead(connection: Connection, launcher: int) -> NoReturn:
+    """Serve in a fork of the launcher, of whose frames none may go on: this process and ranks end here."""
+    code = 1
+    try:
+        _end_with(launcher)
+        os.setsid()
+        if not sys.flags.safe_path and sys.path[0] in ("", os.getcwd()):
+            del sys.path[0]  # as -P does
+        _freeze()
+        rank = serve(connection)
+        if rank is not None:
+            _run(rank)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        leave(code)

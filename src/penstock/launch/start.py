@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from penstock.launch import failures
 from penstock.launch.folder import attempt_folder
-from penstock.launch.server import SIGNALS, RankProcess, Rehearsal, has_ended
+from penstock.launch.server import SIGNALS, ForkedServer, RankProcess, Rehearsal, has_ended, is_clean
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 from penstock.launch.store import GuardedStore
 from penstock.shortages import out_of_memory_kills, too_many_files
@@ -74,6 +74,22 @@ def relaunch(ranks: int) -> None:
     sys.exit(launch(ranks, [sys.executable, *sys.orig_argv[1:]]))
 
 
+# the environment of ranks, where the user's has none of these
+_DEFAULTS = {
+    "OMP_NUM_THREADS": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # penstock.parallel.nccl says why
+}
+
+
+def take_defaults() -> None:
+    """Give this process, too, what is the default for ranks. They may be forked from it by `Server`.
+
+    Call it before numpy and torch are imported, which read their number of threads once.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+
+
 class Server:
     """The process that ranks are forked from, which ends with this object or with this process.
 
@@ -81,27 +97,30 @@ class Server:
 
     Args:
         imports: modules that it imports ahead, for ranks that run `python -P -m MODULE`
+        forks: make it by a fork of this process, where that is safe, so that it has what is imported here.
+            This process has called `take_defaults`
     """
 
-    def __init__(self, imports: Sequence[str] = ()) -> None:
-        self.environment = {
-            "OMP_NUM_THREADS": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # penstock.parallel.nccl says why
-            **os.environ,
-        }
+    def __init__(self, imports: Sequence[str] = (), *, forks: bool = False) -> None:
+        self.environment = {**_DEFAULTS, **os.environ}
+        self._forks = forks
         self._imports, self._known = [*imports], {*sys.modules}
         self._rehearsals: list[Rehearsal] = []
         self._start()
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        main, descriptor = "from penstock.launch.server import main; main()", theirs.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", main, str(descriptor), str(os.getpid())],
-            pass_fds=[descriptor],
-            start_new_session=True,
-            env=self.environment,
-        )
+        self._process: ForkedServer | subprocess.Popen[bytes]
+        if self._forks and is_clean():
+            self._process = ForkedServer(self._connection, theirs)
+        else:
+            main, descriptor = "from penstock.launch.server import main; main()", theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", main, str(descriptor), str(os.getpid())],
+                pass_fds=[descriptor],
+                start_new_session=True,
+                env=self.environment,
+            )
         theirs.close()
         for ahead in (self._imports, *self._rehearsals):
             self._connection.send(ahead)

@@ -6,6 +6,7 @@ that is forked from there plans in hundredths of a second.
 
 from __future__ import annotations
 
+from penstock.models.hub import is_name
 from penstock.models.split.multiply_adds import works
 from penstock.train.config.sections import TrainConfig
 from penstock.train.model import named_model
@@ -13,6 +14,12 @@ from penstock.train.settings import make_auto
 
 
 def rehearse(config: TrainConfig) -> None:
-    """Trace the model of a run as each of its ranks will. Reads no weight. Raises what `preflight` raises."""
+    """Trace the model of a run as each of its ranks will. Reads no weight. Raises what `preflight` raises.
+
+    Not one of a Hub name, before the preflight has fetched its files and pinned its commit.
+    """
+    if is_name(config.model.path) and config.model.commit is None:
+        return
     plan = make_auto(config).build_plan(named_model(config.model))
     works(plan.source.model, plan.chain)
+    _ = plan.completer().shape_questions  # which the first step would count

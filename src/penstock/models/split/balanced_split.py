@@ -1,6 +1,8 @@
 """The balanced split: the slowest rank becomes as fast as possible, under a memory limit.
 
 It is exact if each rank has one stage; if ranks have several, it is a local search from two exact splits.
+
+numpy is imported by what needs it: a config is read before it is known how many threads numpy may have.
 """
 
 from __future__ import annotations
@@ -14,8 +16,6 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
 
 from penstock.errors import ConfigError, PartitionError
 
@@ -151,6 +151,8 @@ def _moved(
     A move shifts one or two ends of the slowest rank's stages, or gives one of its layers to any stage, where
     the stages in between pass one layer on.
     """
+    import numpy as np
+
     judge = _Judge.of(cost, split[-1].stop, holders)
     cuts = np.array([0, *(layers.stop for layers in split)])
     best = judge.qualities(cuts[None])[0]
@@ -167,6 +169,8 @@ def _moved(
 
 def _moves(cuts: Integers, slowest: int, holders: Holders) -> Integers:
     """A row of cuts for each move off a rank. cuts: 0, then the layer after the last of each stage"""
+    import numpy as np
+
     ends = [cut for cut in range(1, len(holders)) if slowest in (*holders[cut - 1], *holders[cut])]
     first, step, second, other = (
         grid.ravel() for grid in np.meshgrid(ends, _STEPS, ends, (0, *_STEPS), indexing="ij")
@@ -200,6 +204,8 @@ class _Judge(NamedTuple):
 
     @classmethod
     def of(cls, cost: _StageSum, layers: int, holders: Holders) -> _Judge:
+        import numpy as np
+
         ends = [cost(stage, 0, 0) for stage in range(len(holders))]
         until = [cost(0, 0, end) - ends[0] for end in range(layers + 1)]
         count = 1 + max(rank for ranks in holders for rank in ranks)
@@ -214,7 +220,7 @@ class _Judge(NamedTuple):
         return of_stage, of_stage @ self.of_rank
 
     def slowest(self, cuts: Integers) -> int:
-        return int(np.argmax(self.costs(cuts)[1]))
+        return int(self.costs(cuts)[1].argmax())
 
     def qualities(self, cuts: Integers) -> list[tuple[int, ...]]:
         """The largest cost of a rank, the sum of their squares, and the same of stages: less is better."""

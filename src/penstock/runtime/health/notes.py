@@ -150,7 +150,7 @@ class FailureNotes:
 
     def absent(self, processes: Sequence[int], seconds: float) -> list[int]:
         """Wait for the first note of each process. Returns those that have left none after that time."""
-        names, pause = [f"note/{process}" for process in processes], 0.01
+        names, pause = [f"note/{process}" for process in processes], 0.001
         until = time.monotonic() + seconds
         while not self._store.has(names):  # the store's own wait prints a warning and blocks other calls
             if self._store.gone or time.monotonic() >= until:

@@ -10,10 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from operator import add
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -42,7 +41,12 @@ class Fill:
     images: int = 0
 
     def __add__(self, other: Fill) -> Fill:
-        return Fill(*map(add, astuple(self), astuple(other)))
+        return Fill(
+            self.tokens + other.tokens,
+            self.slots + other.slots,
+            self.squares + other.squares,
+            self.images + other.images,
+        )
 
     @property
     def padding(self) -> float:

@@ -139,14 +139,32 @@ def _rows_until(path: Path, run: str, step: int) -> tuple[list[bytes], float]:
     """
     with open_regular(path) as file:
         lines = file.read().split(b"\n")
+    settled = _settled(lines, run, step)
+    lines, before = lines[settled:], [line + b"\n" for line in lines[:settled]]
     rows = [
         (row, line + b"\n")
         for row, line in zip(_parsed(lines), lines, strict=True)
-        if isinstance(row, dict) and row.get("run", run) == run and _is_step(row.get("step"))
+        if _is_row(row) and row.get("run", run) == run
     ]
     kept = [(row, line) for row, line in without_replaced_rows(rows) if row["step"] <= step]
     again = seconds_of(row for row, _ in rows) - seconds_of(row for row, _ in kept)
-    return [line for _, line in kept], again
+    return [*before, *(line for _, line in kept)], again
+
+
+def _settled(lines: list[bytes], run: str, step: int) -> int:
+    """How many lines an earlier start of the run has settled: they stay, as no later row can change that.
+
+    So a restart reads the last rows alone, however long the run is. The lines end before the newest step but
+    one that is done.
+    """
+    below = step + 1
+    for index in reversed(range(len(lines))):
+        row = _value(lines[index])
+        if _is_row(row) and row.get("run") == run and "loss" in row and row["step"] < below:
+            if below <= step:
+                return index
+            below = row["step"]
+    return 0
 
 
 def _parsed(lines: list[bytes]) -> list[Any]:
@@ -168,8 +186,8 @@ def _value(line: bytes) -> Any:
     return None
 
 
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
+def _is_row(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("step"), int) and value["step"] >= 0
 
 
 class Display:
