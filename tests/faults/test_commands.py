@@ -22,6 +22,7 @@ from support.faults import Row, assert_as_if_nothing_had_happened, named_cause, 
 from support.strikes import Strike, environment
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(240)]
+NOTICED = 20.0  # seconds in which the other machine ends
 
 
 def file_of(folder: Path) -> str:
@@ -67,13 +68,22 @@ def test_a_run_that_is_struck_in_each_attempt_ends_as_if_nothing_had_happened(
     row.note(seconds=time.monotonic() - began, cause=named_cause(found[0]["cause"]), lost=4)
 
 
-@pytest.mark.fault("a machine is lost", "two agents of torchrun: one is killed with its rank")
+@pytest.mark.parametrize(("strike", "lost_steps"), [
+    pytest.param(
+        Strike(1, "the optimizer", 5, "machine"), 4,
+        marks=pytest.mark.fault("a machine is lost", "two agents of torchrun: one is killed with its rank"),
+    ),
+    pytest.param(
+        Strike(1, "the build", 1, "machine"), 0,
+        marks=pytest.mark.fault("a machine is lost", "the same, while its stages are built"),
+    ),
+], ids=["in a step", "in the build"])  # fmt: skip
 def test_a_machine_that_is_lost_ends_the_other_and_both_go_on_when_started_again(
-    tmp_path: Path, undisturbed: Path, row: Row
+    tmp_path: Path, undisturbed: Path, row: Row, strike: Strike, lost_steps: int
 ) -> None:
     """0.5.0: on two nodes the other node blamed a healthy rank."""
     file = file_of(tmp_path)
-    first, second = agents(tmp_path, file, [[Strike(1, "the optimizer", 5, "machine")]])
+    first, second = agents(tmp_path, file, [[strike]])
     lost, other = (first, second) if _first_to_end(first, second) is first else (second, first)
     began = time.monotonic()
     lost.communicate(timeout=10)
@@ -81,6 +91,7 @@ def test_a_machine_that_is_lost_ends_the_other_and_both_go_on_when_started_again
     _, err = other.communicate(timeout=60)
     seconds = time.monotonic() - began
     assert other.returncode == 1
+    assert seconds < NOTICED
     words = next(line for line in err.splitlines() if line.startswith("penstock: error: "))
     named = f"rank 1 on {socket.gethostname()} "
     assert named + "died or closed its connection" in words or "ended without closing" in words
@@ -88,7 +99,7 @@ def test_a_machine_that_is_lost_ends_the_other_and_both_go_on_when_started_again
         _, err = agent.communicate(timeout=100)
         assert agent.returncode == 0, err
     assert_as_if_nothing_had_happened(tmp_path, undisturbed)
-    row.note(seconds=seconds, cause=named_cause(words.removeprefix("penstock: error: ")), lost=4)
+    row.note(seconds=seconds, cause=named_cause(words.removeprefix("penstock: error: ")), lost=lost_steps)
 
 
 def agents(folder: Path, file: str, attempts: Sequence[Sequence[Strike]]) -> list[subprocess.Popen[str]]:

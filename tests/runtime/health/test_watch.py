@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -421,19 +422,17 @@ def test_a_rank_that_is_silent_is_no_failure_to_one_that_times_out_itself(start:
 
 def test_a_store_that_does_not_answer_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """0.5.0: a rank on the other side of a network partition sat in a call to the store for minutes."""
-    silent, answered = Mock(spec=Store), Event()
+    silent, answers, returned = Mock(spec=Store), Event(), list[bool]()
     silent.clone.return_value = silent
-    silent.check.side_effect = lambda keys: answered.wait(60)
+    silent.check.side_effect = lambda keys: returned.append(answers.wait(60))
     monkeypatch.setattr(health, "ANSWERS", 0.2)
     watch = Watch(silent, 0, 2, TIMEOUT)
     watch.begin("1B0", 1)
-    began = time.monotonic()
     error = watch.error(TIMED_OUT)
-    assert time.monotonic() - began < 1
-    assert "from rank 1: rank 1 has been silent for 0 s, longer than the timeout of 0 s; the store of" in str(
-        error
-    )
+    assert not returned
+    said = r"from rank 1: rank 1 has been silent for \d+ s, longer than the timeout of 0 s; the store of"
+    assert re.search(said, str(error))
     assert "this rank may be cut off" in str(error)
     watch.close()
     assert silent.check.call_count == 1
-    answered.set()
+    answers.set()
