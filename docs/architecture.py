@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("batch",),
     ("options",),
+    ("findings",),
     ("schedule",),
     ("yaml_reader",),
     ("reading",),

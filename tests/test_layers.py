@@ -28,6 +28,7 @@ LAYERS = (
     "runtime",
     "batch",
     "options",
+    "findings",
     "schedule",
     "yaml_reader",
     "reading",

@@ -30,7 +30,8 @@ from pydantic import (
 )
 
 from penstock.errors import ConfigError
-from penstock.options import Finding, as_one, at_most, finding, shown
+from penstock.findings import Finding, as_one, finding, shown
+from penstock.options import at_most
 from penstock.reading import parse_rate, parse_seconds, parse_size, path_fault
 from penstock.yaml_reader import read_yaml
 

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from penstock.errors import ConfigError
-from penstock.options import as_one, finding, shown
+from penstock.findings import as_one, finding, shown
 from penstock.reading import DEEPEST
 from penstock.train.config.loss import LOSSES
 from penstock.train.config.sections import TrainConfig

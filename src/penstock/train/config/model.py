@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import field_validator
 
+from penstock.findings import as_finding
 from penstock.models.split.partition import check_one_description
 from penstock.options import (
     AxisSizes,
@@ -16,7 +17,6 @@ from penstock.options import (
     RunOptions,
     ShardingOptions,
     SplitOptions,
-    as_finding,
 )
 from penstock.parallel.axes import Axes
 from penstock.schedule.choose import schedule_config

@@ -14,7 +14,7 @@ import yaml
 from pydantic import model_validator
 
 from penstock.errors import ConfigError
-from penstock.options import as_finding
+from penstock.findings import as_finding
 from penstock.train.adapter import AdapterKey
 from penstock.train.config.data import DataSection
 from penstock.train.config.loss import LOSSES
