@@ -35,9 +35,10 @@ def agents(folder: Path, *options: str, steps: int = STEPS) -> Iterator[list[sub
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
         "--rdzv-backend=c10d", "--rdzv-id=test", f"--rdzv-endpoint={endpoint}", "--local-addr=127.0.0.1",
-        "--shutdown-timeout=2", *options, "-m", "penstock", "train", str(file), "--resume",
+        *options, "-m", "penstock", "train", str(file), "--resume",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "2"  # the torchrun of torch 2.11 has no option for it
     started = []
     for number in range(2):
         with (folder / f"said-{number}").open("wb") as out:
