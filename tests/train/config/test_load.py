@@ -417,7 +417,7 @@ def test_overrides_are_the_values_that_they_show(tmp_path: Path, cases: range) -
             found = outcome(file, [f"{key}={in_yaml(value)}" for key, value in pairs])
             try:
                 expected = TrainConfig.model_validate(tree) if leads else None
-            except (ValidationError, RecursionError):
+            except (ValidationError, RecursionError, UnicodeEncodeError):  # as of half a surrogate pair
                 expected = None
             if re.search("u0000|ud800", json.dumps(pairs)):
                 assert found is None or found == expected
