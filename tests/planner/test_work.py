@@ -118,6 +118,24 @@ def test_a_first_run_has_the_ops_of_later_ones() -> None:
     assert added[-1] == 3 * 2 * width * inner / 2  # reads two, writes one, of bfloat16, the half of a matrix
 
 
+def test_ranks_of_ep_share_the_gradients_of_experts() -> None:
+    """W wrote and added the gradients of all ranks' experts: with 64 ranks it took four times as long."""
+    plan = plan_of(tiny_config("mixtral", num_local_experts=8))
+    whole, shared = (
+        model_work(plan, (2, 32), axes=axes).kinds[0] for axes in (Axes(), Axes(dp_shard=4, ep=4))
+    )
+    config = plan.source.model.config
+    inner, width = config.intermediate_size, config.hidden_size
+    gradients = 4 * 8 * 3 * inner * width  # gate, up and down of eight experts, in float32
+    written, added = 1, 3  # a product writes them once; to add them reads two and writes one
+    assert bytes_of(whole.weight_grad) - bytes_of(shared.weight_grad) == (written + added) * gradients * 3 / 4
+    assert flops(whole.weight_grad) == flops(shared.weight_grad)
+
+
+def bytes_of(ops: tuple[OpWork, ...]) -> float:
+    return sum(op.calls * op.nbytes for op in ops)
+
+
 def test_a_layer_that_runs_again_holds_its_input() -> None:
     nbytes = llama().kinds[0].nbytes
     assert nbytes.activation > 3 * nbytes.recomputed_activation >= 3 * nbytes.sent

@@ -22,10 +22,11 @@ from penstock.models.activation_checkpointing import Checkpointing
 from penstock.models.split.counting import flops_of, is_attention
 from penstock.models.tracing.probe import layer_kind
 from penstock.parallel.axes import Axes
+from penstock.parallel.expert.experts import mixtures
 from penstock.parallel.mesh_plan import ParallelOptions
 from penstock.pipeline.building.build_plan import BuildPlan
 from penstock.pipeline.building.memory import Account
-from penstock.private import GROUPED_MM, TorchDispatchMode, tree_leaves, tree_map
+from penstock.private import TorchDispatchMode, tree_leaves, tree_map
 from penstock.schedule.ops import Kind
 
 OpKind = Literal["matmul", "attention", "other"]
@@ -155,11 +156,11 @@ def _part(
     account: Account, shape: tuple[int, int], layers: range, stage: int, again: Checkpointing | None
 ) -> PartWork:
     """again: how its layers are checkpointed where they are; None: the part never is"""
-    once = _Recorder(account.axes)
+    once = _Recorder(account)
     sizes = account.of_part(shape, layers, stage, watch=once.during)
     twice, recomputed = once, sizes
     if again is not None:
-        twice = _Recorder(account.axes)
+        twice = _Recorder(account)
         recomputed = account.of_part(shape, layers, stage, again, twice.during)
     more = twice.ops["I"] - once.ops["I"]
     kept = sizes.kept
@@ -188,10 +189,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, axes: Axes) -> None:
+    def __init__(self, account: Account) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: dict[Kind, Counter[OpWork]] = {kind: Counter() for kind in ("F", "B", "I", "W")}
-        self._axes = axes
+        self._axes = account.axes
+        self._experts = _expert_shapes(account)
         self._kind: Kind = "F"
 
     @contextmanager
@@ -217,10 +219,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         packet = func._overloadpacket
         flops = flops_of(packet, args, kwargs, result)
         read, written = _tensors((args, kwargs)), _tensors(result)
-        nbytes = float(sum(tensor.nbytes for tensor in written))
-        for tensor in read:
-            share = self._axes.ep if packet is GROUPED_MM and tensor.dim() == _GROUPS else 1
-            nbytes += _stored(tensor) / share
+        nbytes = sum(tensor.nbytes / self._sharing(tensor) for tensor in written)
+        nbytes += sum(_stored(tensor) / self._sharing(tensor) for tensor in read)
         if packet in _LOOKUPS:  # as many rows of its table as it returns
             nbytes += written[0].nbytes - _stored(read[0])
         floating = [tensor for tensor in (*read, *written) if tensor.is_floating_point()]
@@ -233,8 +233,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = (flops or 0) * (self._axes.cp if attends else 1)
         self.ops[self._kind][OpWork(kind, dtype, float(whole), nbytes)] += 1
 
+    def _sharing(self, tensor: Tensor) -> int:
+        """How many ranks of ep share a tensor: here are the weights, and gradients, of all experts."""
+        return self._axes.ep if tuple(tensor.shape) in self._experts else 1
 
-_GROUPS = 3  # dimensions of a tensor with a matrix for each group
+
+def _expert_shapes(account: Account) -> frozenset[tuple[int, ...]]:
+    """The shapes of the matrices of a mixture's experts, and of these transposed; none without ep."""
+    model = account.plan.source.model
+    experts = mixtures(model).values() if account.axes.ep > 1 else ()
+    shapes = {tuple(weight.shape) for part in experts for weight in part.parameters() if weight.dim() == 3}
+    return frozenset(shapes | {(count, inner, outer) for count, outer, inner in shapes})
+
+
 _LOOKUPS = frozenset({
     getattr(torch.ops.aten, name) for name in ("embedding", "index", "index_select", "gather")
 })  # fmt: skip
