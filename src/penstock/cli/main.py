@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -46,7 +47,7 @@ def main() -> None:
     try:
         if "" in sys.argv:  # as from a shell's variable that is not set
             raise ConfigError("an empty argument", "as a path it would be the working folder", "Leave it out")
-        commands(prog_name="penstock")
+        commands()(prog_name="penstock")
     except (Exception, KeyboardInterrupt) as error:
         _end(error)
 
@@ -468,8 +469,10 @@ def _train(prepared: Prepared, stop: Stop) -> None:
     raise typer.Exit(code)
 
 
-# made here, so that a rank that is forked from a process with this module does not make them again
-commands = typer.main.get_command(app)
+@cache
+def commands() -> Callable[..., object]:
+    """The commands, for typer. A rank that is a fork of this process does not make them again."""
+    return typer.main.get_command(app)
 
 
 def _end(error: BaseException) -> None:
