@@ -94,6 +94,7 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     ):  # the planner knows no products in float8: it takes their peak, and attention keeps its rate
         attention *= peaks["bfloat16"] / peaks["float8"]
         peaks["bfloat16"], matmul = peaks["float8"], constants.float8
+    matmul, attention = matmul * run.computing, attention * run.computing
     changed = {
         "peaks": peaks,
         "bandwidth": device.bandwidth / (constants.traffic if run.fused else 1.0),
@@ -107,16 +108,13 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
 
 
 def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
-    """The rows that fit the set of constants called `name`.
-
-    Mixtures fit none: their runs hide exchanges of experts, which the planner does not.
-    """
+    """The rows that fit the set of constants called `name`."""
     return [
         (table, run)
         for table in tables.values()
         if table.constants == name
         for run in table.runs
-        if run.half == "fit" and not run.mixture and not run.unpredicted
+        if run.half == "fit" and not run.unpredicted
     ]
 
 
@@ -148,14 +146,32 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
         here = _busy(rows, constants)
         now = misses + here - start
         slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
-        held_back = np.vstack([np.stack(slopes, axis=1), _DAMPING * np.eye(len(names))])
-        change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
-        limited = np.clip(change, -_MOST, _MOST)
+        at_most = np.array([getattr(constants, one) >= getattr(most, one) for one in names])
+        limited = np.clip(_change(np.stack(slopes, axis=1), now, at_most), -_MOST, _MOST)
         before, scaled = constants, _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
         constants = replace(scaled, **{one: min(getattr(scaled, one), getattr(most, one)) for one in names})
         if all(abs(math.log(getattr(constants, one) / getattr(before, one))) < _STILL for one in names):
             break
     return constants
+
+
+def _change(slopes: np.ndarray, misses: np.ndarray, at_most: np.ndarray) -> np.ndarray:
+    """The step of least squares, in logarithms, that raises no constant which is `at_most`.
+
+    Such a constant stays, and the others are found anew without it: to clip the step instead would leave them
+    where they are best for a constant beyond its limit.
+    """
+    change, moves = np.zeros(len(at_most)), np.ones(len(at_most), bool)
+    while moves.any():
+        held_back = np.vstack([slopes[:, moves], _DAMPING * np.eye(moves.sum())])
+        change[moves], *_ = np.linalg.lstsq(
+            held_back, np.concatenate([-misses, np.zeros(moves.sum())]), rcond=None
+        )
+        if not (beyond := moves & at_most & (change > 0)).any():
+            break
+        moves &= ~beyond
+        change[beyond] = 0.0
+    return change
 
 
 def _busy(rows: Sequence[tuple[Table, Run]], constants: Constants) -> np.ndarray:
