@@ -152,13 +152,42 @@ def test_processors_that_exchange_compute_no_products() -> None:
     assert half.seconds == predict(table, SMALL, slower).seconds
 
 
+def test_an_op_takes_a_launch_more_where_the_host_waits_for_it() -> None:
+    table = replace_cluster(TABLES["bloom"]).model_copy(update={"constants": "H100", "measured": "seconds"})
+    known = library(table.hardware(SMALL))
+    blocking = SMALL.model_copy(update={"blocking": True, "half": "fit"})
+    assert predict(table, blocking, known).seconds == predict(table, SMALL, known).seconds
+    slow = replace(known, launch=50e-6)
+    assert predict(table, SMALL, slow).seconds == predict(table, SMALL, known).seconds
+    measured = predict(table, blocking, slow).seconds
+    assert measured > 5 * predict(table, blocking, known).seconds
+    row = blocking.model_copy(update={"value": measured})
+    assert fit([(table, row)], "H100").launch == pytest.approx(50e-6, rel=0.05)
+
+
+def test_a_drivers_memory_is_more_than_that_of_tensors_by_what_rows_fit() -> None:
+    """Two rows hold 1.2 and 1.3 times their tensors, beside what the table adds."""
+    table = replace_cluster(TABLES["bloom"]).model_copy(update={"measured": "seconds", "memory_more": 1e9})
+    known = library(table.hardware(SMALL))
+    run = SMALL.model_copy(update={"memory": 1.0})
+    tensors = predict(table, run, known).memory
+    assert tensors is not None
+    rows = [(table, run.model_copy(update={"memory": (tensors - 1e9) * times + 1e9})) for times in (1.2, 1.3)]
+    reserve = fit(rows, "H100").reserve
+    assert reserve == pytest.approx((1.2 * 1.3) ** 0.5)
+    counted = predict(table, run, replace(known, reserve=reserve)).memory
+    assert counted == pytest.approx((tensors - 1e9) * reserve + 1e9)
+    tight = table.model_copy(update={"reserved": False})
+    assert predict(tight, run, replace(known, reserve=reserve)).memory == tensors
+
+
 def replace_cluster(table: Table) -> Table:
     return table.model_copy(update={"cluster": {"host": "DGX H100", "devices": 2}})
 
 
 def test_bars_count_blind_rows_alone() -> None:
     table = replace_cluster(TABLES["bloom"]).model_copy(update={"one_model": True})
-    row = predict(table, SMALL, Constants(0.8, 0.8, 0.5, 1.0))
+    row = predict(table, SMALL, Constants(0.8, 0.8, 0.5, 1.0, 3e-6))
     blind = replace(row, seconds=2.2, memory=None)
     fit = replace(row, run=SMALL.model_copy(update={"half": "fit"}), measured=1.0, seconds=9.0)
     results = {"bloom": [blind, fit, replace(blind, seconds=1.8, memory=1.05, run=_with_memory())]}

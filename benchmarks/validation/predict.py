@@ -29,12 +29,16 @@ class Constants:
     matmul, float8: the share of the peak of products in half precision and in float8
     attention: of attention
     traffic: bytes that fused ops move, over those that the same ops move one by one
+    launch: seconds of an op beside its work, where the host waits for each op
+    reserve: bytes that a driver counts, over those of tensors
     """
 
     matmul: float
     float8: float
     attention: float
     traffic: float
+    launch: float
+    reserve: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Predicted:
 def library(cluster: Cluster) -> Constants:
     """What devices.yaml says, before anything is fitted."""
     shares = cluster.device.efficiencies
-    return Constants(shares.matmul, shares.matmul, shares.attention, 1.0)
+    return Constants(shares.matmul, shares.matmul, shares.attention, 1.0, cluster.device.launch)
 
 
 def predict(table: Table, run: Run, constants: Constants) -> Predicted:
@@ -81,7 +85,7 @@ def predict(table: Table, run: Run, constants: Constants) -> Predicted:
     if run.memory is not None:
         states = (sum(getattr(rank, name) for name in table.float32) for rank in step.memory)
         memory = max(rank.total + more for rank, more in zip(step.memory, states, strict=True))
-        memory += table.memory_more
+        memory = memory * (constants.reserve if table.reserved else 1.0) + table.memory_more
     return Predicted(run, seconds(run, table.measured), passes, memory, step.bubble)
 
 
@@ -97,6 +101,7 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     matmul, attention = matmul * run.computing, attention * run.computing
     changed = {
         "peaks": peaks,
+        "launch": constants.launch if run.blocking else device.launch,
         "bandwidth": device.bandwidth / (constants.traffic if run.fused else 1.0),
         "efficiencies": {**device.efficiencies.model_dump(), "matmul": matmul, "attention": attention},
     }
@@ -129,6 +134,7 @@ def free(rows: Sequence[tuple[Table, Run]], name: str) -> list[str]:
         *(["float8"] if True in kinds else []),
         *(["attention"] if name == "A100" else []),
         "traffic",
+        *(["launch"] if any(run.blocking for _, run in rows) else []),
     ]
 
 
@@ -137,7 +143,8 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
 
     No constant passes the library's: these are of the fastest products, and of ops that move all their bytes.
     """
-    constants = most = library(rows[0][0].hardware(rows[0][1]))
+    constants = library(rows[0][0].hardware(rows[0][1]))
+    most = replace(constants, launch=math.inf)
     names = free(rows, name)
     firsts = [predict(table, run, constants) for table, run in rows]
     misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
@@ -152,7 +159,17 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
         constants = replace(scaled, **{one: min(getattr(scaled, one), getattr(most, one)) for one in names})
         if all(abs(math.log(getattr(constants, one) / getattr(before, one))) < _STILL for one in names):
             break
-    return constants
+    return replace(constants, reserve=_reserve(rows, constants))
+
+
+def _reserve(rows: Sequence[tuple[Table, Run]], constants: Constants) -> float:
+    """The mean, in logarithms, of what rows whose memory a driver counts hold, over what is predicted."""
+    logarithms = []
+    for table, run in rows:
+        tensors = predict(table, run, constants).memory if table.reserved else None
+        if tensors is not None and run.memory is not None:
+            logarithms.append(math.log((run.memory - table.memory_more) / (tensors - table.memory_more)))
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else 1.0
 
 
 def _change(slopes: np.ndarray, misses: np.ndarray, at_most: np.ndarray) -> np.ndarray:

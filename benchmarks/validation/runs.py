@@ -39,6 +39,7 @@ class Run(Record):
     every_second: whether selective recomputation keeps every second product of a layer, the first included
     overlapped, copies, scattered, gathered_keys, sharded_edges: how its framework communicates (`Practice`)
     computing: the share of a device's processors that its exchanges leave to products and attention
+    blocking: whether the host waits for each op (CUDA_LAUNCH_BLOCKING)
     first_more: whether the layers that are left over go to the first stages, not to those behind the first
     value: what was published, in the measure of its table; memory: bytes of the fullest device
     unpredicted: why the planner cannot predict it; empty where it can
@@ -79,6 +80,7 @@ class Run(Record):
     gathered_keys: bool = False
     sharded_edges: bool = False
     computing: float = 1.0
+    blocking: bool = False
     first_more: bool = False
     unpredicted: str = ""
 
@@ -142,6 +144,7 @@ class Table(Record):
     assumed: what the source leaves open
     constants: the set of constants that its fitting rows fit
     memory_of: what its memory counts; memory_more: what that counts beside tensors
+    reserved: whether its memory is what the driver counts, with what allocators keep for later
     float32: the states that the runs keep in float32, which are predicted in half precision
     one_model: whether all rows are of one model, so that their order means something
     """
@@ -156,6 +159,7 @@ class Table(Record):
     measured: Measure
     memory_of: str = ""
     memory_more: Size = 0.0
+    reserved: bool = False
     float32: tuple[State, ...] = ()
     one_model: bool = False
     runs: tuple[Run, ...]
