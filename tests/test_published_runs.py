@@ -7,12 +7,14 @@ from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks.validation import models, published
 from benchmarks.validation.predict import (
     FITTED,
     Constants,
     Predicted,
+    _change,
     fit,
     fitting,
     fitting_names,
@@ -108,7 +110,7 @@ def test_constants_change_what_they_name() -> None:
 
 
 def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
-    """Two rows that the planner made with other constants; the third is a mixture, and fits nothing."""
+    """Two rows that the planner made with other constants."""
     table = replace_cluster(TABLES["megatron_sc21"])
     known = library(table.hardware(SMALL))
     made = replace(known, matmul=known.matmul / 2)
@@ -120,9 +122,63 @@ def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
     for run in rows:
         assert predict(measured, run, known).error < -0.2
         assert abs(predict(measured, run, fitted).error) < 0.04
-    mixture = rows[0].model_copy(update={"family": "kimi"})
-    several = measured.model_copy(update={"runs": (*rows, mixture)})
+    several = measured.model_copy(update={"runs": (*rows, SMALL)})
     assert [run for _, run in fitting({"": several}, table.constants)] == rows
+
+
+def test_a_constant_at_its_limit_stays_and_the_others_fit_without_it() -> None:
+    """Both misses want the first constant raised; what it leaves, the second takes, in halves of the rows."""
+    slopes, misses = np.array([[-1.0, 0.2], [-1.0, 1.0]]), np.array([0.5, 0.5])
+    free = _change(slopes, misses, np.array([False, False]))
+    held = _change(slopes, misses, np.array([True, False]))
+    assert free[0] > 0.3 > abs(free[1])
+    assert held[0] == 0
+    alone = np.linalg.lstsq(np.vstack([slopes[:, 1:], [[0.05]]]), np.array([-0.5, -0.5, 0.0]), rcond=None)[0]
+    assert held[1] == pytest.approx(alone[0])
+    assert not _change(slopes, misses, np.array([True, True]))[0]
+
+
+def test_layers_that_are_left_over_go_where_the_framework_puts_them() -> None:
+    run = SMALL.model_copy(update={"layers": 6, "pp": 4})
+    assert run.split == (1, 2, 2, 1)
+    assert run.model_copy(update={"first_more": True}).split == (2, 2, 1, 1)
+
+
+def test_processors_that_exchange_compute_no_products() -> None:
+    table = replace_cluster(TABLES["megatron_sc21"])
+    known = library(table.hardware(SMALL))
+    half = predict(table, SMALL.model_copy(update={"computing": 0.5}), known)
+    slower = replace(known, matmul=known.matmul / 2, attention=known.attention / 2)
+    assert half.seconds == predict(table, SMALL, slower).seconds
+
+
+def test_an_op_takes_a_launch_more_where_the_host_waits_for_it() -> None:
+    table = replace_cluster(TABLES["bloom"]).model_copy(update={"constants": "H100", "measured": "seconds"})
+    known = library(table.hardware(SMALL))
+    blocking = SMALL.model_copy(update={"blocking": True, "half": "fit"})
+    assert predict(table, blocking, known).seconds == predict(table, SMALL, known).seconds
+    slow = replace(known, launch=50e-6)
+    assert predict(table, SMALL, slow).seconds == predict(table, SMALL, known).seconds
+    measured = predict(table, blocking, slow).seconds
+    assert measured > 5 * predict(table, blocking, known).seconds
+    row = blocking.model_copy(update={"value": measured})
+    assert fit([(table, row)], "H100").launch == pytest.approx(50e-6, rel=0.05)
+
+
+def test_a_drivers_memory_is_more_than_that_of_tensors_by_what_rows_fit() -> None:
+    """Two rows hold 1.2 and 1.3 times their tensors, beside what the table adds."""
+    table = replace_cluster(TABLES["bloom"]).model_copy(update={"measured": "seconds", "memory_more": 1e9})
+    known = library(table.hardware(SMALL))
+    run = SMALL.model_copy(update={"memory": 1.0})
+    tensors = predict(table, run, known).memory
+    assert tensors is not None
+    rows = [(table, run.model_copy(update={"memory": (tensors - 1e9) * times + 1e9})) for times in (1.2, 1.3)]
+    reserve = fit(rows, "H100").reserve
+    assert reserve == pytest.approx((1.2 * 1.3) ** 0.5)
+    counted = predict(table, run, replace(known, reserve=reserve)).memory
+    assert counted == pytest.approx((tensors - 1e9) * reserve + 1e9)
+    tight = table.model_copy(update={"reserved": False})
+    assert predict(tight, run, replace(known, reserve=reserve)).memory == tensors
 
 
 def replace_cluster(table: Table) -> Table:
@@ -131,7 +187,7 @@ def replace_cluster(table: Table) -> Table:
 
 def test_bars_count_blind_rows_alone() -> None:
     table = replace_cluster(TABLES["bloom"]).model_copy(update={"one_model": True})
-    row = predict(table, SMALL, Constants(0.8, 0.8, 0.5, 1.0))
+    row = predict(table, SMALL, Constants(0.8, 0.8, 0.5, 1.0, 3e-6))
     blind = replace(row, seconds=2.2, memory=None)
     fit = replace(row, run=SMALL.model_copy(update={"half": "fit"}), measured=1.0, seconds=9.0)
     results = {"bloom": [blind, fit, replace(blind, seconds=1.8, memory=1.05, run=_with_memory())]}

@@ -29,12 +29,16 @@ class Constants:
     matmul, float8: the share of the peak of products in half precision and in float8
     attention: of attention
     traffic: bytes that fused ops move, over those that the same ops move one by one
+    launch: seconds of an op beside its work, where the host waits for each op
+    reserve: bytes that a driver counts, over those of tensors
     """
 
     matmul: float
     float8: float
     attention: float
     traffic: float
+    launch: float
+    reserve: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class Predicted:
 def library(cluster: Cluster) -> Constants:
     """What devices.yaml says, before anything is fitted."""
     shares = cluster.device.efficiencies
-    return Constants(shares.matmul, shares.matmul, shares.attention, 1.0)
+    return Constants(shares.matmul, shares.matmul, shares.attention, 1.0, cluster.device.launch)
 
 
 def predict(table: Table, run: Run, constants: Constants) -> Predicted:
@@ -81,7 +85,7 @@ def predict(table: Table, run: Run, constants: Constants) -> Predicted:
     if run.memory is not None:
         states = (sum(getattr(rank, name) for name in table.float32) for rank in step.memory)
         memory = max(rank.total + more for rank, more in zip(step.memory, states, strict=True))
-        memory += table.memory_more
+        memory = memory * (constants.reserve if table.reserved else 1.0) + table.memory_more
     return Predicted(run, seconds(run, table.measured), passes, memory, step.bubble)
 
 
@@ -94,8 +98,10 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
     ):  # the planner knows no products in float8: it takes their peak, and attention keeps its rate
         attention *= peaks["bfloat16"] / peaks["float8"]
         peaks["bfloat16"], matmul = peaks["float8"], constants.float8
+    matmul, attention = matmul * run.computing, attention * run.computing
     changed = {
         "peaks": peaks,
+        "launch": constants.launch if run.blocking else device.launch,
         "bandwidth": device.bandwidth / (constants.traffic if run.fused else 1.0),
         "efficiencies": {**device.efficiencies.model_dump(), "matmul": matmul, "attention": attention},
     }
@@ -107,16 +113,13 @@ def _with(cluster: Cluster, run: Run, constants: Constants) -> Cluster:
 
 
 def fitting(tables: Mapping[str, Table], name: str) -> list[tuple[Table, Run]]:
-    """The rows that fit the set of constants called `name`.
-
-    Mixtures fit none: their runs hide exchanges of experts, which the planner does not.
-    """
+    """The rows that fit the set of constants called `name`."""
     return [
         (table, run)
         for table in tables.values()
         if table.constants == name
         for run in table.runs
-        if run.half == "fit" and not run.mixture and not run.unpredicted
+        if run.half == "fit" and not run.unpredicted
     ]
 
 
@@ -131,6 +134,7 @@ def free(rows: Sequence[tuple[Table, Run]], name: str) -> list[str]:
         *(["float8"] if True in kinds else []),
         *(["attention"] if name == "A100" else []),
         "traffic",
+        *(["launch"] if any(run.blocking for _, run in rows) else []),
     ]
 
 
@@ -139,7 +143,8 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
 
     No constant passes the library's: these are of the fastest products, and of ops that move all their bytes.
     """
-    constants = most = library(rows[0][0].hardware(rows[0][1]))
+    constants = library(rows[0][0].hardware(rows[0][1]))
+    most = replace(constants, launch=math.inf)
     names = free(rows, name)
     firsts = [predict(table, run, constants) for table, run in rows]
     misses = np.array([math.log(first.seconds / first.measured) for first in firsts])
@@ -148,14 +153,42 @@ def fit(rows: Sequence[tuple[Table, Run]], name: str) -> Constants:
         here = _busy(rows, constants)
         now = misses + here - start
         slopes = [(_busy(rows, _scaled(constants, {one: -_STEP})) - here) / -_STEP for one in names]
-        held_back = np.vstack([np.stack(slopes, axis=1), _DAMPING * np.eye(len(names))])
-        change, *_ = np.linalg.lstsq(held_back, np.concatenate([-now, np.zeros(len(names))]), rcond=None)
-        limited = np.clip(change, -_MOST, _MOST)
+        at_most = np.array([getattr(constants, one) >= getattr(most, one) for one in names])
+        limited = np.clip(_change(np.stack(slopes, axis=1), now, at_most), -_MOST, _MOST)
         before, scaled = constants, _scaled(constants, dict(zip(names, map(float, limited), strict=True)))
         constants = replace(scaled, **{one: min(getattr(scaled, one), getattr(most, one)) for one in names})
         if all(abs(math.log(getattr(constants, one) / getattr(before, one))) < _STILL for one in names):
             break
-    return constants
+    return replace(constants, reserve=_reserve(rows, constants))
+
+
+def _reserve(rows: Sequence[tuple[Table, Run]], constants: Constants) -> float:
+    """The mean, in logarithms, of what rows whose memory a driver counts hold, over what is predicted."""
+    logarithms = []
+    for table, run in rows:
+        tensors = predict(table, run, constants).memory if table.reserved else None
+        if tensors is not None and run.memory is not None:
+            logarithms.append(math.log((run.memory - table.memory_more) / (tensors - table.memory_more)))
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else 1.0
+
+
+def _change(slopes: np.ndarray, misses: np.ndarray, at_most: np.ndarray) -> np.ndarray:
+    """The step of least squares, in logarithms, that raises no constant which is `at_most`.
+
+    Such a constant stays, and the others are found anew without it: to clip the step instead would leave them
+    where they are best for a constant beyond its limit.
+    """
+    change, moves = np.zeros(len(at_most)), np.ones(len(at_most), bool)
+    while moves.any():
+        held_back = np.vstack([slopes[:, moves], _DAMPING * np.eye(moves.sum())])
+        change[moves], *_ = np.linalg.lstsq(
+            held_back, np.concatenate([-misses, np.zeros(moves.sum())]), rcond=None
+        )
+        if not (beyond := moves & at_most & (change > 0)).any():
+            break
+        moves &= ~beyond
+        change[beyond] = 0.0
+    return change
 
 
 def _busy(rows: Sequence[tuple[Table, Run]], constants: Constants) -> np.ndarray:

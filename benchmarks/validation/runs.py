@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 from penstock.parallel.axes import Axes
 from penstock.planner.candidate import Candidate, Recomputed
 from penstock.planner.hardware import Cluster, read_cluster
+from penstock.planner.practice import Axis, Practice, TokenCopies
 from penstock.reading import parse_size
 from penstock.yaml_reader import read_yaml
 
@@ -36,6 +37,10 @@ class Run(Record):
     fused: whether the ops between products are fused
     float8: whether products are in float8
     every_second: whether selective recomputation keeps every second product of a layer, the first included
+    overlapped, copies, scattered, gathered_keys, sharded_edges: how its framework communicates (`Practice`)
+    computing: the share of a device's processors that its exchanges leave to products and attention
+    blocking: whether the host waits for each op (CUDA_LAUNCH_BLOCKING)
+    first_more: whether the layers that are left over go to the first stages, not to those behind the first
     value: what was published, in the measure of its table; memory: bytes of the fullest device
     unpredicted: why the planner cannot predict it; empty where it can
     """
@@ -69,6 +74,14 @@ class Run(Record):
     every_second: bool = False
     float8: bool = False
     fused: bool = True
+    overlapped: tuple[Axis, ...] = ()
+    copies: TokenCopies | None = None
+    scattered: bool = False
+    gathered_keys: bool = False
+    sharded_edges: bool = False
+    computing: float = 1.0
+    blocking: bool = False
+    first_more: bool = False
     unpredicted: str = ""
 
     @property
@@ -76,11 +89,6 @@ class Run(Record):
         """Equal for runs of one model on one process: the vocabulary is sharded by tp."""
         shape = self.local_vocabulary, self.layers, self.hidden, self.inner, self.heads, self.key_heads
         return self.family, *shape, self.length if self.family == "gpt" else 0
-
-    @property
-    def mixture(self) -> bool:
-        """Whether its layers are mixtures of experts."""
-        return self.family in ("deepseek", "kimi", "qwen3_moe")
 
     @property
     def local_vocabulary(self) -> int:
@@ -93,12 +101,17 @@ class Run(Record):
 
     @property
     def split(self) -> tuple[int, ...]:
-        """Layers of each stage: as many for each; what is left over goes to the stages behind the first."""
+        """Layers of each stage: as many for each, and one of those that are left over."""
         stages = self.pp * self.stages_per_rank
         if self.layers == 0 or stages == 1:
             return ()
         each, more = divmod(self.layers, stages)
-        return tuple(each + (1 <= stage <= more) for stage in range(stages))
+        start = 0 if self.first_more else 1
+        return tuple(each + (start <= stage < start + more) for stage in range(stages))
+
+    @property
+    def practice(self) -> Practice:
+        return Practice(self.overlapped, self.copies, self.scattered, self.gathered_keys, self.sharded_edges)
 
     @property
     def candidate(self) -> Candidate:
@@ -120,6 +133,7 @@ class Run(Record):
             precision="bfloat16",
             sequence_parallel=self.sequence_parallel,
             reshard=self.reshard,
+            practice=self.practice,
         )
 
 
@@ -130,6 +144,7 @@ class Table(Record):
     assumed: what the source leaves open
     constants: the set of constants that its fitting rows fit
     memory_of: what its memory counts; memory_more: what that counts beside tensors
+    reserved: whether its memory is what the driver counts, with what allocators keep for later
     float32: the states that the runs keep in float32, which are predicted in half precision
     one_model: whether all rows are of one model, so that their order means something
     """
@@ -144,6 +159,7 @@ class Table(Record):
     measured: Measure
     memory_of: str = ""
     memory_more: Size = 0.0
+    reserved: bool = False
     float32: tuple[State, ...] = ()
     one_model: bool = False
     runs: tuple[Run, ...]

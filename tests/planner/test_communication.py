@@ -18,10 +18,12 @@ from penstock.planner.communication import (
     all_gather,
     all_reduce,
     all_to_all,
+    exchange,
     groups,
     reduce_scatter,
     send,
 )
+from penstock.planner.practice import TokenCopies
 from support.clusters import round_cluster
 from support.refusals import refuses
 
@@ -79,6 +81,16 @@ def test_all_to_all_sends_inside_and_between_side_by_side() -> None:
     assert all_to_all(8e9, Group(8, 8), CLUSTER) == pytest.approx(1e-6 + 0.07)
     with refuses(ConfigError, "imbalance=0.5", "fullest rank receives"):
         all_to_all(1, Group(8, 8), CLUSTER, imbalance=0.5)
+
+
+def test_a_token_goes_once_to_a_host_and_once_to_a_rank() -> None:
+    """Two hosts of eight: half of 1.5 copies crosses; of three copies seven eighths move inside."""
+    group = Group(16, 8)
+    assert exchange(16e9, TokenCopies(3, 1.5), group, CLUSTER) == pytest.approx(10e-6 + 16e9 * 1.5 / 2 / 10e9)
+    assert exchange(16e9, TokenCopies(30, 1), group, CLUSTER) == pytest.approx(
+        1e-6 + 16e9 * 30 * 7 / 8 / 100e9
+    )
+    assert exchange(16e9, TokenCopies(1, 1), Group(1, 1), ALONE) == 0
 
 
 def test_a_message_takes_its_link() -> None:

@@ -11,8 +11,9 @@ from penstock.errors import ConfigError, PartitionError
 from penstock.parallel.axes import Axes
 from penstock.pipeline.building.memory import Account
 from penstock.planner.candidate import Candidate, Recomputed
-from penstock.planner.communication import all_reduce, groups, send
+from penstock.planner.communication import all_gather, all_reduce, groups, send
 from penstock.planner.estimate import Estimate, Trial, estimate
+from penstock.planner.practice import Practice
 from penstock.planner.workload import Workload
 from penstock.reading import parse_rate
 from penstock.schedule.simulation.recompute import first_in_flight
@@ -48,6 +49,21 @@ def test_a_pipeline_waits_for_its_messages() -> None:
     assert first == pytest.approx(trial.stages[0].forward + message)
     inside = Trial.of(workload(), RUN, cluster(hosts=1, devices=2))
     assert inside.estimate().seconds < trial.estimate().seconds
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_sharded_message_is_a_part_and_is_gathered_behind(sequence_parallel: bool) -> None:
+    hosts, axes = cluster(hosts=2, devices=2), Axes(tp=2)
+    run = replace(RUN, axes=axes, sequence_parallel=sequence_parallel)
+    trials = [
+        Trial.of(workload(), replace(run, practice=practice), hosts)
+        for practice in (Practice(), Practice(sharded_edges=True))
+    ]
+    plain, sharded = (trial.kept.of_stages("bytes", trial.proof.schedule.placement)[0] for trial in trials)
+    nbytes = LENGTH * 64 * 4
+    gathered = 0.0 if sequence_parallel else all_gather(nbytes, groups(2, axes, hosts)["tp"], hosts)
+    assert plain == send(nbytes, True, hosts)
+    assert sharded == send(nbytes / 2, True, hosts) + gathered
 
 
 def test_gathering_comes_first_and_reducing_last() -> None:

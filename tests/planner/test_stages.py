@@ -44,6 +44,23 @@ def test_an_op_takes_its_parts_and_their_collectives() -> None:
     assert [len(stage.layers) for stage in (first, last)] == [2, 1]
 
 
+@pytest.mark.parametrize("factor", [0.5, 3.0])
+def test_of_overlapped_collectives_and_the_products_of_a_part_the_longer_counts(factor: float) -> None:
+    """Half as long as the products of F, I and W, the collectives are hidden; thrice as long, a third is."""
+    works = [LAYER.forward, LAYER.input_grad, LAYER.weight_grad]
+    products = sum(op_seconds(ops[0], HOST.device) for ops in works)
+    bandwidth = 1e9 / (all_reduce(2e9, ACROSS["tp"], HOST) - all_reduce(1e9, ACROSS["tp"], HOST))
+    latency = all_reduce(1e9, ACROSS["tp"], HOST) - 1e9 / bandwidth
+    once = SENT._replace(nbytes=(factor * products / 2 - latency) * bandwidth)
+    sent = Traffic(((once, once._replace(backward=True)),), (), ())
+    plain, overlapped = (
+        Parts.of(Measurement(WORK, 7), sent, ACROSS, HOST, axes).kinds[0] for axes in ((), ("tp",))
+    )
+    assert plain.total(False) == pytest.approx((1 + factor) * products)
+    assert overlapped.total(False) == pytest.approx(max(1.0, factor) * products)
+    assert Parts.of(Measurement(WORK, 7), sent, ACROSS, HOST, ("cp", "ep")).kinds[0] == plain
+
+
 def test_a_split_counts_what_runs_again() -> None:
     kept, again = PARTS.layer_costs(False), PARTS.layer_costs(True)
     assert again.embedding == kept.embedding

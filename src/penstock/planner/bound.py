@@ -144,7 +144,8 @@ class Loads:
         """With the recomputation of `mesh`, and the least of its losses, chunked or whole."""
         across, sent = groups(mesh.ranks, mesh.axes, cluster), model.traffic(mesh)
         *others, parts = (
-            Parts.of(model.measured(loss), sent, across, cluster) for loss in model.losses(mesh)
+            Parts.of(model.measured(loss), sent, across, cluster, mesh.practice.overlapped)
+            for loss in model.losses(mesh)
         )
         first, of_kinds, last = part_weights(model, mesh)
 

@@ -15,6 +15,7 @@ from penstock.parallel.axes import Axes
 from penstock.parallel.context.attention import Method
 from penstock.parallel.fsdp import Sharded
 from penstock.parallel.mesh_plan import ParallelOptions
+from penstock.planner.practice import Practice
 from penstock.schedule import Schedule
 from penstock.schedule.choose import build
 
@@ -45,6 +46,7 @@ class Candidate:
         context: attention over a sequence that cp splits
         sequence_parallel: whether tp shards activations between its matrices, too
         reshard: whether FSDP frees gathered weights after each forward
+        practice: how another framework's run communicates
     """
 
     ranks: int = 1
@@ -63,6 +65,7 @@ class Candidate:
     context: Method = "ulysses"
     sequence_parallel: bool = False
     reshard: bool = False
+    practice: Practice = field(default_factory=Practice)
 
     @property
     def devices(self) -> int:

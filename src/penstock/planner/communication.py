@@ -10,6 +10,7 @@ A group of N ranks on h hosts, g = N / h of them on each, n bytes:
     hierarchical   reduce-scatter inside, ring all-reduce of n / g between, all-gather inside
     all-to-all     a rank keeps 1 / N of its n bytes, sends (g - 1) / N inside and (N - g) / N between, side
                    by side; the fullest rank receives `imbalance` times the mean
+    exchange       of tokens, which go once to a host and once to a rank, however many of their experts it has
 
 Messages are pipelined: links inside and between hosts work at the same time, so that a ring takes as long as
 the slower of both. Ranks of other groups use other devices, and so other ports.
@@ -24,6 +25,7 @@ from typing import Literal, NamedTuple
 from penstock.errors import ConfigError
 from penstock.parallel.axes import MESH, Axes
 from penstock.planner.hardware import Cluster
+from penstock.planner.practice import TokenCopies
 
 Algorithm = Literal["ring", "tree", "hierarchical"]
 _TREE_SHARE = 0.9  # of a ring's bandwidth: NCCL's tuning table (src/graph/tuning.cc)
@@ -124,6 +126,17 @@ def all_to_all(nbytes: float, group: Group, cluster: Cluster, imbalance: float =
             if share
         ),
         default=0.0,
+    )
+
+
+def exchange(nbytes: float, copies: TokenCopies, group: Group, cluster: Cluster) -> float:
+    """Seconds until each token is where its experts are: once on each of their hosts, then on each rank.
+
+    nbytes: of the tokens of a rank, each once. Tokens are spread evenly over hosts and ranks
+    """
+    sent = {False: copies.ranks * (1 - 1 / group.on_host), True: copies.hosts * (1 - 1 / group.hosts)}
+    return max(
+        (send(nbytes * times, between, cluster) for between, times in sent.items() if times), default=0.0
     )
 
 

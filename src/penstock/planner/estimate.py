@@ -178,7 +178,8 @@ class Trial:
     def of(cls, model: Workload, candidate: Candidate, cluster: Cluster, *, buffers: bool = True) -> Trial:
         """buffers: whether messages hold memory, too. Without it a simulation takes half the time."""
         across = groups(candidate.ranks, candidate.axes, cluster)
-        parts = Parts.of(model.measured(candidate), model.traffic(candidate), across, cluster)
+        overlapped = candidate.practice.overlapped
+        parts = Parts.of(model.measured(candidate), model.traffic(candidate), across, cluster, overlapped)
         everything = candidate.recomputed != "none" and candidate.in_flight is None
         proof = proven(candidate)
         splits = bool((proof.arrays.kind == KINDS.index("I")).any())
@@ -453,11 +454,19 @@ class _Mesh:
         hosts = [rank * stride // devices for rank in placement.rank_of]
         depth = placement.depth
         return [
-            send(size, hosts[stage] != hosts[stage + 1], self.cluster)
+            self._message(size, hosts[stage] != hosts[stage + 1])
             if stage + 1 < depth and placement.rank_of[stage] != placement.rank_of[stage + 1]
             else 0.0
             for stage, size in enumerate(sent)
         ]
+
+    def _message(self, nbytes: int, between_hosts: bool) -> float:
+        """Seconds. A part that a rank of tp sends is gathered behind, unless tp shards the sequence there."""
+        candidate = self.candidate
+        if not candidate.practice.sharded_edges:
+            return send(nbytes, between_hosts, self.cluster)
+        whole = 0.0 if candidate.sequence_parallel else all_gather(nbytes, self.across["tp"], self.cluster)
+        return send(nbytes / candidate.axes.tp, between_hosts, self.cluster) + whole
 
     def gather(self, stage: StageParts, weights: Sequence[RankMemory]) -> float:
         """Seconds that a forward waits for FSDP's gatherings: of each part under the parts before it."""

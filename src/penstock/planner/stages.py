@@ -3,6 +3,8 @@
 F = ops of its parts + collectives of tp, cp and ep in between
 I = the same of its input gradients; with the forwards that recomputation runs again
 W = ops of its weight gradients
+
+Collectives of an axis that a run hides beside ops (practice.py) count as far as they are longer than these.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ from typing import NamedTuple, TypeVar
 from penstock.models.activation_offloading import Offloading
 from penstock.models.split.balanced_split import LayerCosts
 from penstock.planner.communication import Group
-from penstock.planner.hardware import Cluster
+from penstock.planner.hardware import Cluster, Device
+from penstock.planner.practice import AXES, Axis
 from penstock.planner.roofline import seconds
 from penstock.planner.tracing import Measurement
-from penstock.planner.traffic import AXES, Axis, Collective, Traffic, collective_seconds
-from penstock.planner.work import ModelWork, PartBytes, PartWork
+from penstock.planner.traffic import Collective, Traffic, collective_seconds
+from penstock.planner.work import ModelWork, OpKind, PartBytes, PartWork
 
 T = TypeVar("T")
+_BESIDE: Mapping[Axis, tuple[OpKind, ...]] = {
+    "tp": ("matmul",),
+    "cp": ("attention",),
+    "ep": ("matmul", "attention", "other"),
+}
 
 
 class PartSeconds(NamedTuple):
@@ -45,10 +53,18 @@ class PartSeconds(NamedTuple):
         collectives: Sequence[Collective],
         groups: Mapping[str, Group],
         cluster: Cluster,
+        overlapped: Sequence[Axis] = (),
     ) -> PartSeconds:
+        """overlapped: axes whose collectives run beside ops"""
         device = cluster.device
-        forward = collective_seconds(collectives, groups, cluster, backward=False)
-        backward = collective_seconds(collectives, groups, cluster, backward=True)
+        forward, backward = (
+            collective_seconds(collectives, groups, cluster, backward=backward) for backward in (False, True)
+        )
+        for axis in overlapped:
+            share = _exposed(forward.get(axis, 0.0) + backward.get(axis, 0.0), work, axis, device)
+            for spent in (forward, backward):
+                if axis in spent:
+                    spent[axis] *= share
         again = forward if work.recomputed else {}
         return cls(
             seconds(work.forward, device) + sum(forward.values()),
@@ -63,6 +79,13 @@ class PartSeconds(NamedTuple):
         return self.forward + self.input_grad + self.weight_grad + (self.recomputed if recomputed else 0.0)
 
 
+def _exposed(collectives: float, work: PartWork, axis: Axis, device: Device) -> float:
+    """The share of a part's collectives in F, I and W that the ops they run beside do not hide."""
+    ops = (op for ops in (work.forward, work.input_grad, work.weight_grad) for op in ops)
+    beside = seconds((op for op in ops if op.kind in _BESIDE[axis]), device)
+    return max(0.0, 1 - beside / collectives) if collectives else 0.0
+
+
 @dataclass(frozen=True)
 class Parts:
     """The parts of a model: their work on one process, and how long it takes. shared: as in `nbytes`"""
@@ -74,9 +97,18 @@ class Parts:
     head: PartSeconds
 
     @classmethod
-    def of(cls, measured: Measurement, sent: Traffic, groups: Mapping[str, Group], cluster: Cluster) -> Parts:
+    def of(
+        cls,
+        measured: Measurement,
+        sent: Traffic,
+        groups: Mapping[str, Group],
+        cluster: Cluster,
+        overlapped: Sequence[Axis] = (),
+    ) -> Parts:
+        """overlapped: as in `PartSeconds.of`"""
+
         def timed(part: PartWork, collectives: Sequence[Collective]) -> PartSeconds:
-            return PartSeconds.of(part, collectives, groups, cluster)
+            return PartSeconds.of(part, collectives, groups, cluster, overlapped)
 
         work, shared = measured
         return cls(

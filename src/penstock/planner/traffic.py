@@ -8,6 +8,7 @@
     ep     all-to-all of tokens to experts; of results      the same back
 
 W sends nothing. FSDP's gatherings and reductions are a stage's, not a layer's (estimate.py).
+What runs of other frameworks send is in practice.py.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ from penstock.parallel.expert.experts import mixtures
 from penstock.parallel.tensor.plan import assigned, is_token_wise, logits_plan
 from penstock.parallel.tensor.styles import COLUMNS, COLUMNS_GATHERED, ROWS, ROWS_SPLIT, VOCABULARY
 from penstock.planner.candidate import Candidate
-from penstock.planner.communication import Group, all_gather, all_reduce, all_to_all, reduce_scatter
+from penstock.planner.communication import (
+    Group,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    exchange,
+    reduce_scatter,
+)
 from penstock.planner.hardware import Cluster
+from penstock.planner.practice import AXES, Axis, TokenCopies
 
-Axis = Literal["tp", "cp", "ep"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "ep")
 _COLLECTIVES: dict[str, Callable[[float, Group, Cluster], float]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
@@ -38,12 +45,21 @@ _COLLECTIVES: dict[str, Callable[[float, Group, Cluster], float]] = {
 
 
 class Collective(NamedTuple):
-    """A collective of a forward, or of an input gradient. nbytes: as communication.py counts them"""
+    """A collective of a forward, or of an input gradient. nbytes: as communication.py counts them
+
+    copies: of tokens that are exchanged, in place of `kind`
+    """
 
     axis: Axis
     kind: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
     nbytes: float
     backward: bool = False
+    copies: TokenCopies | None = None
+
+    def seconds(self, group: Group, cluster: Cluster) -> float:
+        if self.copies is not None:
+            return exchange(self.nbytes, self.copies, group, cluster)
+        return _COLLECTIVES[self.kind](self.nbytes, group, cluster)
 
 
 class Traffic(NamedTuple):
@@ -71,16 +87,20 @@ def traffic(model: PreTrainedModel, chain: Chain, firsts: Iterable[int], candida
     head, sums = logits_plan(model, styles).head, tuple[Collective, ...]()
     if head is not None:
         styles, sums = {**styles, head: COLUMNS}, (_sums(rows * length, axes.tp),)
+    practice = candidate.practice
+    context = _gathered_keys if practice.gathered_keys else _heads
     inside = set(mixtures(model)) if axes.ep > 1 else set[str]()
     layers = model.get_submodule(chain.layers)
 
     def of_layer(index: int) -> Iterator[Collective]:
         path, layer = f"{chain.layers}.{index}", layers.get_submodule(str(index))
-        yield from _tensor(path, layer, styles, hidden, candidate.sequence_parallel)
+        for one in _tensor(path, layer, styles, hidden, candidate.sequence_parallel):
+            scatters = practice.scattered and candidate.sequence_parallel and one.kind == "all_reduce"
+            yield one._replace(kind="reduce_scatter") if scatters else one
         if axes.cp > 1:
-            yield from _context(model, hidden, axes.cp, axes.tp)
+            yield from context(model, hidden, axes.cp, axes.tp)
         if any(name.startswith(f"{path}.") for name in inside):
-            yield from _experts(model, hidden)
+            yield from _experts(model, hidden, practice.copies)
 
     def outside(modules: Iterable[str]) -> Iterator[Collective]:
         for name in modules:
@@ -98,9 +118,9 @@ def collective_seconds(
 ) -> dict[Axis, float]:
     """Seconds of the collectives of a forward, or of an input gradient, by axis."""
     spent = dict.fromkeys(AXES, 0.0)
-    for axis, kind, nbytes, is_backward in collectives:
-        if is_backward is backward:
-            spent[axis] += _COLLECTIVES[kind](nbytes, groups[axis], cluster)
+    for one in collectives:
+        if one.backward is backward:
+            spent[one.axis] += one.seconds(groups[one.axis], cluster)
     return {axis: time for axis, time in spent.items() if time}
 
 
@@ -139,24 +159,38 @@ def _sums(tokens: int, tp: int) -> Collective:
     return Collective("tp", "all_gather", 2.0 * 4 * tokens * tp)
 
 
-def _context(model: PreTrainedModel, hidden: float, cp: int, tp: int) -> Iterator[Collective]:
-    """Of ulysses."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads // tp
-    key_heads = max((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tp, 1)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    key_width = getattr(config, "qk_head_dim", None) or width
-    value_width = getattr(config, "v_head_dim", None) or width
+def _heads(model: PreTrainedModel, hidden: float, cp: int, tp: int) -> Iterator[Collective]:
+    """Of ulysses: queries, keys and values to where their heads are, and the result back."""
+    heads, key_heads, key_width, value_width = _attention(model, tp)
     sent = key_heads * repeats(heads, key_heads, cp) * (key_width + value_width)
     for backward in (False, True):
         yield Collective("cp", "all_to_all", hidden * (heads * key_width + sent), backward)
         yield Collective("cp", "all_to_all", hidden * heads * value_width, backward)
 
 
-def _experts(model: PreTrainedModel, hidden: float) -> Iterator[Collective]:
+def _gathered_keys(model: PreTrainedModel, hidden: float, cp: int, tp: int) -> Iterator[Collective]:
+    """Keys and values of the whole sequence; in the backward again, and then their gradients."""
+    _, key_heads, key_width, value_width = _attention(model, tp)
+    whole = hidden * cp * key_heads * (key_width + value_width)
+    yield Collective("cp", "all_gather", whole)
+    yield Collective("cp", "all_gather", whole, backward=True)
+    yield Collective("cp", "reduce_scatter", whole, backward=True)
+
+
+def _attention(model: PreTrainedModel, tp: int) -> tuple[int, int, int, int]:
+    """On a process: query heads, key heads, numbers in a key and in a value."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads // tp
+    key_heads = max((getattr(config, "num_key_value_heads", None) or config.num_attention_heads) // tp, 1)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    key_width = getattr(config, "qk_head_dim", None) or width
+    return heads, key_heads, key_width, getattr(config, "v_head_dim", None) or width
+
+
+def _experts(model: PreTrainedModel, hidden: float, copies: TokenCopies | None) -> Iterator[Collective]:
     """Of tokens to their experts and back."""
     config = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    chosen = 1 if copies else getattr(config, "num_experts_per_tok", None) or 1
     for backward in (False, True):
         for _ in ("to experts", "back"):
-            yield Collective("ep", "all_to_all", hidden * chosen * config.hidden_size, backward)
+            yield Collective("ep", "all_to_all", hidden * chosen * config.hidden_size, backward, copies)

@@ -219,7 +219,7 @@ class Workload:
 
     def traffic(self, candidate: Candidate) -> Traffic:
         """The collectives of tp, cp and ep within each part."""
-        key = "traffic", _shape_key(candidate)
+        key = "traffic", _shape_key(candidate), candidate.practice
         if key not in self._known:
             work = self.work(candidate)
             firsts = [work.layers.index(kind) for kind in range(len(work.kinds))]
