@@ -124,6 +124,8 @@ LATE = {
     "has_triton": "torch.utils._triton:has_triton",  # instead: an import of triton
     "get_cpp_compiler": "torch._inductor.cpp_builder:get_cpp_compiler",  # instead: to compile a line
     "InvalidCxxCompiler": "torch._inductor.exc:InvalidCxxCompiler",
+    # modes of torch.compile. instead: to compile nothing, which imports the whole compiler
+    "list_mode_options": "torch._inductor:list_mode_options",
     # a mesh without processes: the import registers the backend "fake"
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     "TrainingState": "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",

@@ -32,14 +32,14 @@ def unpaired(rows: int = 7) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("microbatches", [1, 3, 7])
 def test_every_gradient_is_that_of_the_formula_in_one_process(microbatches: int) -> None:
-    loss, model, batch = KTO(0.3, 1.5, 0.5), tiny_model("llama", torch.float64), unpaired()
+    loss, model, batch = KTO(0.3, 1.3, 0.7), tiny_model("llama", torch.float64), unpaired()
     reference = plain_logps(model, batch)[0].detach() + torch.linspace(-2, 2, 7)
     kl = 0.7
 
     def formula() -> Tensor:
         ratio = plain_logps(model, batch)[0] - reference
-        good = 1.5 * (1 - torch.sigmoid(0.3 * (ratio - kl)))
-        bad = 0.5 * (1 - torch.sigmoid(0.3 * (kl - ratio)))
+        good = 1.3 * (1 - torch.sigmoid(0.3 * (ratio - kl)))
+        bad = 0.7 * (1 - torch.sigmoid(0.3 * (kl - ratio)))
         return torch.where(DESIRABLE, good, bad).mean()
 
     expected, gradients = plain_gradients(model, formula)

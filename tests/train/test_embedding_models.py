@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from penstock.cli.dry_run import memory
 from penstock.errors import ConfigError, ModelError
@@ -105,6 +106,28 @@ def test_a_run_learns_resumes_bit_for_bit_and_loads(
     assert evaluated[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     assert "held_out_accuracy" in evaluated[-1]
     resumes_bit_for_bit(tmp_path, made)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
+def test_an_adapter_has_the_head_and_peft_loads_both(tmp_path: Path) -> None:
+    """Unreleased: PEFT was told of a causal model, and asked the classifier for a method that it lacks."""
+    from peft import AutoPeftModelForSequenceClassification
+
+    torch.manual_seed(0)
+    base = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**WIDE))
+    base.save_pretrained(tmp_path / "model")
+    keys = {"model": {"path": str(tmp_path / "model")}, "adapter": {"r": 4}}
+    made = with_vectors(tmp_path, keys, batch_size=8, check="always")
+    prepared = preflight(made)
+    run(prepared)
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 4))
+    head = adapted.base_model.model.score.modules_to_save["default"].weight
+    assert not torch.equal(head, base.score.weight)
+    (held_out,) = prepared.data.held_out_batches(made.train.evaluate_batches)
+    with torch.no_grad():
+        expected = float(plain_loss(adapted, held_out.content))
+    evaluated = [row["held_out_loss"] for row in metrics(tmp_path) if "held_out_loss" in row]
+    assert evaluated[-1] == pytest.approx(expected, rel=1e-4)
 
 
 def test_two_processes_train_as_one_does(pool: Pool, tmp_path: Path) -> None:

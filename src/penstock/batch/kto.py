@@ -86,7 +86,9 @@ class KTO(RowLoss):
         with torch.no_grad():
             self._record(logps, ratio, desirable, kl)
         above = torch.where(desirable, ratio - kl, kl - ratio)
-        weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight).to(logps.dtype)
+        # tensors, as torch.where makes float32 of two numbers
+        good, bad = (logps.new_full((), of) for of in (self.desirable_weight, self.undesirable_weight))
+        weights = torch.where(desirable, good, bad)
         return (weights * (1 - F.sigmoid(self.beta * above))).sum()
 
     def metrics(self, gather: Callable[[Any], Sequence[Any]] = lambda own: [own]) -> dict[str, float]:

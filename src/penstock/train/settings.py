@@ -208,7 +208,7 @@ _TASKS: dict[LabelsOf, str | None] = {
 
 def _task(config: TrainConfig) -> str | None:
     head = None if config.train.loss is None else config.train.loss.head
-    return _TASKS["rows" if head is not None and head.one else config.data.labels]
+    return _TASKS["rows" if head is not None else config.data.labels]
 
 
 def _loss_of(config: TrainConfig) -> Loss | None:

@@ -165,6 +165,7 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert "neither" in refused(lambda: Compile(layers="none", loss=False))
     assert "compile=3" in refused(lambda: pipeline(model, compile=3))
     assert "torch knows aot_eager," in refused(lambda: pipeline(model, compile=Compile(backend="fast")))
+    assert "torch knows default," in refused(lambda: pipeline(model, compile=Compile(mode="fast")))
     routed = tiny_model("mixtral", layers=2)
     assert "replay_routing=True" in refused(
         lambda: pipeline(routed, compile=PLAIN, replay_routing=True, activation_checkpointing=True)

@@ -55,12 +55,17 @@ def as_compile(option: object) -> Compile | None:
 
 
 def check_compiler(option: Compile, device: torch.device) -> None:
-    """Raise ConfigError for a backend that torch does not have, or that cannot run on this machine."""
+    """Raise ConfigError for a backend or a mode that torch lacks, or that cannot run on this machine."""
     if option.backend not in (known := torch.compiler.list_backends(exclude_tags=())):
         shown = ", ".join(known)
         raise ConfigError(f"compile.backend={option.backend!r}", f"torch knows {shown}", "Take 'inductor'")
     if option.backend != "inductor":
         return
+    from penstock.private import list_mode_options
+
+    if option.mode not in (None, *(known := list_mode_options())):
+        shown = ", ".join(known)
+        raise ConfigError(f"compile.mode={option.mode!r}", f"torch knows {shown}", "Take 'default'")
     if device.type == "cuda":
         from penstock.private import has_triton
 
