@@ -74,6 +74,7 @@ def pipeline(
     last: str = "tanh",
     seconds: float = 0.0,
     network: Network | None = None,
+    timeout: float = 30,
     **options: Any,
 ) -> Pipeline:
     with slowed_down(network):
@@ -83,7 +84,7 @@ def pipeline(
             ranks=ranks,
             microbatches=microbatches,
             loss_fn=mean_square,
-            timeout=30,
+            timeout=timeout,
             **options,
         )
 
