@@ -85,6 +85,10 @@ rows of a table, in the order of print, the first fits, the second is blind, and
 sources, what these leave open and the half of each row are in `benchmarks/validation/tables/`.
 `make validate` predicts them again; `python -m benchmarks.validate --fit --write` also fits, and writes
 this section.
+
+How a framework communicates, launches and splits is a fact of its run, with its source under the table.
+These facts were looked up after the errors of all rows had been seen: no constant saw a blind row, but who
+chose the facts did.
 """
 _MISSES = """\
 What misses, and why:
