@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -21,6 +22,7 @@ RUN = Candidate(4, rows=2, length=LONG, microbatches=12)
 LOGITS = Candidate(2, rows=2, length=LENGTH, microbatches=4)
 FAST = 1e12  # bytes/s: copies of a model as small as this one take no longer than its ops
 SLOW = 3e9
+FEW = replace(RUN, microbatches=6)
 WAYS: tuple[Recomputed, ...] = ("none", "selective", "full")
 
 
@@ -107,11 +109,17 @@ def test_backwards_that_are_split_recompute() -> None:
 
 
 def test_what_never_fits_is_told_by_the_form_that_needs_least() -> None:
-    run = replace(RUN, microbatches=6)
-    fixed = max(rank.fixed for rank in Trial.of(large_workload(), run, ROOMY).fixed)
-    missed = fastest_form(large_workload(), run, ROOMY, fixed + 1e6)
+    model, hardware = large_workload(vocab_size=512), linked(FAST)
+    fixed = max(rank.fixed for rank in Trial.of(model, FEW, hardware).fixed)
+    missed = fastest_form(model, FEW, hardware, fixed + 1e6)
     assert isinstance(missed, Miss)
-    assert fixed + 1e6 < missed.nbytes <= min(one.nbytes for one in brute_force(large_workload(), run, ROOMY))
+    assert fixed + 1e6 < missed.nbytes <= min(one.nbytes for one in every_form(512, FEW, FAST))
+
+
+@functools.cache
+def every_form(vocabulary: int, run: Candidate, bandwidth: float) -> list[Estimate]:
+    """Once for all tests, as they are hundreds."""
+    return list(brute_force(large_workload(vocab_size=vocabulary), run, linked(bandwidth)))
 
 
 def brute_force(model: Workload, run: Candidate, hardware: Cluster) -> Iterator[Estimate]:
@@ -132,13 +140,13 @@ BFS = replace(RUN, ranks=2, schedule="looped_bfs", options=(("stages_per_rank", 
 @pytest.mark.parametrize("bandwidth", [FAST, pytest.param(64e9, marks=pytest.mark.sweep), SLOW])
 @pytest.mark.parametrize(
     ("vocabulary", "run"),
-    [(512, replace(RUN, microbatches=6)), (2**14, BFS)],
+    [(512, FEW), (2**14, BFS)],
     ids=["1f1b", "looped_bfs"],
 )
 def test_the_form_is_the_fastest_of_all(vocabulary: int, run: Candidate, bandwidth: float) -> None:
     """Within 1 %: where the link is slow, to recompute more than the memory asks for saves copies."""
     model, hardware = large_workload(vocab_size=vocabulary), linked(bandwidth)
-    every = list(brute_force(model, run, hardware))
+    every = every_form(vocabulary, run, bandwidth)
     most, seen = kept(model, run).nbytes, list[Candidate]()
     for share in (1.0, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4):
         fits = [one.seconds for one in every if one.nbytes <= share * most]
