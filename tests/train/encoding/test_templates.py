@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from typing import Any
 
 import numpy as np
@@ -121,6 +125,20 @@ def test_one_process_renders_every_chat_and_ends_with_its_owner() -> None:
     del process
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_it_ends_without_a_word_if_its_owner_is_killed_before_it_has_read_an_answer() -> None:
+    """Unreleased: the connection is reset then, and its traceback was the last that a run printed."""
+    ours, theirs = Pipe()
+    command = [sys.executable, "-P", "-m", templates.__name__, str(theirs.fileno()), "10"]
+    request = {"chat_template": "a", "conversations": [CHAT]}
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    ours.send_bytes(json.dumps(request).encode())
+    assert ours.poll(60)
+    ours.close()
+    assert process.communicate(timeout=60)[1] == b""
+    assert process.returncode == 0
 
 
 def test_all_encoders_share_one() -> None:

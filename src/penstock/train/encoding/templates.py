@@ -22,6 +22,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, NamedTuple
 
@@ -175,13 +176,12 @@ def main() -> None:
     _limit(resource.RLIMIT_AS, _address_space() + MEMORY)
     connection: Connection[bytes, bytes] = Connection(int(sys.argv[1]))
     allowed = int(sys.argv[2])
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # OSError: its owner was killed before it read an answer
+        while True:
             request = connection.recv_bytes()
-        except EOFError:
-            return
-        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + allowed)
-        connection.send_bytes(json.dumps(_answer(request)).encode())
+            _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + allowed)
+            answer = json.dumps(_answer(request)).encode()
+            connection.send_bytes(answer)
 
 
 def _answer(request: bytes) -> dict[str, Any]:
