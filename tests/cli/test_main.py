@@ -66,6 +66,9 @@ def test_memory_that_only_a_run_can_tell_is_unknown(
 BAD = {
     "an unknown key": (["train.stps=3"], "train.stps=3: section train has no such key. Did you mean"),
     "no data": (["data.path=/nowhere"], "data.path=/nowhere: there is no such file or folder. Give"),
+    "no data to evaluate on": (
+        ["data.validation={path: /nowhere}"], "data.validation.path=/nowhere: there is no such file or folder"
+    ),
     "no such checkpoint": (["--resume", "/nowhere"], "checkpoint /nowhere: there is no such folder"),
     "two paths": (["--resume", "/a", "/b"], "'/a': what follows the config file is section.key=value"),
     "a stray argument": (["steps=3"], "'steps=3': what follows the config file is section.key=value"),

@@ -165,6 +165,14 @@ def test_weights_in_other_formats_are_refused(tmp_path: Path) -> None:
         AutoPipeline(ranks=2, microbatches=2).build_plan(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_link_that_leads_nowhere(tmp_path: Path, name: str) -> None:
+    """As in a cache from which a file was removed. Unreleased: "neither is here", of the link itself."""
+    (tmp_path / name).symlink_to(tmp_path / "blobs" / "0a1b")
+    with refuses(CheckpointError, str(tmp_path / name), "blobs/0a1b, where no file is"):
+        weights.weight_files(tmp_path)
+
+
 def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     """As DeepSeek-V3's on the Hub: matrices of 8 bits were read without their scales, in silence."""
     tiny_model("llama").save_pretrained(tmp_path)

@@ -84,10 +84,13 @@ def tied_names(model: nn.Module) -> Ties:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that transformers reads in a folder; empty if it has no weights.
 
-    Raises CheckpointError if a file is missing. No file is opened.
+    Raises CheckpointError if a file is missing, or a link leads nowhere. No file is opened.
     """
     single, index = folder / SINGLE, folder / INDEX
     if not single.is_file() and not index.is_file():
+        if dead := next((file for file in (single, index) if file.is_symlink()), None):
+            rule = f"it is a link to {dead.readlink()}, where no file is"
+            raise CheckpointError(str(dead), rule, "Copy the folder again, with what its links lead to")
         others = [f for f in sorted(folder.iterdir()) if f.suffix in (".safetensors", ".bin", ".pt", ".pth")]
         if others:  # do not silently use random weights instead
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -144,7 +144,19 @@ class NamedSection(Section):
 class SourceSection(RecordSection, NamedSection):
     """Files. Keys that are left out are those of `data`, but for split, config and revision."""
 
+    key: ClassVar[str] = "data.path"  # of the path, for errors
     path: PathText  # a local file or folder; with split also a name of the Hub
+
+    @property
+    def named(self) -> str:
+        """The path with its key, for errors."""
+        return f"{self.key}={self.path}"
+
+
+class ValidationSection(SourceSection):
+    """Files to evaluate on."""
+
+    key = "data.validation.path"
 
 
 class MixtureSection(SourceSection):
@@ -165,7 +177,7 @@ class DataSection(RecordSection, NamedSection):
 
     path: PathText | None = None  # a local file or folder; with split also a name of the Hub
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
-    validation: SourceSection | None = None  # what to evaluate on; null: the end of the data, see held_out
+    validation: ValidationSection | None = None  # what to evaluate on; null: the end of the data, see held_out
     # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
     tokenizer: PathText | None = None
     chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own

@@ -93,7 +93,7 @@ def _validation(section: DataSection, load: _Loader) -> tuple[SourceRows, ...]:
     rows = load.rows(section.validation, 1.0)[1]
     if not len(rows):
         remedy = _too_long(section, rows) or "Give more of it, or lower data.sequence_length"
-        value = f"data.validation.path={section.validation.path}"
+        value = section.validation.named
         raise DataError(value, "it gives no row to evaluate on", remedy)
     return (rows,)
 
@@ -151,7 +151,7 @@ def _check_size(
             continue
         most = "" if section.packing == "stream" else "at most "
         raise DataError(
-            f"data.path={source.path} of {trained.store.facts.tokens} tokens",
+            f"{source.named} of {trained.store.facts.tokens} tokens",
             f"it gives {len(trained) + len(own)} rows of {most}{section.sequence_length}, and a batch of "
             f"{size} to train on and a row held out need more",
             _too_long(section, trained)
@@ -231,7 +231,7 @@ class _Loader:
     def store(self, section: SourceSection) -> Store:
         """The tokens of one source, tokenised now unless they are in the cache. Raises DataError."""
         source, encoder = self.open(section)
-        value, contents = f"data.path={section.path}", self.cache.digest(source)
+        value, contents = section.named, self.cache.digest(source)
         key: tuple[object, ...] = ("tokens", source.format, contents, encoder.digest)
         write: Callable[[Path, DataSource], None] = partial(self._tokenise, encoder)
         if source.format == "megatron":

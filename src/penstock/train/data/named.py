@@ -35,7 +35,7 @@ def arrow_files(section: SourceSection, datasets: Any) -> tuple[Path, ...]:
 def _refused(section: SourceSection, local: Path, error: Exception) -> DataError:
     keys = {key: getattr(section, key) for key in NamedSection.model_fields}
     named = ", ".join(f"{key}={value}" for key, value in keys.items() if value is not None)
-    value = f"data.path={section.path} with {named}"
+    value = f"{section.named} with {named}"
     rule = f"datasets cannot load it ({type(error).__name__}: {' '.join(str(error).split())})"
     if local.exists():
         return DataError(value, rule, "Name a split of this folder, or leave split out to read its files")

@@ -100,7 +100,7 @@ class DataSource:
             return _made_up(self.section.dummy or DummySection(), first)
         if self.format == "megatron":
             rule = "Megatron's files are tokens that are read in place, with no records in them"
-            raise DataError(f"data.path={self.section.path}", rule, "Leave data.streaming out")
+            raise DataError(self.section.named, rule, "Leave data.streaming out")
         readers: dict[Format, Callable[[Path], Iterator[Record]]] = {
             "text": _texts,
             "jsonl": _lines,
@@ -147,19 +147,19 @@ def open_source(section: SourceSection) -> DataSource:
             section, tuple(Path(f"{prefix}{suffix}") for suffix in (".bin", ".idx")), "megatron"
         )
     if not path.exists():
-        raise DataError(f"data.path={section.path}", "there is no such file or folder", _GIVE)
+        raise DataError(section.named, "there is no such file or folder", _GIVE)
     of_datasets = (path / name for name in ("state.json", "dataset_dict.json"))
     if section.kind == "dataset" or path.suffix == ".arrow" or any(file.is_file() for file in of_datasets):
         return DataSource(section, (path,), "dataset")
     files = _files_below(path, section) if path.is_dir() else (path,)
     for file in files:
         stat_of(file)
-    return DataSource(section, files, _format(section.kind, path, files))
+    return DataSource(section, files, _format(section, files))
 
 
 def _named(section: SourceSection) -> DataSource:
     """The rows of a data set by its name. Raises DataError."""
-    value, kinds = f"data.path={section.path} with split={section.split}", ("auto", *_OF_ROWS)
+    value, kinds = f"{section.named} with split={section.split}", ("auto", *_OF_ROWS)
     if section.kind not in kinds:
         rule = f"it has rows, and data.kind={section.kind} reads files"
         raise DataError(value, rule, f"Take one of {', '.join(kinds)}, or leave split out")
@@ -167,8 +167,8 @@ def _named(section: SourceSection) -> DataSource:
     return DataSource(section, arrow_files(section, datasets), "dataset")
 
 
-def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
-    suffixes = {file.suffix for file in files}
+def _format(section: SourceSection, files: tuple[Path, ...]) -> Format:
+    kind, suffixes = section.kind, {file.suffix for file in files}
     if kind == "text":
         return "text"
     if kind == "parquet" or suffixes == {".parquet"}:
@@ -178,7 +178,7 @@ def _format(kind: str, path: Path, files: tuple[Path, ...]) -> Format:
     if kind in ("auto", "masked"):
         return "text"
     raise DataError(
-        f"data.path={path}",
+        section.named,
         f"data.kind={kind} reads JSON, JSONL, Parquet or a dataset, and here is "
         f"{', '.join(sorted(suffix or 'a file without a suffix' for suffix in suffixes))}",
         "Name such a file, or a folder of one kind of them (data.include chooses)",
@@ -196,7 +196,7 @@ def _files_below(path: Path, section: SourceSection) -> tuple[Path, ...]:
     if not chosen:
         jsonl = " and ends in .jsonl" if section.kind == "jsonl" else ""
         raise DataError(
-            f"data.path={section.path}",
+            section.named,
             f"no file below it matches data.include={list(section.include)}{jsonl} and none of data.exclude",
             "Fix the patterns, or give another folder",
         )
@@ -322,7 +322,7 @@ def _entries(path: Path) -> Iterator[Record]:
 
 
 def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
-    need("datasets", f"data.path={path}", "Parquet needs the package datasets", "datasets")
+    need("datasets", f"data file {path}", "Parquet needs the package datasets", "datasets")
     import pyarrow
     import pyarrow.parquet
 
@@ -336,7 +336,7 @@ def _parquet(path: Path, columns: Columns) -> Iterator[Record]:
 
 def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
     rule = "a Hugging Face dataset needs the package datasets"
-    datasets = need("datasets", f"data.path={path}", rule, "datasets")
+    datasets = need("datasets", f"data set {path}", rule, "datasets")
     for file in path.rglob("*") if path.is_dir() else (path,):
         if not file.is_dir():
             stat_of(file)
@@ -345,10 +345,10 @@ def _dataset(path: Path, columns: Columns) -> Iterator[Record]:
         loaded = datasets.Dataset.from_file(str(path)) if is_file else datasets.load_from_disk(str(path))
     except Exception as error:  # a damaged folder may raise any error
         rule = f"datasets cannot load it ({type(error).__name__}: {error})"
-        raise DataError(f"data.path={path}", rule, "Give a folder that save_to_disk wrote") from error
+        raise DataError(f"data set {path}", rule, "Give a folder that save_to_disk wrote") from error
     if isinstance(loaded, datasets.DatasetDict):
         rule = f"it holds several splits ({', '.join(loaded)}) and training takes one"
-        raise DataError(f"data.path={path}", rule, f"Give one of them, e.g. {path / next(iter(loaded), '')}")
+        raise DataError(f"data set {path}", rule, f"Give one of them, e.g. {path / next(iter(loaded), '')}")
     rows = loaded.select_columns(columns(loaded.column_names)).with_format("arrow")
     yield from _rows(path, rows.iter(_BLOCK))
 

@@ -107,7 +107,7 @@ class SourceReader:
         if last not in records:
             rule = f"the checkpoint names its record {last}, and it has fewer"
             remedy = "Give the files that the run began with, or start without --resume"
-            raise DataError(f"data.path={self._source.section.path}", rule, remedy)
+            raise DataError(self._source.section.named, rule, remedy)
         return records
 
     def _read(self) -> Iterator[tuple[int, Record]]:
@@ -128,7 +128,7 @@ class SourceReader:
             longest = self._options.longest
             rule = f"none of its records has a token that counts within a document of {longest} tokens"
             remedy = "Raise data.sequence_length, or give a file with more in it"
-        raise DataError(f"data.path={self._source.section.path}", rule, remedy)
+        raise DataError(self._source.section.named, rule, remedy)
 
     def _draw(self) -> tuple[int, Record]:
         while len(self._buffer) < self._options.buffer:
