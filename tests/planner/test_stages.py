@@ -22,7 +22,7 @@ def part(size: float, nbytes: PartBytes, layer: bool) -> PartWork:
     def op(times: float) -> tuple[OpWork, ...]:
         return (OpWork("matmul", "bfloat16", size * times, 1e3),)
 
-    return PartWork(op(1), op(2), op(1.5), op(1) if layer else (), nbytes)
+    return PartWork(op(1), op(2), op(1.5), op(1.75), op(1) if layer else (), nbytes)
 
 
 LAYER = part(1e12, PartBytes(10, 4, 13, 15, 2, 16, 1), layer=True)
@@ -42,6 +42,18 @@ def test_an_op_takes_its_parts_and_their_collectives() -> None:
     assert first.input_grad > first.weight_grad > first.forward
     assert first.within(0.5) == {"tp": pytest.approx(2 * 2 * once + 0.5 * 2 * once)}
     assert [len(stage.layers) for stage in (first, last)] == [2, 1]
+
+
+def test_a_whole_backward_adds_to_the_gradients_of_all_microbatches_but_the_first() -> None:
+    stage = PARTS.stages([range(2), range(2, 3)])[1]
+    added = sum(
+        op_seconds(part.whole_grad[0], HOST.device) - op_seconds(part.weight_grad[0], HOST.device)
+        for part in (LAYER, HEAD)
+    )
+    assert added > 0
+    assert stage.grad_of(splits=True, microbatches=4) == stage.weight_grad
+    assert stage.grad_of(splits=False, microbatches=4) == pytest.approx(stage.weight_grad + added * 3 / 4)
+    assert stage.grad_of(splits=False, microbatches=1) == stage.weight_grad
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, PretrainedConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PretrainedConfig
 
 from penstock import AutoPipeline
 from penstock.models.activation_checkpointing import Checkpointing
@@ -23,7 +24,7 @@ from support.families import tiny_config
 
 def part(flops: float) -> PartWork:
     ops = (OpWork("matmul", "bfloat16", flops, 1.0),)
-    return PartWork(ops, ops, ops, ops, PartBytes(0, 0, 0, 0, 0, 0, 0))
+    return PartWork(ops, ops, ops, ops, ops, PartBytes(0, 0, 0, 0, 0, 0, 0))
 
 
 def test_a_stage_has_the_embedding_where_it_begins_and_the_head_where_it_ends() -> None:
@@ -44,7 +45,8 @@ def flops(ops: tuple[OpWork, ...]) -> float:
 
 
 def passes(work: PartWork) -> ProductCounts:
-    return ProductCounts(*(flops(ops) / 2 for ops in work[:4]))
+    ops = work.forward, work.input_grad, work.weight_grad, work.recomputed
+    return ProductCounts(*(flops(of_pass) / 2 for of_pass in ops))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "deepseek_v3"])
@@ -130,6 +132,25 @@ def test_ranks_of_ep_share_the_gradients_of_experts() -> None:
     written, added = 1, 3  # a product writes them once; to add them reads two and writes one
     assert bytes_of(whole.weight_grad) - bytes_of(shared.weight_grad) == (written + added) * gradients * 3 / 4
     assert flops(whole.weight_grad) == flops(shared.weight_grad)
+
+
+def test_a_whole_backward_adds_each_gradient_by_an_op_of_its_own() -> None:
+    """In float32 W adds within its products; in bfloat16 both round the product first."""
+    config = tiny_config("llama", num_hidden_layers=1)
+    layer = model_work(plan_of(config), (2, 32)).kinds[0]
+    gradients = [4 * math.prod(shape) for shape in matrices(config)]
+    added = [op for op in layer.whole_grad for _ in range(int(op.calls)) if op.kind == "other"]
+    assert sorted(op.nbytes for op in added) == sorted(3 * nbytes for nbytes in gradients)
+    assert bytes_of(layer.whole_grad) - bytes_of(layer.weight_grad) == 2 * sum(gradients)
+    assert flops(layer.whole_grad) == flops(layer.weight_grad)
+    half = llama().kinds[0]
+    assert half.whole_grad == half.weight_grad
+
+
+def matrices(config: PretrainedConfig) -> list[tuple[int, ...]]:
+    """The shapes of those of a layer of Llama."""
+    model = AutoModelForCausalLM.from_config(config)
+    return [tuple(weight.shape) for weight in model.model.layers[0].parameters() if weight.dim() == 2]
 
 
 def bytes_of(ops: tuple[OpWork, ...]) -> float:

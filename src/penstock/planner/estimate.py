@@ -424,7 +424,7 @@ class _Mesh:
         return Costs(
             forward=[stage.forward + gather for stage, gather in zip(stages, every, strict=True)],
             input_grad=[stage.input_grad + gather for stage, gather in zip(stages, every, strict=True)],
-            weight_grad=[stage.weight_grad for stage in stages],
+            weight_grad=[stage.grad_of(self.split, self.candidate.microbatches) for stage in stages],
             bytes=self.edges(placement, sent),
             bandwidth=1.0,  # of edges in seconds: some cross hosts, and some do not
             **self.sizes(stages, recomputed=False),

@@ -3,6 +3,7 @@
 F = ops of its parts + collectives of tp, cp and ep in between
 I = the same of its input gradients; with the forwards that recomputation runs again
 W = ops of its weight gradients
+B = I and W; but for the first microbatch autograd adds each gradient by an op of its own
 
 Collectives of an axis that a run hides beside ops (practice.py) count as far as they are longer than these.
 """
@@ -36,6 +37,7 @@ _BESIDE: Mapping[Axis, tuple[OpKind, ...]] = {
 class PartSeconds(NamedTuple):
     """Seconds of one microbatch on a part, collectives included.
 
+    whole_grad: of W in a whole backward, which adds to the gradients of an earlier one
     recomputed: what I takes longer where the layer runs again
     within: the collectives among them, by axis: of a forward, an input gradient, a recomputed forward
     """
@@ -43,6 +45,7 @@ class PartSeconds(NamedTuple):
     forward: float
     input_grad: float
     weight_grad: float
+    whole_grad: float
     recomputed: float
     within: tuple[dict[Axis, float], dict[Axis, float], dict[Axis, float]]
 
@@ -70,6 +73,7 @@ class PartSeconds(NamedTuple):
             seconds(work.forward, device) + sum(forward.values()),
             seconds(work.input_grad, device) + sum(backward.values()),
             seconds(work.weight_grad, device),
+            seconds(work.whole_grad, device),
             seconds(work.recomputed, device) + sum(again.values()),
             (forward, backward, again),
         )
@@ -172,6 +176,13 @@ class StageParts:
     @cached_property
     def weight_grad(self) -> float:
         return sum(part.weight_grad for part in self.times)
+
+    def grad_of(self, splits: bool, microbatches: int) -> float:
+        """Of W, or of what it does within a whole backward: a mean over the microbatches of a step."""
+        if splits:
+            return self.weight_grad
+        added = sum(part.whole_grad for part in self.times) - self.weight_grad
+        return self.weight_grad + added * (microbatches - 1) / microbatches
 
     @cached_property
     def recomputed(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -78,13 +78,15 @@ class PartWork(NamedTuple):
     """The ops of a part for one microbatch.
 
     input_grad: of I, without a forward that checkpointing runs again
-    weight_grad: of W. A whole backward is I and W
+    weight_grad: of W, whose products add to the gradients of earlier microbatches
+    whole_grad: the same in a whole backward, where autograd adds each gradient by an op of its own
     recomputed: what I or B runs again first where the layer is checkpointed; a part of `forward`, or all
     """
 
     forward: tuple[OpWork, ...]
     input_grad: tuple[OpWork, ...]
     weight_grad: tuple[OpWork, ...]
+    whole_grad: tuple[OpWork, ...]
     recomputed: tuple[OpWork, ...]
     nbytes: PartBytes
 
@@ -173,8 +175,8 @@ def _part(
         recomputed.in_backward,
         kept.buffer,
     )
-    forward, input_grad, weight_grad = (_as_work(once.ops[kind]) for kind in ("F", "I", "W"))
-    return PartWork(forward, input_grad, weight_grad, _as_work(more), nbytes)
+    forward, input_grad, weight_grad, whole = (_as_work(once.ops[kind]) for kind in ("F", "I", "W", "B"))
+    return PartWork(forward, input_grad, weight_grad, whole, _as_work(more), nbytes)
 
 
 def _as_work(ops: Counter[OpWork]) -> tuple[OpWork, ...]:
@@ -184,7 +186,8 @@ def _as_work(ops: Counter[OpWork]) -> tuple[OpWork, ...]:
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the ops of F, I and W, by what they are.
 
-    ops: of each kind of op of the stage, how many there are of each kind, dtype and size
+    ops: of each kind of op of the stage, how many there are of each kind, dtype and size; of B, those of W in
+        a whole backward
     """
 
     supports_higher_order_operators = True
@@ -231,7 +234,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         dtype = str(floating[0].dtype).removeprefix("torch.")
         # each rank of cp attends to as many pairs as the others: a cp-th of those of the whole rows
         whole = (flops or 0) * (self._axes.cp if attends else 1)
-        self.ops[self._kind][OpWork(kind, dtype, float(whole), nbytes)] += 1
+        work = OpWork(kind, dtype, float(whole), nbytes)
+        self.ops[self._kind][work] += 1
+        if self._kind == "W":
+            self.ops["B"].update(self._in_whole_backward(packet, work, written))
+
+    def _in_whole_backward(self, packet: Any, work: OpWork, written: Sequence[Tensor]) -> list[OpWork]:
+        """An op of W as autograd does it, which does not add within a product."""
+        if packet is not torch.ops.aten.addmm_:
+            return [work]
+        gradient = written[0].nbytes / self._sharing(written[0])
+        return [
+            work._replace(nbytes=work.nbytes - gradient),
+            OpWork("other", work.dtype, 0.0, 3 * gradient),  # reads two, writes one
+        ]
 
     def _sharing(self, tensor: Tensor) -> int:
         """How many ranks of ep share a tensor: here are the weights, and gradients, of all experts."""

@@ -299,7 +299,7 @@ def _with_rows(few: ModelWork, more: ModelWork, rows: int) -> ModelWork:
         )
 
     def part(a: PartWork, b: PartWork) -> PartWork:
-        work = {name: ops(getattr(a, name), getattr(b, name)) for name in PartWork._fields[:4]}
+        work = {name: ops(getattr(a, name), getattr(b, name)) for name in PartWork._fields[:-1]}
         nbytes = PartBytes(*(round(grown(*pair)) for pair in zip(a.nbytes, b.nbytes, strict=True)))
         return a._replace(nbytes=nbytes, **work)
 

@@ -177,7 +177,9 @@ class DataSection(RecordSection, NamedSection):
 
     path: PathText | None = None  # a local file or folder; with split also a name of the Hub
     mixture: Annotated[tuple[MixtureSection, ...], Field(strict=False)] = ()  # several, by weights
-    validation: ValidationSection | None = None  # what to evaluate on; null: the end of the data, see held_out
+    validation: ValidationSection | None = (
+        None  # what to evaluate on; null: the end of the data, see held_out
+    )
     # "bytes", a tokenizer's folder or Hub name, or none: that of model.path
     tokenizer: PathText | None = None
     chat_template: PathText | None = None  # a Jinja file; null: the tokenizer's own
