@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -227,6 +228,20 @@ def test_a_stopped_server_does_not_hide_that_ranks_end(
         assert ended.code == 128 + signal.SIGKILL
         assert "did not say how they ended" in ended.cause
     assert "did not say how they ended" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", [0.5, None])
+def test_a_server_that_is_stopped_before_it_has_told_its_ranks(
+    command: list[str], seconds: float | None
+) -> None:
+    """For a moment: nothing happens. For longer: the launcher waited for ever for their process ids."""
+    with Server() as server, Launcher(server) as launcher:
+        os.kill(server.pid, signal.SIGSTOP)
+        if seconds is not None:
+            threading.Timer(seconds, os.kill, (server.pid, signal.SIGCONT)).start()
+        ended = launcher.attempt(2, command)
+    assert ended.code == (128 + signal.SIGKILL if seconds is None else 0)
+    assert ("did not say how they ended" in ended.cause) == (seconds is None)
 
 
 @pytest.mark.parametrize("signals", [1, 2])

@@ -75,6 +75,14 @@ def has_ended(pid: int) -> bool:
         os.close(descriptor)
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process was stopped by a signal and has not gone on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
+
+
 def serve(connection: Connection) -> RankProcess | None:
     """Serve the launcher until it is gone. Returns None in the server, and in each child its rank."""
     reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

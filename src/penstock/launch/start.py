@@ -23,13 +23,21 @@ from typing import NamedTuple, Self
 
 from penstock.launch import failures
 from penstock.launch.folder import attempt_folder
-from penstock.launch.server import SIGNALS, ForkedServer, RankProcess, Rehearsal, has_ended, is_clean
+from penstock.launch.server import (
+    SIGNALS,
+    ForkedServer,
+    RankProcess,
+    Rehearsal,
+    has_ended,
+    is_clean,
+    is_stopped,
+)
 from penstock.launch.stop import LAUNCHER, fail, follow_parent, handle, said, under_torchrun
 from penstock.launch.store import GuardedStore
 from penstock.shortages import out_of_memory_kills, too_many_files
 
 _LOOKS = 0.1  # seconds between two polls
-_SILENCE = 3.0  # seconds from the end of a rank to the server's word of it
+_SILENCE = 3.0  # seconds that the server may be silent about a rank
 _DYING = 10.0  # seconds from SIGKILL to the end of a rank: the kernel frees its memory first
 
 
@@ -187,9 +195,9 @@ class _Attempt:
         self._pids: dict[int, int] = {}
         self._left: set[int] = set()
         self._killed: set[int] = set()
-        self._gone: dict[
+        self._unheard: dict[
             int, float
-        ] = {}  # when a rank was first seen to have ended, without the server's word
+        ] = {}  # since when the server is silent about a rank: see `_is_unheard`
         self.failures: dict[int, failures.Failure] = {}
         self.silent = ""
         self._kills = out_of_memory_kills()
@@ -236,12 +244,15 @@ class _Attempt:
         overdue: whether all ranks must have ended by now
         """
         now = time.monotonic()
-        for rank in self._left & self._pids.keys():
-            if has_ended(self._pids[rank]):
-                self._gone.setdefault(rank, now)
-        if overdue or any(now - self._gone.get(rank, now) > _SILENCE for rank in self._left):
+        self._unheard = {rank: self._unheard.get(rank, now) for rank in self._left if self._is_unheard(rank)}
+        if overdue or any(now - since > _SILENCE for since in self._unheard.values()):
             self.silent = "did not say how they ended, and was killed"
             self._server.end()
+
+    def _is_unheard(self, rank: int) -> bool:
+        """Whether the server has not told a rank's end, or, while it is stopped, not its start."""
+        pid = self._pids.get(rank)
+        return is_stopped(self._server.pid) if pid is None else has_ended(pid)
 
     def send(self, signum: int) -> None:
         """Send a signal to each rank, and not to its children, which it may need to save."""
