@@ -202,8 +202,11 @@ def test_a_server_that_was_killed_is_named_and_the_next_attempt_has_another(
 STOPS_ITS_SERVER = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
-    open("stopped", "w").close()
+    time.sleep(0.5)  # until the launcher has read the pids
     os.kill(os.getppid(), signal.SIGSTOP)
+    open("stopped", "w").close()
+while not os.path.exists("stopped"):
+    time.sleep(0.01)
 if sys.argv[1] == "ends":
     sys.exit(1)
 time.sleep(600)
