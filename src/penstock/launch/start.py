@@ -195,9 +195,8 @@ class _Attempt:
         self._pids: dict[int, int] = {}
         self._left: set[int] = set()
         self._killed: set[int] = set()
-        self._unheard: dict[
-            int, float
-        ] = {}  # since when the server is silent about a rank: see `_is_unheard`
+        # since when the server is silent about a rank: see `_is_unheard`
+        self._unheard: dict[int, float] = {}
         self.failures: dict[int, failures.Failure] = {}
         self.silent = ""
         self._kills = out_of_memory_kills()

@@ -433,13 +433,19 @@ def in_yaml(value: Any) -> str:
     return yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, width=10**6, sort_keys=False)
 
 
-def test_a_config_is_read_without_torch() -> None:
-    """Which takes seconds to import: an error in a config is raised at once."""
-    code = "import sys; import penstock.train.config.load; print('torch' in sys.modules)"
+def test_a_config_is_read_without_torch_and_numpy(tmp_path: Path) -> None:
+    """They take seconds to import: an error in a config is raised at once. And they read their number of
+    threads once, which `penstock train` sets before it imports them, as its ranks are forks of it."""
+    file = tmp_path / "config.yaml"
+    file.write_text(MINIMAL)
+    code = (
+        "import sys; import penstock.cli.main; from penstock.train.config.load import load_config\n"
+        f"load_config({str(file)!r}); print({{'torch', 'numpy'}} & set(sys.modules))"
+    )
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True
     )
-    assert ran.stdout.strip() == "False"
+    assert ran.stdout.strip() == "set()"
 
 
 def test_keys_of_a_loss_are_named_without_its_kind(tmp_path: Path) -> None:
