@@ -212,3 +212,8 @@ EXACT = {
 def test_each_edit(edit: str) -> None:
     found = outcome(Case("qwen3", (edit,), "plain", "zb_v", False, 5))
     assert (found == "exact") is (edit in EXACT), found
+
+
+def test_a_layer_that_runs_again_within_a_gradient_of_its_forward_is_recorded_again() -> None:
+    """A CheckpointError in 0.6.0: torch takes the recording mode off the stack for torch.autograd.grad."""
+    assert outcome(Case("llama", ("inner_gradient_of_a_product",), "plain", "zb_h1", "full", 0)) == "exact"

@@ -285,10 +285,17 @@ def recording_again() -> AbstractContextManager[object]:
 
 def current() -> Tape | None:
     """The tape that records now: that of this thread, or in a backward that replays, that of torch's mode."""
-    if (tape := thread.tape) is not None or not _modes():
+    if (tape := thread.tape) is not None:
         return tape
+    return None if (mode := _mode()) is None else mode.tape
+
+
+def _mode() -> _Carries | None:
+    """The innermost of our modes on torch's stack."""
+    if not _modes():
+        return None
     modes = reversed(get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-    return next((mode.tape for mode in modes if isinstance(mode, _Carries)), None)
+    return next((mode for mode in modes if isinstance(mode, _Carries)), None)
 
 
 class _RecordingAgain:
@@ -296,7 +303,8 @@ class _RecordingAgain:
         self._tape, self._entered = tape, ExitStack()
 
     def __enter__(self) -> None:
-        if current() is None:
+        tape = current()
+        if tape is None or (tape.every_call and _mode() is None):
             self._entered.enter_context(_Recorded(self._tape, first=False))
 
     def __exit__(self, *error: object) -> None:
