@@ -87,7 +87,7 @@ ROWS = (
     "names that `pipeline/auto_pipeline.py` imports, from files",
     "names that `train/run.py` imports, from files",
     "functions with more than 8 parameters",
-    "frames of penstock from `pipe.step` to the first layer, in files",
+    "stack frames from `pipe.step` to the first layer, in files",
     "files that a build passes through",
     "files that a step passes through",
 )
@@ -117,7 +117,7 @@ def counts(checkout: Path) -> dict[str, str]:
     )
     folders: Counter[str] = Counter()
     for file, text in sources.items():
-        folders[file.split("/")[0] if "/" in file else "files of its own"] += len(text.splitlines())
+        folders[file.split("/")[0] if "/" in file else "files beside the folders"] += len(text.splitlines())
     lines = {f"lines in `{name}`": f"{round(lines, -2):,}" for name, lines in folders.most_common()}
     return dict(zip(ROWS, values, strict=True)) | lines
 
