@@ -161,7 +161,7 @@ def _cache(config: pytest.Config) -> pytest.Cache | None:
 
 GIVES_WAY = 5  # niceness
 TOOK = "penstock/took"  # in pytest's cache: seconds of each test when it last ran on this machine
-SHORT = 0.25  # seconds
+SHORT = 0.15  # seconds
 
 
 class Durations:
