@@ -87,6 +87,7 @@ def test_calibration_writes_a_cluster_that_a_plan_takes(
     assert read_cluster(file).devices == 1
     sizes = ("--batch", "4", "--length", str(LENGTH))
     assert "6 layers" in penstock("plan", folder, "--cluster", file, *sizes).out
+    monkeypatch.setattr("penstock.cli.plan.calibrate", lambda _: read_cluster(file))  # not once more
     code, out, _ = penstock("plan", folder, "--calibrate", *sizes)
     assert code == 0
     assert "threads of a CPU" in out
