@@ -106,6 +106,7 @@ def test_the_fastest_measured_is_written_and_the_corrected_cluster(
 
     taken: list[Estimate] = []
     monkeypatch.setattr(measured, "measured_run", pretended)
+    small_config(num_attention_heads=1, num_key_value_heads=1).save_pretrained(folder)  # no tp to measure
     (folder / "cpu.yaml").write_text("host: CPU host\ndevices: 2\n")
     out, better = folder / "plan.yaml", folder / "better.yaml"
     sizes = ("--batch", "16", "--length", str(LENGTH), "--measure", "3", "--precision", "float32")
