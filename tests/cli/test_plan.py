@@ -87,6 +87,7 @@ def test_calibration_writes_a_cluster_that_a_plan_takes(
     assert read_cluster(file).devices == 1
     sizes = ("--batch", "4", "--length", str(LENGTH))
     assert "6 layers" in penstock("plan", folder, "--cluster", file, *sizes).out
+    monkeypatch.setattr("penstock.cli.plan.calibrate", lambda _: read_cluster(file))  # not once more
     code, out, _ = penstock("plan", folder, "--calibrate", *sizes)
     assert code == 0
     assert "threads of a CPU" in out
@@ -105,6 +106,7 @@ def test_the_fastest_measured_is_written_and_the_corrected_cluster(
 
     taken: list[Estimate] = []
     monkeypatch.setattr(measured, "measured_run", pretended)
+    small_config(num_attention_heads=1, num_key_value_heads=1).save_pretrained(folder)  # no tp to measure
     (folder / "cpu.yaml").write_text("host: CPU host\ndevices: 2\n")
     out, better = folder / "plan.yaml", folder / "better.yaml"
     sizes = ("--batch", "16", "--length", str(LENGTH), "--measure", "3", "--precision", "float32")

@@ -12,6 +12,7 @@ from penstock.cli import dry_run
 from penstock.train.config.load import load_config
 from penstock.train.preflight import dry_run as planned_run
 from support.command import Command
+from support.covering import some
 from support.tiny import config_file
 
 
@@ -23,7 +24,7 @@ def one_f_one_b(penstock: Command, *options: object) -> dict[str, Any]:
     return next(entry for entry in entries if entry["name"] == "1f1b" and not entry["options"])
 
 
-@pytest.mark.parametrize("recomputed", [None, "full", "selective"])
+@pytest.mark.parametrize("recomputed", some([None, "full", "selective"], None, "selective"))
 def test_1f1b_is_what_the_dry_run_shows(tmp_path: Path, penstock: Command, recomputed: str | None) -> None:
     train = {"batch_size": 8, "activation_checkpointing": recomputed}
     file = config_file(tmp_path, pipeline={"microbatches": 4}, train=train)

@@ -18,7 +18,7 @@ from penstock.planner.hardware import Cluster
 from penstock.planner.space import SCHEDULES, ScheduleKind
 from penstock.planner.workload import Workload
 from penstock.schedule import Schedule
-from support.planning import LENGTH, LONG, cluster, large_workload, small_config, workload
+from support.planning import LENGTH, LONG, cluster, large_workload, workload
 
 WHAT: tuple[Recomputed, ...] = ("full", "selective")
 LAYERS = 6
@@ -79,7 +79,7 @@ def test_no_split_and_no_recomputation_is_below_the_bound(kind: ScheduleKind) ->
     share=st.floats(0.3, 1.0),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_random_runs_are_never_below_the_bound(
     kind: ScheduleKind, ranks: int, microbatches: int, share: float, data: st.DataObject
 ) -> None:
@@ -114,7 +114,7 @@ def test_one_microbatch_whose_layers_the_first_ranks_could_hold_twice(hardware: 
     link=st.sampled_from([64e6, 6.4e9, 64e9, 1e12]),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_random_runs_with_offloading_and_any_logits_are_never_below_the_bound(
     kind: ScheduleKind, ranks: int, microbatches: int, share: float, link: float, data: st.DataObject
 ) -> None:
@@ -172,7 +172,7 @@ def test_a_run_that_offloads_may_be_below_the_bound_of_runs_that_do_not(
 
 
 LARGE = large_workload(vocab_size=2**14)
-TIED = Workload(small_config(tie_word_embeddings=True, vocab_size=4096))
+TIED = workload(tie_word_embeddings=True, vocab_size=4096)
 MODELS = [workload(), TIED]
 CLUSTERS = [cluster(1, 4), cluster(4, 1)]
 

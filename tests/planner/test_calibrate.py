@@ -6,6 +6,8 @@ compares predicted and measured products.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import ConfigError
+from penstock.planner import calibrate as calibration
 from penstock.planner.calibrate import calibrate, fit, known_gpu
 from penstock.planner.communication import Group, all_reduce
 from penstock.planner.hardware import read_cluster, to_yaml
@@ -24,6 +27,16 @@ from support.pool import Pool
 from support.refusals import refuses
 
 SETTINGS = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+# _SHARES: of the two seconds that a calibration takes at least
+@contextmanager
+def hastily() -> Iterator[None]:
+    """All that is measured is measured as few times as it may be."""
+    with pytest.MonkeyPatch.context() as patch:
+        shares = {name: 0.1 * share for name, share in calibration._SHARES.items()}
+        patch.setattr(calibration, "_SHARES", shares)
+        yield
 
 
 @SETTINGS
@@ -51,7 +64,8 @@ def test_a_delay_of_the_small_sizes_does_not_make_the_rate_absurd() -> None:
 
 
 def test_one_process_is_a_device_without_links(tmp_path: Path) -> None:
-    cluster = calibrate(2, "cpu", tmp_path)
+    with hastily():
+        cluster = calibrate(2, "cpu", tmp_path)
     assert (cluster.hosts, cluster.devices, cluster.inside, cluster.between) == (1, 1, None, None)
     assert set(cluster.device.peaks) == {"float32", "bfloat16"}
     assert 0 <= cluster.device.efficiencies.exposed <= 1
@@ -84,7 +98,8 @@ def test_too_little_time_is_refused() -> None:
 
 
 def measured() -> str:
-    return to_yaml(calibrate(2, "cpu"))
+    with hastily():
+        return to_yaml(calibrate(2, "cpu"))
 
 
 def test_ranks_of_a_job_measure_their_links_and_agree(pool: Pool) -> None:
@@ -102,7 +117,7 @@ def on_two_hosts(per_host: int) -> str:
     name = f"host-{dist.get_rank() // per_host}"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.gethostname", lambda: name)
-        return to_yaml(calibrate(2, "cpu"))
+        return measured()
 
 
 def test_links_between_hosts_are_measured_across_them(pool: Pool) -> None:

@@ -130,11 +130,11 @@ OFFLOADED = [
     ],
 )
 def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
-    model = Workload(large_workload().config, run.precision)
+    model = Workload(large_workload(vocab_size=2**14).config, run.precision)
     kept, predicted = (estimate(model, replace(run, offload_ahead=n), ROOMY) for n in (0, run.offload_ahead))
     plan = model.plan(run.built(), predicted.candidate.split)
     account = Account(
-        plan, run.axes, run.parallel_options(), run.checkpointing(), offloading=run.offloading()
+        plan, run.axes, run.parallel_options(), run.checkpointing(), run.chunked_loss, run.offloading()
     )
     for rank, expected in zip(predicted.memory, account.ranks(run.shape), strict=True):
         assert_near(rank, expected, run.rows, LONG * 256)
@@ -153,7 +153,7 @@ def test_memory_with_offloading_is_that_of_the_account(run: Candidate) -> None:
 def test_memory_of_a_mixture_with_offloading_is_that_of_the_account(axes: Axes) -> None:
     sizes = large_workload().config.to_dict()
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    shape = {name: sizes[name] for name in names}
+    shape = {name: sizes[name] for name in names} | {"num_hidden_layers": 4}
     model = Workload(MixtralConfig(**shape, num_key_value_heads=4, num_local_experts=4))
     run = replace(LARGE, axes=axes, offload_ahead=1)
     predicted = estimate(model, run, cluster(2, 4, memory="80 GB"))

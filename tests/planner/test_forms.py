@@ -124,7 +124,8 @@ def every_form(vocabulary: int, run: Candidate, bandwidth: float) -> list[Estima
 
 def brute_force(model: Workload, run: Candidate, hardware: Cluster) -> Iterator[Estimate]:
     """Every form in the splits that forms have: logits, offloading, what is recomputed, in how many."""
-    for chunked, ahead, what in product((False, True), (0, *AHEAD), WAYS):
+    chunks = (True,) if model.config.vocab_size == 512 else (False, True)  # as small logits have no chunks
+    for chunked, ahead, what in product(chunks, (0, *AHEAD), WAYS):
         one = replace(run, chunked_loss=chunked, offload_ahead=ahead, recomputed=what)
         plain = replace(one, offload_ahead=0, recomputed="none")
         for split in {Trial.of(model, plain, hardware, buffers=False).candidate.split, ()}:

@@ -172,6 +172,7 @@ def test_products_under_autocast_are_in_its_dtype() -> None:
     assert {op.dtype for op in products(model_work(plan, (2, 32)).kinds[0].forward)} == {"float32"}
 
 
+@pytest.mark.sweep
 def test_a_model_of_671_b_parameters() -> None:
     """DeepSeek-V3 on the meta device: 37 B of its parameters work on a token."""
     plan = plan_of(DeepseekV3Config(dtype="bfloat16"))

@@ -57,30 +57,36 @@ def test_the_flops_of_a_row_are_three_forwards() -> None:
     assert model.flops(LENGTH) == pytest.approx(products + attention)
 
 
+def measured_before(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
+    """Counts what is measured from here on, and gives what the tests have measured of `workload()`."""
+    known = {rows: workload().measured(Candidate(rows=rows, length=LENGTH)) for rows in (2, 3)}
+    counted = mock.Mock(side_effect=lambda _, run: known[run.rows])
+    monkeypatch.setattr(measuring, "measured_work", counted)
+    return counted
+
+
 # _runs: empty, as in a new process
 def test_a_model_is_measured_once_a_process_wherever_its_config_lies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    counted, run = measured_before(monkeypatch), Candidate(length=LENGTH)
     monkeypatch.setattr(measuring, "_runs", {})
-    run = Candidate(length=LENGTH)
     measured = Workload(small_config()).work(run)
     small_config().save_pretrained(tmp_path)
     read = AutoConfig.from_pretrained(tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, "measured_work", lambda *_: pytest.fail("it is measured again"))
-        assert Workload(read).work(run) == measured
-    others = (
-        Workload(read, "float32").work(replace(run, precision="float32")),
-        Workload(small_config(intermediate_size=96)).work(run),
-    )
-    assert all(other != measured for other in others)
+    assert counted.call_count == 2  # of two and of three rows
+    assert Workload(read).work(run) == measured
+    assert counted.call_count == 2
+    Workload(read, "float32").work(replace(run, precision="float32"))
+    assert counted.call_count == 4
+    Workload(small_config(intermediate_size=96)).work(run)
+    assert counted.call_count == 6
 
 
 def test_a_model_of_a_users_class_is_measured_by_each_workload(monkeypatch: pytest.MonkeyPatch) -> None:
     """No key says what its forward does."""
+    measured = measured_before(monkeypatch)
     monkeypatch.setattr(measuring, "built_alike", lambda _: None)
-    measured = mock.Mock(side_effect=measured_work)
-    monkeypatch.setattr(measuring, "measured_work", measured)
     for _ in range(2):
         one = Workload(small_config())
         assert one.work(Candidate(length=LENGTH)) == one.work(Candidate(length=LENGTH))
@@ -91,12 +97,13 @@ def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: py
     """The first run is measured whole; of the second, whose logits are not chunked, the head alone."""
     runs = [Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards, tp=2)) for shards in (1, 2)]
     config = small_config(vocab_size=2**20)  # whose logits are large enough for chunks
+    first = Workload(config).measured(runs[0])
 
     def fresh() -> Workload:
         monkeypatch.setattr(measuring, "_runs", {})  # as in a process that has measured nothing
         return Workload(config)
 
-    alone = [fresh().measured(run) for run in runs]
+    alone = [first, fresh().measured(runs[1])]
     assert alone[0].work.head != alone[1].work.head
     measured = list[Axes]()
 

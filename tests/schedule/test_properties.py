@@ -13,7 +13,7 @@ from penstock.schedule import Costs, Op, Schedule, Timeline, Violation, build, l
 from penstock.schedule.builders.conformance import check_builder
 from support.programs import can_finish, paired, perhaps_broken, valid
 
-modest = settings(max_examples=150, deadline=None)
+modest = settings(max_examples=80, deadline=None)
 
 
 def violations(schedule: Schedule) -> tuple[Violation, ...]:
@@ -24,7 +24,7 @@ def violations(schedule: Schedule) -> tuple[Violation, ...]:
     return ()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(perhaps_broken())
 def test_verify_accepts_exactly_what_can_finish(schedule: Schedule) -> None:
     assert (not violations(schedule)) == can_finish(schedule), f"{schedule.placement}\n{schedule}"

@@ -154,9 +154,10 @@ def pieces(ranks: int, axes: Axes, options: dict[str, Any], *, random: bool = Fa
     common: dict[str, Any] = {
         "schedule": "1f1b",
         "loss_fn": lambda output, microbatch: output.square().mean(),
+        "timeout": 5,
     }
     return Pipeline.from_provider(
-        lambda info: Piece(info.stage, random=random), ranks=ranks, microbatches=2, axes=axes, timeout=5,
+        lambda info: Piece(info.stage, random=random), ranks=ranks, microbatches=2, axes=axes,
         **{**common, **options},
     )  # fmt: skip
 

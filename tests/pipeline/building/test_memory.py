@@ -74,7 +74,6 @@ WAYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 }
 QUICK = {
     ("zb_h1", "autocast, recomputed"),
-    ("zb_h1", "float32"),
     ("zb_v", "recomputed"),
     ("dualpipe", "bfloat16"),
 }

@@ -151,14 +151,16 @@ def test_a_product_in_a_function_of_its_own_is_named_by_its_module() -> None:
     assert "OwnLinear 80%" in said(two_products(prepare=prepare), batch())[0]
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", pytest.param("zb_v", marks=pytest.mark.sweep)])
-def test_compiled_layers_are_named(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "layers"), [("zb_h1", 2), pytest.param("zb_v", 4, marks=pytest.mark.sweep)]
+)
+def test_compiled_layers_are_named(schedule: str, layers: int) -> None:
     def compiled(part: nn.Module) -> nn.Module:
         for layer in each_layer(part):
             layer.compile(backend="aot_eager")
         return part
 
-    pipe = pipeline(tiny_model("llama"), schedule=schedule, parallelize_fn=compiled)
+    pipe = pipeline(tiny_model("llama", layers=layers), schedule=schedule, parallelize_fn=compiled)
     found = said(pipe, ragged_batch())
     assert found
     assert all("at once: torch.compile " in each for each in found)

@@ -110,7 +110,7 @@ def together(pipe: Pipeline, poisoned: int, limits: Sequence[float]) -> list[Any
 
 def compare(ranks: int, schedule: Any, **options: Any) -> None:
     """Both orders, from equal weights."""
-    model = tiny_model("llama", tied=options.pop("tied", False), layers=8)
+    model = tiny_model("llama", tied=options.pop("tied", False))
     build = AutoPipeline(ranks=ranks, schedule=schedule, microbatches=8, timeout=30, **options).build
     pipe = build(model)
     poisoned = ranks // 2 if pipe.processes.count > 1 else 0

@@ -49,9 +49,7 @@ def test_zb_v_is_neither_slower_than_torch_s_nor_larger() -> None:
 
 @each
 def test_formed_for_costs_it_conforms(build: Builder) -> None:
-    check_builder(
-        build, ranks=range(1, 4), microbatches=(1, 2, 5), placement=wave, costs=Costs(1, 1.5, 0.5, 0.1)
-    )
+    check_builder(build, ranks=(1, 3), microbatches=(2, 5), placement=wave, costs=Costs(1, 1.5, 0.5, 0.1))
 
 
 def drawn_costs(data: st.DataObject, ranks: int, microbatches: int) -> Costs:
@@ -64,7 +62,7 @@ def drawn_costs(data: st.DataObject, ranks: int, microbatches: int) -> Costs:
 
 
 @each
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(ranks=st.integers(1, 4), microbatches=st.integers(1, 10), data=st.data())
 def test_formed_for_costs_it_is_never_slower_nor_larger(
     build: Builder, ranks: int, microbatches: int, data: st.DataObject
@@ -110,7 +108,7 @@ def test_zb_v_gains_by_the_makespan_at_measured_costs(microbatches: int, most: f
 
 
 @each
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(ranks=st.integers(1, 4), microbatches=st.integers(1, 10), data=st.data())
 def test_formed_for_its_extent_it_has_never_a_longer_one_and_is_not_larger(
     build: Builder, ranks: int, microbatches: int, data: st.DataObject
@@ -124,7 +122,7 @@ def test_formed_for_its_extent_it_has_never_a_longer_one_and_is_not_larger(
 
 def test_what_is_short_by_one_measure_is_long_by_the_other() -> None:
     costs = Costs(forward=1, input_grad=1, weight_grad=0.7, communication=0.1)
-    short, early = (simulate(formed, costs) for formed in (zb_v(6, 18, costs), zb_v(6, 18, costs, "extent")))
+    short, early = (simulate(formed, costs) for formed in (zb_v(3, 6, costs), zb_v(3, 6, costs, "extent")))
     assert short.makespan < early.makespan
     assert early.extent < short.extent
 

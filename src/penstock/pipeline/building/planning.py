@@ -253,11 +253,12 @@ def _split_again(options: AutoOptions, plan: BuildPlan, schedule: Schedule, agai
         except ConfigError:  # it exceeds the limit
             return inf
 
-    plans = [plan]
+    plans = {tuple(stage.layers for stage in plan.stages[: schedule.placement.depth]): plan}
     for share_again in (share, 1.0):  # the fullest rank may run all again, and the others nothing
         split = _fastest(options, plan.source.model, plan.chain, schedule, again=share_again)
-        plans.append(_planned(plan.source, plan.chain, schedule, split, plan.routed))
-    return min(plans, key=seconds)
+        if tuple(split) not in plans:  # whose sizes are known
+            plans[tuple(split)] = _planned(plan.source, plan.chain, schedule, split, plan.routed)
+    return min(plans.values(), key=seconds)
 
 
 def _limited_split(options: AutoOptions, plan: BuildPlan) -> list[range] | None:
