@@ -47,7 +47,7 @@ def with_teacher(
 @pytest.mark.parametrize(
     ("divergence", "keys"),
     [
-        ("forward", {}),
+        pytest.param("forward", {}, marks=pytest.mark.sweep),
         ("reverse", {"train.accumulate": 2}),
         ("forward", {"pipeline.schedule": "zb_v", "train.batch_size": 5}),
         ("reverse", {"data.packing": "best_fit"}),
@@ -107,7 +107,7 @@ def test_three_steps_give_the_weights_of_trls_divergence_in_one_process(
 def test_a_run_approaches_its_teacher_and_resumes_bit_for_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = with_teacher(tmp_path, steps=6, checkpoint_every=3, check="always")
+    made = with_teacher(tmp_path, steps=4, checkpoint_every=2, check="always")
     run(preflight(made))
     assert "checked in" in capsys.readouterr().out
     rows = metrics(tmp_path)
