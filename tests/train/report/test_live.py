@@ -119,19 +119,13 @@ def write_start(folder: Path, end: dict[str, str]) -> None:
 def test_a_run_of_the_trainer_is_seen_while_it_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command too. Both have nothing but the run's files."""
+    """By those who have nothing but its files; and by the command, once it has ended."""
     prepared = preflight(config(tmp_path, steps=10, evaluate_every=10))
-    out, steps, codes = tmp_path / "out", set[int](), list[Any]()
-
-    def command() -> None:
-        with pytest.raises(SystemExit) as end:
-            app(["watch", str(out)])
-        codes.append(end.value.code)
-
-    threads = [threading.Thread(target=run, args=(prepared, Stop())), threading.Thread(target=command)]
-    for thread in threads:
+    out, steps, live = tmp_path / "out", set[int](), None
+    training = threading.Thread(target=run, args=(prepared, Stop()))
+    watching = threading.Thread(target=watch, args=(out, 0.01), daemon=True)
+    for thread in (training, watching):
         thread.start()
-    live = None
     while live is None:
         with suppress(ConfigError):
             live = LiveRun(out)
@@ -139,13 +133,17 @@ def test_a_run_of_the_trainer_is_seen_while_it_goes_on(
         live.look()
         steps.add(live.step)
         time.sleep(0.01)
-    for thread in threads:
+    for thread in (training, watching):
         thread.join(60)
-    assert codes == [0]
-    assert "step 10 of 10, ended" in capsys.readouterr().out  # the run itself says it in other words
+    ended = "step 10 of 10, ended"  # the run itself says it in other words
+    assert ended in capsys.readouterr().out
     assert "finished" in on_terminal(live)
     assert len(steps) > 3  # it was seen on its way
     assert live.step == 10
+    with pytest.raises(SystemExit) as end:
+        app(["watch", str(out)])
+    assert end.value.code == 0
+    assert ended in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
