@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from penstock.planner.candidate import Candidate
+from penstock.planner.corrections import MeasuredRun
 from penstock.planner.estimate import Trial, estimate
 from penstock.planner.hardware import read_cluster
 from penstock.planner.workload import Workload
 from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
-from penstock.train.measured_runs import MeasuredRun, between_ops, few_steps, measured_run
+from penstock.train.measured_runs import between_ops, few_steps, measured_run
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from support.planning import small_config

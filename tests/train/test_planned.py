@@ -133,7 +133,8 @@ def test_the_command_plans_once_and_gives_its_ranks_the_plan(
     config = load_config(file, arguments[6:])
     assert config == chosen(load_config(file, ["train.steps=1"]), None).config
     assert config.pipeline.schedule != "planned"
-    assert len(config.pipeline.layers_per_stage or ()) >= 2
+    assert isinstance(config.pipeline.layers_per_stage, tuple | list)
+    assert len(config.pipeline.layers_per_stage) >= 2
 
 
 @pytest.mark.sweep
