@@ -121,7 +121,7 @@ def test_a_batch_counts_the_tokens_that_stand_for_its_images(tmp_path: Path) -> 
 
 
 def test_the_config_of_the_example_is_planned(tmp_path: Path) -> None:
-    draw_pictures.write(tmp_path, 30)
+    draw_pictures.write(tmp_path, 30, hidden=32, layers=2)
     found = {
         "model.path": "model",
         "data.path": "chats.jsonl",
