@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.launch import server as server_of_ranks
+from penstock.launch import start as start_of_ranks
 from penstock.launch.server import Rehearsal
 from penstock.launch.start import Launcher, Server, launch
 from support.pool import start
@@ -71,22 +72,23 @@ if sys.argv[1] == "a thread":
 command = [sys.executable, "-P", "-m", "said_by_ranks", *sys.argv[1:]]
 try:
     with Server(["shared_by_ranks"], forks=True) as server, Launcher(server) as launcher:
-        for number in range(2):
+        for number in range(ATTEMPTS):
             server.open()
             lines = [open(f"/proc/{pid}/cmdline").read() for pid in ("self", server.pid)]
-            code = launcher.attempt(2, command, number).code
-            print("of a fork:" if lines[0] == lines[1] else "of one begun by exec:", code)
+            code = launcher.attempt(RANKS, command, number).code
+            print(number, "of a fork:" if lines[0] == lines[1] else "of one begun by exec:", code)
 finally:
     print("after")
 """
 
 
-def forking(folder: Path, *arguments: str) -> tuple[list[str], str]:
+def forking(folder: Path, *arguments: str, attempts: int = 2, ranks: int = 2) -> tuple[list[str], str]:
     """Run a launcher, in the folder of the ranks' modules, whose server is a fork of it if it may be.
 
     Returns the lines that it and its ranks have written, sorted; and stderr.
     """
-    (folder / "launcher.py").write_text(FORKS)
+    text = FORKS.replace("ATTEMPTS", str(attempts)).replace("RANKS", str(ranks))
+    (folder / "launcher.py").write_text(text)
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     ended = subprocess.run(
         [sys.executable, "launcher.py", *arguments],
@@ -102,10 +104,26 @@ def said(*arguments: str) -> list[str]:
 def test_a_server_that_is_a_fork_has_what_its_launcher_has_imported(
     command: list[str], tmp_path: Path
 ) -> None:
-    """What the launcher has still to write, or does later, comes once."""
-    lines, err = forking(tmp_path, "--word")
-    assert lines == [*said("--word"), "after", "before", "of a fork: 0", "of a fork: 0"]
-    assert err == ""
+    """What the launcher has still to write, or does later, comes once.
+
+    A server that was killed is followed by one that begins by exec: the launcher may have begun threads.
+    """
+    (tmp_path / "said_by_ranks.py").write_text(RANK.replace('"kill" in sys.argv', 'place[1] == "2"'))
+    lines, err = forking(tmp_path, "--word", attempts=4)
+    assert [line for line in lines if "'2'," not in line and "'3'," not in line] == [
+        *said("--word"),
+        "0 of a fork: 0",
+        "1 of a fork: 0",
+        f"2 of a fork: {128 + signal.SIGKILL}",
+        "3 of one begun by exec: 0",
+        "after",
+        "before",
+    ]
+    assert [line for line in lines if "'3'," in line] == [
+        f"('{rank}', '3', True, ['--word'])" for rank in "01"
+    ]
+    (error,) = err.splitlines()
+    assert "which started the ranks, was killed" in error
 
 
 def test_a_launcher_with_a_thread_has_a_server_that_begins_by_exec(
@@ -113,39 +131,35 @@ def test_a_launcher_with_a_thread_has_a_server_that_begins_by_exec(
 ) -> None:
     """A lock that the thread held would stay locked in a fork for ever."""
     lines, err = forking(tmp_path, "a thread")
-    assert lines == [*said("a thread"), "after", "before", *["of one begun by exec: 0"] * 2]
+    by_exec = [f"{number} of one begun by exec: 0" for number in range(2)]
+    assert lines == [*said("a thread"), *by_exec, "after", "before"]
     assert err == ""
 
 
-def test_a_server_that_was_a_fork_and_was_killed_is_followed_by_one_that_begins_by_exec(
-    command: list[str], tmp_path: Path
-) -> None:
-    """By then the launcher may have begun threads."""
-    (tmp_path / "said_by_ranks.py").write_text(RANK.replace('"kill" in sys.argv', 'place[1] == "0"'))
-    lines, err = forking(tmp_path, "--word")
-    assert [line for line in lines if "'1', True" in line] == said("--word")[1::2]
-    ends = ["after", "before", f"of a fork: {128 + signal.SIGKILL}", "of one begun by exec: 0"]
-    assert lines[-4:] == ends
-    assert "which started the ranks, was killed" in err
+ENDS = {
+    "sys.exit(3)": (3, ""),
+    "sys.exit('no such file')": (1, "no such file"),
+    "raise LookupError('no such key')": (1, "LookupError: no such key"),
+    "import launcher": (1, "ModuleNotFoundError: No module named 'launcher'"),
+    "pass": (0, ""),
+}  # of the rank of each attempt: its last line, exit code, and the last line of its stderr
 
 
-@pytest.mark.parametrize(("ends", "code", "err"), [
-    ("sys.exit(3)", 3, ""),
-    ("sys.exit('no such file')", 1, "no such file"),
-    ("raise LookupError('no such key')", 1, "LookupError: no such key"),
-    ("import launcher", 1, "ModuleNotFoundError: No module named 'launcher'"),
-])  # fmt: skip
 def test_a_rank_of_such_a_server_ends_as_any_program(
-    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, code: int, err: str
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And finds no modules in the folder where it works, as by -P; here one that is not PYTHONPATH's."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "said_by_ranks.py").write_text(f"import sys\n{ends}\n")
-    lines, written = forking(here, "--word")
-    assert lines == ["after", "before", *[f"of a fork: {code}"] * 2]
-    assert err in written
+    text = "import os, sys\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+    text += "".join(f"if attempt == '{number}':\n    {ends}\n" for number, ends in enumerate(ENDS))
+    (tmp_path / "said_by_ranks.py").write_text(text)
+    lines, err = forking(here, "--word", attempts=len(ENDS), ranks=1)
+    codes = [code for code, _ in ENDS.values()]
+    assert lines == [*(f"{number} of a fork: {code}" for number, code in enumerate(codes)), "after", "before"]
+    ours = [line for line in err.splitlines() if not line.startswith(("  ", "Traceback ", "penstock: "))]
+    assert ours == [said for _, said in ENDS.values() if said]
 
 
 REHEARSES = """
@@ -199,6 +213,11 @@ def test_a_server_that_was_killed_is_named_and_the_next_attempt_has_another(
     assert capfd.readouterr().out.endswith("('0', '0', True, ['--word'])\n")
 
 
+# the seconds that a server may be silent: of one that is stopped, each wait is for the whole time
+def patience(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_of_ranks, "_SILENCE", seconds)
+
+
 STOPS_ITS_SERVER = """
 import os, signal, sys, time
 if os.environ["RANK"] == "0":
@@ -214,6 +233,7 @@ time.sleep(600)
 
 
 def launch_in(folder: str) -> None:
+    patience(0.5, pytest.MonkeyPatch())
     os.chdir(folder)
     os.environ["PYTHONPATH"] = folder  # the pool's processes have the variables of its start
     os.dup2(os.open("stderr", os.O_CREAT | os.O_WRONLY), 2)
@@ -225,6 +245,7 @@ def test_a_stopped_server_does_not_hide_that_ranks_end(
 ) -> None:
     """Unreleased: the launcher waited for ever, as the server alone told it how ranks end."""
     monkeypatch.chdir(tmp_path)
+    patience(0.5, monkeypatch)
     (tmp_path / "said_by_ranks.py").write_text(STOPS_ITS_SERVER)
     with Server() as server, Launcher(server) as launcher:
         ended = launcher.attempt(2, [*command[:-1], "ends"])
@@ -235,9 +256,11 @@ def test_a_stopped_server_does_not_hide_that_ranks_end(
 
 @pytest.mark.parametrize("seconds", [0.5, None])
 def test_a_server_that_is_stopped_before_it_has_told_its_ranks(
-    command: list[str], seconds: float | None
+    command: list[str], seconds: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a moment: nothing happens. For longer: the launcher waited for ever for their process ids."""
+    if seconds is None:
+        patience(0.5, monkeypatch)
     with Server() as server, Launcher(server) as launcher:
         os.kill(server.pid, signal.SIGSTOP)
         if seconds is not None:

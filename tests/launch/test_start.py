@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import ConfigError, PeerLostError
+from penstock.launch import failures
 from penstock.launch.failures import describe, exit_code
 from penstock.launch.start import launch, relaunch
 from penstock.launch.stop import under_torchrun
@@ -21,10 +22,19 @@ HOST = socket.gethostname()
 PRELUDE = """
 import os, sys, time, signal
 from penstock.errors import ConfigError, PeerLostError, StalledPeerError
+from penstock.launch import stop
 from penstock.launch.stop import fail, follow_parent
 follow_parent()
 rank = int(os.environ["RANK"])
 """
+# _LAST_SECONDS: after which SIGTERM ends a rank; for tests in which none reports in that time
+SOON = "stop._LAST_SECONDS = 0.5\n"
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks that do not end by themselves after a failure are killed soon."""
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.6)
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
@@ -65,16 +75,17 @@ if rank == 0:
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)
     _, status = os.wait()
-    time.sleep(2.6)  # SIGTERM of its own would have ended the rank by now
+    time.sleep(1)  # SIGTERM of its own would have ended the rank by now
     os._exit(0 if os.waitstatus_to_exitcode(status) == -signal.SIGTERM else 9)
 """
-    assert launch(3, script(tmp_path, text)) == 0
+    assert launch(3, script(tmp_path, SOON + text)) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == [f"{rank} of 3 1 32" for rank in range(3)]
     assert signal.getsignal(signal.SIGTERM) is before
     assert "OMP_NUM_THREADS" not in os.environ
     assert not under_torchrun()
 
 
+@pytest.mark.usefixtures("soon")
 def test_the_first_cause_is_shown_once_and_all_ranks_end(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +102,7 @@ time.sleep(600)
     assert launched(3, tmp_path, text, capfd) == (2, "penstock: error: rank 2: a=1: it is wrong. Give 2\n")
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_rank_that_is_stopped_is_ended_too_and_not_blamed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +144,7 @@ fail(error)
     ]
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_rank_that_hangs_in_foreign_code_is_ended(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,9 +177,10 @@ while not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error
 fail(PeerLostError("rank 0 waiting for the end of the step", "rank 1 died", "Look"))
 """
     said = f"penstock: error: rank 1 on {HOST} was ended by SIGTERM\n"
-    assert launched(2, tmp_path, text, capfd) == (128 + signal.SIGTERM, said)
+    assert launched(2, tmp_path, SOON + text, capfd) == (128 + signal.SIGTERM, said)
 
 
+@pytest.mark.usefixtures("soon")
 def test_a_rank_that_stops_before_it_does_anything_is_ended_too(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +196,7 @@ def test_a_rank_that_stops_before_it_does_anything_is_ended_too(
     assert capfd.readouterr().err == "penstock: error: rank 0 waiting: rank 1 did not come. See\n"
 
 
+@pytest.mark.usefixtures("soon")
 def test_relaunch_runs_the_same_script_with_its_arguments(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,9 +22,11 @@ from penstock.train.preflight import dry_run, preflight
 from penstock.train.run import run
 from support import tiny
 from support.adapted import adapted, logits, lora, opened, rarely, tensors_of, whole
+from support.covering import some
 from support.folders import check_folder
 from support.refusals import refuses
 
+BRIEF = {"steps": 1, "checkpoint_every": 1, "evaluate_every": 1}
 IDS = torch.arange(40, 56).view(2, 8)
 
 
@@ -83,35 +85,34 @@ def test_a_run_opens_in_peft_and_merges(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the split is checked against the whole model, with an adapter that is not zero."""
     adapter = {"kind": "dora", "dropout": 0.2, "r": 2, "modules_to_save": ["lm_head"]}
     run(preflight(config(tmp_path, adapter)))
     whole = {name: value.clone() for name, value in tensors_of(newest(tmp_path)).items()}
     for file in newest(tmp_path).iterdir():
         file.unlink()
     newest(tmp_path).rmdir()
+    capsys.readouterr()
     run(preflight(config(tmp_path, adapter, {"check": "always"}), NEWEST))
+    assert "gradients equal the whole one's" in capsys.readouterr().out
     found = tensors_of(newest(tmp_path))
     assert found.keys() == whole.keys()
     assert all(torch.equal(value, whole[name]) for name, value in found.items())
 
 
-def test_the_split_is_checked_against_the_whole_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    adapter = {"kind": "dora", "r": 2, "modules_to_save": ["lm_head"]}
-    run(preflight(config(tmp_path, adapter, {"check": "always"})))
-    assert "gradients equal the whole one's" in capsys.readouterr().out
-
-
-def test_a_resume_on_another_base_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    run(preflight(config(tmp_path)))
+def test_another_base_model_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    run(preflight(config(tmp_path, train=BRIEF)))
     tiny.save_model(tmp_path / "base", seed=9)
     with refuses(UnfitError, "adapter", "another base model"):
         preflight(config(tmp_path, train={"steps": 6}), NEWEST)
     with refuses(UnfitError, "adapter", "another base model"):
         merge_folder(tmp_path / "out", tmp_path / "merged", None, "1GB")
     assert not (tmp_path / "merged").exists()
+    with refuses(UnfitError, rule="it was trained on another base model"):
+        preflight(config(tmp_path, {"path": str(tiny.checkpoint(tmp_path, 1))}))
 
 
 @pytest.mark.parametrize(
@@ -153,12 +154,15 @@ def a_peft_adapter(folder: Path, **options: Any) -> Any:
     return PeftModel.from_pretrained(base(folder), folder / "tuned", is_trainable=True).train()
 
 
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}], ids=str)
+BOTH = {"use_dora": True, "use_rslora": True}
+
+
+@pytest.mark.parametrize("options", some([{}, {"use_dora": True}, {"use_rslora": True}, BOTH], BOTH), ids=str)
 def test_a_run_goes_on_from_an_adapter_of_peft_with_its_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """The loss and every gradient of the first step are PEFT's, and none is of a new adapter."""
-    train = {"clip_norm": None, "check": "always"}
+    train = {"clip_norm": None, "check": "always", "steps": 2}
     config(tmp_path)
     peft = a_peft_adapter(tmp_path, **options)
     prepared = preflight(config(tmp_path, {"path": str(tmp_path / "tuned")}, train))
@@ -179,7 +183,7 @@ def test_a_run_goes_on_from_an_adapter_of_peft_with_its_gradients(
     assert gradients[0].keys() == wanted.keys() != set()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-5, atol=1e-7, msg=name)
-    again = opened(base(tmp_path), newest(tmp_path))  # which PEFT opens
+    again = opened(base(tmp_path), tiny.checkpoint(tmp_path, 2))  # which PEFT opens
     assert not torch.allclose(logits(again, IDS), logits(peft.eval(), IDS), atol=1e-4)
 
 
@@ -207,10 +211,6 @@ def test_an_adapter_that_cannot_be_trained_on_is_refused(tmp_path: Path) -> None
     save_file({name: value[:1] for name, value in tensors.items()}, weights)
     with refuses(UnfitError, "not"):
         preflight(config(tmp_path, path))
-    run(preflight(config(tmp_path / "other")))
-    tiny.save_model(tmp_path / "other" / "base", seed=9)
-    with refuses(UnfitError, rule="it was trained on another base model"):
-        preflight(config(tmp_path / "other", {"path": str(newest(tmp_path / "other"))}))
 
 
 def test_a_dry_run_counts_what_is_trained(tmp_path: Path) -> None:
@@ -220,17 +220,12 @@ def test_a_dry_run_counts_what_is_trained(tmp_path: Path) -> None:
     assert all("lora_" in name for name in trained)
 
 
-def test_an_adapters_folder_is_no_base_model(tmp_path: Path) -> None:
-    run(preflight(config(tmp_path)))
-    made = config(tmp_path)
+def test_an_adapters_folder_is_no_base_model_and_merging_needs_one(tmp_path: Path) -> None:
+    made = config(tmp_path, train=BRIEF)
+    run(preflight(made))
+    model = made.model.model_copy(update={"path": str(tiny.checkpoint(tmp_path, 1))})
     with refuses(ModelError, rule="no config.json", remedy="adapter: merge"):
-        preflight(
-            made.model_copy(update={"model": made.model.model_copy(update={"path": str(newest(tmp_path))})})
-        )
-
-
-def test_merging_needs_a_base_model(tmp_path: Path) -> None:
-    run(preflight(config(tmp_path)))
+        preflight(made.model_copy(update={"model": model}))
     (tmp_path / "base").rename(tmp_path / "moved")
     with refuses(ConfigError, rule="adapter_config.json names", remedy="--base"):
         merge_folder(tmp_path / "out", tmp_path / "merged", None, "1GB")

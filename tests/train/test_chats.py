@@ -76,7 +76,7 @@ def test_a_run_on_such_data_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = with_chats(tmp_path, keys, steps=6, checkpoint_every=3)
+    made = with_chats(tmp_path, keys, steps=4, checkpoint_every=2)
     run(preflight(made))
     resumes_bit_for_bit(tmp_path, made, ("step", "loss", "held_out_loss"))
 

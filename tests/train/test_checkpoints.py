@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from penstock.train.part import TrainStep
 from penstock.train.preflight import preflight
 from penstock.train.run import run
 from penstock.train.state import UNNAMED, read_state
+from support.covering import every
 from support.folders import check_folder, flip, relist
 from support.refusals import refuses
 from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, metrics
@@ -480,8 +482,10 @@ def test_the_owner_of_a_folder_clears_what_killed_runs_left(tmp_path: Path) -> N
     assert foreign.exists()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("what", ["weight", "optimizer"])
+@pytest.mark.parametrize(
+    ("what", "value"),
+    every(3, [*product(["weight", "optimizer"], [float("nan"), float("inf")])]),
+)
 @pytest.mark.fault("a number is spoilt in memory", "a weight or a moment, as a checkpoint is written")
 def test_a_checkpoint_with_values_that_are_not_finite_is_marked_and_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, what: str

@@ -60,7 +60,8 @@ def plain_loss(model: PreTrainedModel, parts: Any, temperature: float = 0.05) ->
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "temperature"), [(WIDE, 2, 0.05), (WIDE, 1, 0.2), (BERT, 2, 0.05)]
+    ("model", "ranks", "temperature"),
+    [pytest.param(WIDE, 2, 0.05, marks=pytest.mark.sweep), (WIDE, 1, 0.2), (BERT, 2, 0.05)],
 )
 def test_every_gradient_is_that_of_the_whole_step(
     model: dict[str, Any], ranks: int, temperature: float, tmp_path: Path
@@ -91,7 +92,7 @@ def test_every_gradient_is_that_of_the_whole_step(
 def test_a_run_learns_resumes_bit_for_bit_and_loads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    made = with_vectors(tmp_path, steps=12, checkpoint_every=6, batch_size=8, check="always")
+    made = with_vectors(tmp_path, steps=8, checkpoint_every=4, evaluate_every=4, batch_size=8, check="always")
     prepared = preflight(made)
     run(prepared)
     assert "gradients equal the whole one's" in capfd.readouterr().out
@@ -99,7 +100,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_loads(
     evaluated = [row for row in rows if "held_out_loss" in row]
     assert evaluated[-1]["held_out_loss"] < evaluated[0]["held_out_loss"]
     assert all(0 <= row["accuracy"] <= 1 for row in rows if "loss" in row)
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 12))
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 8))
     (held_out,) = prepared.data.held_out_batches(made.train.evaluate_batches)
     with torch.no_grad():
         expected = float(plain_loss(model, held_out.content))
@@ -117,10 +118,10 @@ def test_an_adapter_has_the_head_and_peft_loads_both(tmp_path: Path) -> None:
     base = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**WIDE))
     base.save_pretrained(tmp_path / "model")
     keys = {"model": {"path": str(tmp_path / "model")}, "adapter": {"r": 4}}
-    made = with_vectors(tmp_path, keys, batch_size=8, check="always")
+    made = with_vectors(tmp_path, keys, steps=2, batch_size=8, check="always")
     prepared = preflight(made)
     run(prepared)
-    adapted = AutoPeftModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 4))
+    adapted = AutoPeftModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 2))
     head = adapted.base_model.model.score.modules_to_save["default"].weight
     assert not torch.equal(head, base.score.weight)
     (held_out,) = prepared.data.held_out_batches(made.train.evaluate_batches)

@@ -19,6 +19,7 @@ from penstock.train.encoding.tokenizer import HuggingFace
 from penstock.train.preference import with_references
 from penstock.train.preflight import Prepared, preflight
 from penstock.train.run import run
+from support.covering import some
 from support.pairs import plain_logps
 from support.pool import Pool
 from support.refusals import refuses
@@ -112,11 +113,13 @@ def test_references_are_those_of_the_first_weights_and_the_kl_term_that_of_the_p
     assert said == other  # the completions of the step
 
 
-@pytest.mark.parametrize("records", [rows(), None], ids=["rows", "pairs"])
+@pytest.mark.parametrize(
+    "records", [pytest.param(rows(), marks=pytest.mark.sweep), None], ids=["rows", "pairs"]
+)
 def test_a_run_prefers_what_is_desirable_and_resumes_bit_for_bit(records: Any, tmp_path: Path) -> None:
     pairs = [{"prompt": "q" * (1 + at % 5), "chosen": "a" * (2 + at % 9), "rejected": "b" * (2 + at % 4)}
              for at in range(20)]  # fmt: skip
-    made = with_rows(tmp_path, records=records or pairs, steps=6, checkpoint_every=3)
+    made = with_rows(tmp_path, records=records or pairs, steps=4, checkpoint_every=2)
     run(preflight(made))
     said = metrics(tmp_path)
     steps = [row for row in said if "loss" in row]
@@ -149,7 +152,7 @@ def test_other_neighbours_get_references_of_their_own(tmp_path: Path) -> None:
     assert np.array_equal(again.references, first.references, equal_nan=True)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", some([1, 2], 2))
 def test_a_mesh_trains_as_one_pipeline_does(accumulate: int, pool: Pool, tmp_path: Path) -> None:
     """Two pipelines of two ranks, nine rows a step: one has a row more than the other."""
     keys = {"train.batch_size": 9, "data.held_out": 0.3, "parallel.dp_replicate": 2, "train.check": "always",

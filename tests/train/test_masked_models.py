@@ -89,7 +89,7 @@ def test_a_text_is_a_row_with_special_tokens_and_blank_ones_are_left_out(tmp_pat
 
 
 def test_a_run_learns_resumes_bit_for_bit_and_loads(tmp_path: Path) -> None:
-    made = with_masks(tmp_path, steps=12, checkpoint_every=6, check="always")
+    made = with_masks(tmp_path, steps=8, checkpoint_every=4, evaluate_every=4, check="always")
     prepared = preflight(made)
     run(prepared)
     rows = metrics(tmp_path)
@@ -98,7 +98,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_loads(tmp_path: Path) -> None:
     assert len({row["tokens"] for row in evaluated}) == 1  # the same masks each time
     last = evaluated[-1]
     assert last["perplexity"] == pytest.approx(math.exp(last["held_out_loss"]))
-    model, summed, hits = AutoModelForMaskedLM.from_pretrained(checkpoint(tmp_path, 12)), 0.0, 0
+    model, summed, hits = AutoModelForMaskedLM.from_pretrained(checkpoint(tmp_path, 8)), 0.0, 0
     for held_out in prepared.data.held_out_batches(made.train.evaluate_batches):
         batch = one_batch(held_out.content)
         counted = batch["labels"] != -100

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.main import app
 from penstock.errors import ConfigError
+from penstock.launch.start import Ended, Launcher
 from penstock.planner.hardware import read_cluster
+from penstock.train.config.load import load_config
 from penstock.train.config.sections import TrainConfig
 from penstock.train.planned import as_overrides, chosen
 from penstock.train.preflight import preflight
@@ -44,8 +47,7 @@ def test_the_bits_are_those_of_the_chosen_keys_written_out(tmp_path: Path) -> No
 
 
 def test_a_device_with_little_memory_recomputes(tmp_path: Path) -> None:
-    keys = {"pipeline.microbatches": 4, "data.sequence_length": 64}
-    made = planned(tmp_path, keys, batch_size=1024)
+    made = planned(tmp_path, {"pipeline.microbatches": 4}, batch_size=4096)
     device = {"memory": "65 MB"}
     choice = chosen(made, None, read_cluster({"host": "CPU host", "device": device}))
     assert choice.config.train.activation_checkpointing is not None
@@ -103,16 +105,42 @@ def test_what_the_planner_does_not_choose_or_predict_is_refused(
         chosen(planned(tmp_path, keys), None)
 
 
-def test_the_command_plans_once_and_its_ranks_take_the_plan(tmp_path: Path, capfd: Any) -> None:
-    from penstock.cli.main import app
-
-    model = {"config": MODEL}
-    file = config_file(tmp_path, model=model, pipeline={"schedule": "planned", "head_weight": None})
+def command(folder: Path) -> tuple[Path, int | str | None]:
+    """Run the command; its config, and the code with which it exits."""
+    open_keys = {"schedule": "planned", "head_weight": None}
+    file = config_file(folder, model={"config": MODEL}, pipeline=open_keys)
     with pytest.raises(SystemExit) as ended:
         app(["train", str(file), "train.steps=1"])
-    assert ended.value.code == 0
-    out = capfd.readouterr().out
-    assert out.count("planned: ") == 1
+    return file, ended.value.code
+
+
+def test_the_command_plans_once_and_gives_its_ranks_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def attempt(_: Launcher, ranks: int, command: list[str]) -> Ended:
+        assert ranks == 2
+        started.append(command)
+        return Ended(0)
+
+    monkeypatch.setattr(Launcher, "attempt", attempt)
+    file, code = command(tmp_path)
+    assert code == 0
+    assert capsys.readouterr().out.count("planned: ") == 1
+    (arguments,) = started
+    assert arguments[3:6] == ["penstock", "train", str(file)]
+    config = load_config(file, arguments[6:])
+    assert config == chosen(load_config(file, ["train.steps=1"]), None).config
+    assert config.pipeline.schedule != "planned"
+    assert isinstance(config.pipeline.layers_per_stage, tuple | list)
+    assert len(config.pipeline.layers_per_stage) >= 2
+
+
+@pytest.mark.sweep
+def test_the_ranks_of_a_command_take_the_plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(tmp_path)[1] == 0
+    assert capfd.readouterr().out.count("planned: ") == 1
     recorded = json.loads((tmp_path / "out" / "run.json").read_text())["config"]["pipeline"]
     assert recorded["schedule"] != "planned"
     assert len(recorded["layers_per_stage"]) >= 2

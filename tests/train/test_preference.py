@@ -19,6 +19,7 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.preference import with_references
 from penstock.train.preflight import preflight
 from penstock.train.run import run
+from support.covering import some
 from support.pairs import plain_gradients, plain_logps
 from support.pool import Pool
 from support.reference import assert_gradients, gradients_of
@@ -71,14 +72,15 @@ def test_every_gradient_is_that_of_the_mean_over_pairs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", ["dpo", {"kind": "dpo", "variant": "ipo"}, "orpo", {"kind": "simpo", "beta": 1.0}]
+    "loss",
+    some(["dpo", {"kind": "dpo", "variant": "ipo"}, "orpo", {"kind": "simpo", "beta": 1.0}], "dpo", "orpo"),
 )
 def test_a_run_prefers_what_was_chosen_and_resumes_bit_for_bit(tmp_path: Path, loss: Any) -> None:
-    made = with_pairs(tmp_path, steps=6, checkpoint_every=3, loss=loss)
+    made = with_pairs(tmp_path, steps=4, checkpoint_every=2, loss=loss)
     run(preflight(made))
     rows = metrics(tmp_path)
     steps = [row for row in rows if "rewards/margins" in row]
-    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]
     if loss == "dpo":
         assert rows[0]["held_out_rewards/margins"] == 0

@@ -98,7 +98,7 @@ def test_a_ramp_trains_on_the_same_rows_cut_and_goes_on_bit_for_bit(tmp_path: Pa
     """Every step against plain transformers on the rows that the data says; then resumed in each phase."""
     made = config(
         tmp_path, GPT2_WITH_DROPOUT, batch_size=8, accumulate=2, steps=5, checkpoint_every=1, ramp=RAMP,
-        keys={"optimizer.learning_rate": 1e-3},
+        evaluate_every=5, keys={"optimizer.learning_rate": 1e-3},
     )  # fmt: skip
     prepared = preflight(made)
     run(prepared)
@@ -122,7 +122,11 @@ def test_a_ramp_trains_on_the_same_rows_cut_and_goes_on_bit_for_bit(tmp_path: Pa
         assert exact(tmp_path) == rows
         assert_same_tensors(before, checkpoint(tmp_path, 5))
     plain = config(
-        folder_of(tmp_path, "plain"), GPT2_WITH_DROPOUT, {"optimizer.learning_rate": 1e-3}, steps=5
+        folder_of(tmp_path, "plain"),
+        GPT2_WITH_DROPOUT,
+        {"optimizer.learning_rate": 1e-3},
+        steps=5,
+        evaluate_every=5,
     )
     trained(plain)
     assert rates == [row["learning_rate"] for row in steps(tmp_path / "plain")]

@@ -85,7 +85,7 @@ def test_every_gradient_is_that_of_the_mean_over_pairs(ranks: int, center: float
 
 
 def test_a_run_learns_to_score_resumes_bit_for_bit_and_loads(tmp_path: Path) -> None:
-    made = with_scores(tmp_path, steps=6, checkpoint_every=3)
+    made = with_scores(tmp_path, steps=4, checkpoint_every=2)
     prepared = preflight(made)
     run(prepared)
     rows = metrics(tmp_path)
@@ -93,7 +93,7 @@ def test_a_run_learns_to_score_resumes_bit_for_bit_and_loads(tmp_path: Path) -> 
     assert evaluated[-1]["held_out_loss"] < evaluated[0]["held_out_loss"]
     assert {"rewards/accuracies", "rewards/margins"} <= rows[1].keys()
     assert "perplexity" not in evaluated[-1]
-    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 6))
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint(tmp_path, 4))
     with torch.no_grad():
         parts = [scores_of(model, batch.content)  # type: ignore[arg-type]
                  for batch in prepared.data.held_out_batches(made.train.evaluate_batches)]  # fmt: skip

@@ -141,26 +141,32 @@ def test_a_run_with_spikes_is_the_loop_by_hand(
         assert f"rows left out, as the run went back after spikes of the loss: {len(left_out)}" in (
             report([tmp_path / "out"]).read_text()
         )
+        check_recorded(tmp_path)
     rows, last = exact(tmp_path), tensors(checkpoint(tmp_path, STEPS))
     run(preflight(made, str(checkpoint(tmp_path, 3 * EVERY))))
     assert exact(tmp_path) == rows
     again = tensors(checkpoint(tmp_path, STEPS))
     assert all(torch.equal(again[name], value) for name, value in last.items())
+    if then == "rewind":
+        check_refused(tmp_path)
 
 
-def test_a_checkpoint_has_the_losses_and_the_rows_that_were_left_out(tmp_path: Path) -> None:
-    made = spiky(tmp_path, "rewind")
-    run(preflight(made))
-    state = read_state(checkpoint(tmp_path, STEPS))
-    losses = [row["loss"] for row in steps(tmp_path)]
+def check_recorded(folder: Path) -> None:
+    """A checkpoint has the losses, and the rows that were left out."""
+    state = read_state(checkpoint(folder, STEPS))
+    losses = [row["loss"] for row in steps(folder)]
     assert state.seen.losses == tuple(losses[-WINDOW:])
-    assert state.seen.rows == steps(tmp_path)[-1]["rows_left_out"] > 0
+    assert state.seen.rows == steps(folder)[-1]["rows_left_out"] > 0
     assert state.data is not None
     assert state.data["rows"] == STEPS * ROWS + state.seen.rows
+
+
+def check_refused(folder: Path) -> None:
+    """Values that no run has seen. The checkpoint is spoilt."""
     for wrong in ([["a"], []], [[math.nan], []], [[1.0], [[4, 0]]], [[], [[0, 4], [2, 6]]], [[], [[0.5, 4]]]):
-        alter_state(checkpoint(tmp_path, STEPS), seen=wrong)
+        alter_state(checkpoint(folder, STEPS), seen=wrong)
         with refuses(CheckpointError, "state.json: seen=", "no run has such a value"):
-            read_state(checkpoint(tmp_path, STEPS))
+            read_state(checkpoint(folder, STEPS))
 
 
 def alter_state(path: Path, **keys: Any) -> None:

@@ -97,10 +97,10 @@ def test_a_resumed_run_and_its_evaluations_are_those_of_an_undisturbed_one(tmp_p
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     for folder in (whole, resumed):
         folder.mkdir()
-    keys = {"train.checkpoint_every": 2}
+    keys = {"train.steps": 2, "train.checkpoint_every": 1, "train.evaluate_every": 1}
     run(preflight(drawn(whole, {**keys, "train.check": "always"})))
-    run(preflight(drawn(resumed, keys), str(checkpoint(whole, 2))))
-    first, second = (checkpoint(folder, 4) for folder in (whole, resumed))
+    run(preflight(drawn(resumed, keys), str(checkpoint(whole, 1))))
+    first, second = (checkpoint(folder, 2) for folder in (whole, resumed))
     assert_same_tensors(first, second)
     assert held_out_losses(whole)[-1] == held_out_losses(resumed)[-1]
     again = AutoProcessor.from_pretrained(second)
@@ -121,7 +121,7 @@ def test_a_batch_counts_the_tokens_that_stand_for_its_images(tmp_path: Path) -> 
 
 
 def test_the_config_of_the_example_is_planned(tmp_path: Path) -> None:
-    draw_pictures.write(tmp_path, 30)
+    draw_pictures.write(tmp_path, 30, hidden=32, layers=2)
     found = {
         "model.path": "model",
         "data.path": "chats.jsonl",

@@ -45,9 +45,12 @@ def ops_of(rank: int | None, steps: int) -> Counter[str]:
     return Counter({str(op): steps for program in chosen for op in program})
 
 
+def unprofiled(folder: Path, **train: Any) -> TrainConfig:
+    return config(folder, keys={"pipeline.schedule": "zb_h1"}, evaluate_every=4, **train)
+
+
 def made(folder: Path, **train: Any) -> TrainConfig:
-    keys = {"pipeline.schedule": "zb_h1"}
-    return config(folder, keys=keys, evaluate_every=4, profile={"steps": [2, 3]}, **train)
+    return unprofiled(folder, profile={"steps": [2, 3]}, **train)
 
 
 def profiler_of(config: TrainConfig, done: int = 0, say: Callable[[str], None] = print) -> StepProfiler:
@@ -86,10 +89,8 @@ def test_a_run_that_goes_on_within_the_steps_says_so(
     assert [profiler_of(config, done).note for done in (0, 1)] == ["", ""]
     assert profiler_of(config, 2).note.endswith("goes on after step 2, so the trace begins with step 3")
     assert profiler_of(config, 3).note.endswith("goes on after step 3, so nothing is profiled")
-    run(preflight(made(tmp_path, checkpoint_every=2)))
-    (tmp_path / "out" / "profile" / "rank-0.json.gz").unlink()
-    capsys.readouterr()
-    run(preflight(made(tmp_path, checkpoint_every=2), str(checkpoint(tmp_path, 2))))
+    run(preflight(unprofiled(tmp_path, steps=2)))
+    run(preflight(made(tmp_path), str(checkpoint(tmp_path, 2))))
     assert profiler_of(config, 2).note in capsys.readouterr().out
     names = names_of(tmp_path / "out" / "profile" / "rank-0.json.gz")
     assert (names["step 2"], names["step 3"]) == (0, 1)

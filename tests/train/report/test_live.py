@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.main import app
 from penstock.errors import ConfigError
 from penstock.launch.stop import Stop
 from penstock.runtime.health.notes import this_process
@@ -117,30 +116,34 @@ def write_start(folder: Path, end: dict[str, str]) -> None:
     os.replace(fresh, folder / "run.json")
 
 
-def test_a_run_of_the_trainer_is_seen_from_another_process(tmp_path: Path) -> None:
-    prepared = preflight(config(tmp_path, steps=30))
+def test_a_run_of_the_trainer_is_seen_while_it_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By those who have nothing but its files; and by the command, once it has ended."""
+    prepared = preflight(config(tmp_path, steps=10, evaluate_every=10))
+    out, steps, live = tmp_path / "out", set[int](), None
     training = threading.Thread(target=run, args=(prepared, Stop()))
-    training.start()
-    out, steps = tmp_path / "out", set[int]()
-    live = None
+    watching = threading.Thread(target=watch, args=(out, 0.01), daemon=True)
+    for thread in (training, watching):
+        thread.start()
     while live is None:
         with suppress(ConfigError):
             live = LiveRun(out)
-    with subprocess.Popen(
-        [sys.executable, "-m", "penstock", "watch", str(out)], stdout=subprocess.PIPE, text=True
-    ) as other:
-        while not live.ended:
-            live.look()
-            steps.add(live.step)
-            time.sleep(0.01)
-        training.join()
-        printed, _ = other.communicate(timeout=60)
-    assert other.returncode == 0
-    assert "finished" in printed
-    assert "step 30 of 30, ended" in printed
+    while not live.ended:
+        live.look()
+        steps.add(live.step)
+        time.sleep(0.01)
+    for thread in (training, watching):
+        thread.join(60)
+    ended = "step 10 of 10, ended"  # the run itself says it in other words
+    assert ended in capsys.readouterr().out
     assert "finished" in on_terminal(live)
     assert len(steps) > 3  # it was seen on its way
-    assert live.step == 30
+    assert live.step == 10
+    with pytest.raises(SystemExit) as end:
+        app(["watch", str(out)])
+    assert end.value.code == 0
+    assert ended in capsys.readouterr().out
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from penstock.errors import RunError
-from penstock.models.weights.folder import UNREADABLE
 from penstock.reading import open_regular, parse_json
 
 MetricsRow = dict[str, Any]
@@ -173,7 +172,7 @@ def _parsed(lines: list[bytes]) -> list[Any]:
     All lines at once, as far as they are whole: one by one they take four times as long.
     """
     *whole, last = lines  # empty where the file ends with a whole line
-    with suppress(*UNREADABLE):
+    with suppress(ValueError):
         rows = parse_json(b"[" + b",".join(whole) + b"]")
         if len(rows) == len(whole):
             return [*rows, _value(last)]
@@ -181,7 +180,7 @@ def _parsed(lines: list[bytes]) -> list[Any]:
 
 
 def _value(line: bytes) -> Any:
-    with suppress(*UNREADABLE):
+    with suppress(ValueError):
         return parse_json(line)
     return None
 
