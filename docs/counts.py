@@ -59,11 +59,11 @@ def counted(work):
                 if file := name(frame.f_code):
                     frames.append(file)
                 frame = frame.f_back
-    sys.setprofile(see)
+    sys.settrace(see)
     try:
         result = work()
     finally:
-        sys.setprofile(None)
+        sys.settrace(None)
     return result, files, frames
 
 torch.manual_seed(0)

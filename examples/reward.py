@@ -28,7 +28,7 @@ def main() -> None:
     loss = Reward()
     pipe = AutoPipeline(ranks=2, microbatches=4, loss_fn=loss).build(LlamaForSequenceClassification(config))
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
-    for step in range(1, 31):
+    for step in range(1, 21):
         optimizer.zero_grad()
         result, metrics = pipe.step(pairs(), optimizer=optimizer), loss.metrics()
         if step % 5 == 0:

@@ -81,7 +81,7 @@ CHECKS = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck
 
 @pytest.mark.long
 @given(IN_ONE_PROCESS)
-@settings(max_examples=4, deadline=None, suppress_health_check=CHECKS, derandomize=True)
+@settings(max_examples=2, deadline=None, suppress_health_check=CHECKS, derandomize=True)
 def test_an_edited_model_is_exact_or_refused(case: Case) -> None:
     outcome(case)
 

@@ -471,7 +471,7 @@ def test_a_measurement_ends_at_its_limit() -> None:
 
 
 @pytest.mark.parametrize(("end", "why"), [
-    ("kill -KILL $$", "its process was ended by SIGKILL"), ("sleep 60", "it took longer than 2 s"),
+    ("kill -KILL $$", "its process was ended by SIGKILL"), ("sleep 60", "it took longer than 1 s"),
     ("exit 1", "exit code 1"),
 ])  # fmt: skip
 def test_a_part_that_dies_keeps_what_it_found_and_is_missed(
@@ -484,7 +484,7 @@ def test_a_part_that_dies_keeps_what_it_found_and_is_missed(
     checkpoint = tmp_path / parts.TEMPORARY / "checkpoint"
     script = f"cp {tmp_path}/found {tmp_path}/gpu_a.json; mkdir -p {checkpoint}; {end}"
     monkeypatch.setattr(suite, "command_of", lambda *_: ["sh", "-c", script])
-    assert suite.apart("A", True, tmp_path, tmp_path, limit=2.0) == 1
+    assert suite.apart("A", True, tmp_path, tmp_path, limit=1.0) == 1
     assert [(row["case"], row["met"], row["why"]) for row in written(part)] == [
         ("a", True, ""), ("the end", False, why),
     ]  # fmt: skip

@@ -9,8 +9,8 @@ import pytest
 from benchmarks import growth
 from transformers import LlamaConfig
 
-from penstock.planner.hardware import read_cluster
-from penstock.planner.search import plan
+from penstock.planner.hardware import Cluster, read_cluster
+from penstock.planner.search import Plans, plan
 from penstock.planner.workload import Workload
 
 
@@ -18,15 +18,27 @@ from penstock.planner.workload import Workload
 def config(monkeypatch: pytest.MonkeyPatch) -> LlamaConfig:
     monkeypatch.setattr(growth, "BATCH", 8)
     monkeypatch.setattr(growth, "LENGTH", 64)
+    monkeypatch.setattr(growth, "processors", lambda: 1)  # others would import torch first
     return LlamaConfig(
-        num_hidden_layers=4, hidden_size=64, intermediate_size=96, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=256, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=1,
+        num_key_value_heads=1, vocab_size=256, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
 
 
-def test_a_point_is_the_planners_best_run(config: LlamaConfig) -> None:
+def test_a_point_is_the_planners_best_run(config: LlamaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Workload, Cluster, int, int]] = []
+    made: list[Plans] = []
+
+    def planned(workload: Workload, cluster: Cluster, batch: int, length: int, **options: int) -> Plans:
+        asked.append((workload, cluster, batch, length))
+        made.append(plan(workload, cluster, batch, length, **options))
+        return made[-1]
+
+    monkeypatch.setattr(growth, "plan", planned)
     of = growth.point(config, 1)
-    best = plan(Workload(config), read_cluster("1 x DGX H100"), 8, 64).best[0]
+    ((workload, *rest),), best = asked, made[0].best[0]
+    assert workload.config is config
+    assert rest == [read_cluster("1 x DGX H100"), 8, 64]
     assert (of.gpus, of.seconds, of.mfu, of.gib) == (8, best.seconds, best.mfu, best.nbytes / 2**30)
     assert sum(of.spent.values()) == pytest.approx(1)
     assert of.spent["bubble"] == pytest.approx(best.spent.get("bubble", 0.0) / best.seconds)

@@ -114,8 +114,9 @@ def test_a_fit_finds_the_constants_that_made_its_rows() -> None:
     table = replace_cluster(TABLES["megatron_sc21"])
     known = library(table.hardware(SMALL))
     made = replace(known, matmul=known.matmul / 2)
-    long = {"length": 4096, "heads": 16, "half": "fit"}  # so that products, and not launches, take the time
-    runs = [SMALL.model_copy(update={**long, "hidden": hidden}) for hidden in (2048, 4096)]
+    # so that products, and not launches, take the time
+    long = {"length": 4096, "heads": 16, "half": "fit", "hidden": 4096}
+    runs = [SMALL.model_copy(update={**long, "batch": batch}) for batch in (8, 16)]
     measured = table.model_copy(update={"measured": "seconds"})
     rows = [run.model_copy(update={"value": predict(measured, run, made).seconds}) for run in runs]
     fitted = fit([(measured, run) for run in rows], "H100")

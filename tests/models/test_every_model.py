@@ -24,7 +24,7 @@ from support.refusals import refuses
 TYPICAL = (
     "bert", "ctrl",  # tied in the head, writes into its embeddings
     "jamba",  # states and convolutions
-    "deepseek_v3", "longcat_flash",
+    "longcat_flash",
     "zamba2", "cpmant",  # layers take the embeddings, or a table, and share a block
     "qwen4_exp_text",  # layers hand on more, in other shapes
     "bart",  # with parts that no text goes through

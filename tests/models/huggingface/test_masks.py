@@ -26,7 +26,7 @@ from support.covering import every
 from support.families import tiny_config
 from support.reads import Reads, watched
 
-ROWS, LENGTH, MICROBATCHES = 8, 12, 4
+ROWS, LENGTH, MICROBATCHES = 4, 12, 2
 WAITS = 2  # of a step in one process: for the losses, at the end of its ops, and for the norm
 
 

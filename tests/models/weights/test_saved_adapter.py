@@ -20,6 +20,7 @@ from penstock.models.source import open_source
 from penstock.models.weights.tensor_file import fingerprint_of_files, fingerprint_of_tensors
 from support import zoo
 from support.adapted import adapted, logits, lora, opened, rarely, tensors_of
+from support.covering import some
 from support.refusals import refuses
 
 EXPERTS = {
@@ -110,7 +111,7 @@ def _adamw(pipe: Any) -> AdamW:
     return AdamW([p for p in pipe.parameters() if p.requires_grad], lr=1e-2)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.sweep), 2, 4])
+@pytest.mark.parametrize("ranks", some([1, 2, 4], 4))
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_at_any_split(ranks: int, tmp_path: Path) -> None:
     folder, pipe, optimizer, batch = checkpoint(tmp_path)
     frozen = {n for n, p in pipe.named_parameters() if not p.requires_grad}

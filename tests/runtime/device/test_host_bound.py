@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,6 +50,7 @@ def mixed(kind: str) -> float:
 
 
 # _training: the op that a rank is in is seen there alone
+@cache
 def ran(kernel: Kernel, steps: str, schedule: ScheduleLike = "1f1b", ranks: int = 2) -> list[Ran]:
     """By rank. steps: a letter each, m for a step that measures the device"""
     pipes: dict[int, Pipeline] = {}

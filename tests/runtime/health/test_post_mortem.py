@@ -22,6 +22,7 @@ import pytest
 
 from penstock.schedule import Schedule, build
 from support import jobs_stalls
+from support.covering import some
 from support.faults import Row, named_cause
 from support.jobs_stalls import MICROBATCHES, Case
 from support.pool import alive
@@ -36,8 +37,10 @@ CASES = {
     "asleep": ("stop", "1F3", 3, "steady phase"),
     "raises in forward": ("raise", "2F3", 4, "steady phase"),
     "raises in backward": ("raise", "2B1", 4, "steady phase"),
-    "raises in the loss": ("loss", "3F2", 4, "steady phase"),
+    "raises in the loss": ("loss", "2F2", 3, "steady phase"),
 }
+# in the default run: each deed, and a death before the first gradient
+DEFAULT = ("killed in warm-up", "asleep", "raises in backward", "raises in the loss")
 KILLED = [name for name in CASES if name.startswith("killed")]
 RAISING = [name for name in CASES if name.startswith("raises")]
 # those that hung, or named no rank: what happens to a rank, where, and ranks
@@ -70,7 +73,12 @@ SPARE = 6.0  # seconds, beyond the deadline, for ranks to write what they know a
 
 def faults(kind: str, names: Iterable[str]) -> list[Any]:
     """The names as parameters, each with its row in the table of faults."""
-    return [pytest.param(name, marks=pytest.mark.fault(kind, WHERE.get(name, name))) for name in names]
+    rows = {name: pytest.mark.fault(kind, WHERE.get(name, name)) for name in names}
+    return [pytest.param(name, marks=[row, *_sweep(name)]) for name, row in rows.items()]
+
+
+def _sweep(name: str) -> list[pytest.MarkDecorator]:
+    return [] if name in DEFAULT else [pytest.mark.sweep]
 
 
 @dataclass(frozen=True)
@@ -97,11 +105,23 @@ def schedule(ranks: int) -> Schedule:
     return build("1f1b", ranks=ranks, microbatches=MICROBATCHES)
 
 
+class Outcomes(dict[str, Outcome]):
+    """Of `CASES`. The first that is asked for runs: all of `DEFAULT` at once, or all others."""
+
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        super().__init__()
+        self._folders = folders
+
+    def __missing__(self, name: str) -> Outcome:
+        together = [other for other in CASES if (other in DEFAULT) is (name in DEFAULT)]
+        ran = run_all({each: CASES[each][:3] for each in together}, self._folders)
+        self.update({each: replace(outcome, phase=CASES[each][-1]) for each, outcome in ran.items()})
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """All of `CASES`, at once."""
-    found = run_all({name: case[:3] for name, case in CASES.items()}, tmp_path_factory)
-    return {name: replace(each, phase=CASES[name][-1]) for name, each in found.items()}
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +149,7 @@ def outcome(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("name", faults("one of three or four ranks, in an op", CASES))
-def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], row: Row, name: str) -> None:
+def test_all_ranks_stop_in_time(outcomes: Outcomes, row: Row, name: str) -> None:
     found = outcomes[name]
     pids = [int(file.read_text()) for file in Path(found.case.folder).glob("rank-*.pid")]
     assert len(pids) == found.case.ranks
@@ -143,10 +163,8 @@ def test_all_ranks_stop_in_time(outcomes: dict[str, Outcome], row: Row, name: st
     row.note(seconds=seconds, cause=named_cause(found.survivors[min(found.survivors)]["text"]))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(
-    outcomes: dict[str, Outcome], name: str
-) -> None:
+@pytest.mark.parametrize("name", some(CASES, *DEFAULT))
+def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(outcomes: Outcomes, name: str) -> None:
     found = outcomes[name]
     for rank, words in found.survivors.items():
         assert words["kind"] in ("PeerLostError", "StalledPeerError")
@@ -164,8 +182,8 @@ def test_every_other_rank_names_itself_its_op_its_peer_and_the_culprit(
         assert f"in {found.case.op}, {found.phase}; " in words["peer_report"]
 
 
-@pytest.mark.parametrize("name", KILLED)
-def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) -> None:
+@pytest.mark.parametrize("name", some(KILLED, *DEFAULT))
+def test_a_killed_rank_is_named_by_all(outcomes: Outcomes, name: str) -> None:
     found = outcomes[name]
     for words in found.survivors.values():
         assert re.search(
@@ -175,7 +193,7 @@ def test_a_killed_rank_is_named_by_all(outcomes: dict[str, Outcome], name: str) 
         )
 
 
-def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: dict[str, Outcome]) -> None:
+def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: Outcomes) -> None:
     found = outcomes["asleep"]
     stalled = [words for words in found.survivors.values() if words["kind"] == "StalledPeerError"]
     assert stalled
@@ -188,10 +206,8 @@ def test_a_sleeping_rank_is_named_when_the_deadline_is_over(outcomes: dict[str, 
         assert float(silent[1]) > TIMEOUT - jobs_stalls.REPORTED - 1
 
 
-@pytest.mark.parametrize("name", RAISING)
-def test_a_rank_that_raises_names_its_op_and_all_others_the_reason(
-    outcomes: dict[str, Outcome], name: str
-) -> None:
+@pytest.mark.parametrize("name", some(RAISING, *DEFAULT))
+def test_a_rank_that_raises_names_its_op_and_all_others_the_reason(outcomes: Outcomes, name: str) -> None:
     found = outcomes[name]
     op, own = found.case.op, found.errors[found.culprit]
     program = [str(op) for op in schedule(found.case.ranks).programs[found.culprit]]
@@ -200,8 +216,8 @@ def test_a_rank_that_raises_names_its_op_and_all_others_the_reason(
     assert all(reason in words["text"] for words in found.survivors.values())
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_timeline_so_far_is_left_by_all_that_could(outcomes: dict[str, Outcome], name: str) -> None:
+@pytest.mark.parametrize("name", some(CASES, *DEFAULT))
+def test_the_timeline_so_far_is_left_by_all_that_could(outcomes: Outcomes, name: str) -> None:
     found = outcomes[name]
     programs = schedule(found.case.ranks).programs
     for rank, words in found.errors.items():
@@ -215,7 +231,7 @@ def test_the_timeline_so_far_is_left_by_all_that_could(outcomes: dict[str, Outco
             assert f"timeline so far in {found.case.folder}/stalled/rank-{rank}.json" in words["text"]
 
 
-def test_the_timelines_fit_together(outcomes: dict[str, Outcome]) -> None:
+def test_the_timelines_fit_together(outcomes: Outcomes) -> None:
     """They share one clock: no op began before what it needs from another rank was there."""
     found = outcomes["raises in backward"]
     ends, starts = {}, {}

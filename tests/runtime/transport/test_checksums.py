@@ -186,7 +186,7 @@ def flipped(transport: str | None) -> str:
         patch.setattr(kind, "send", spoil)
         with pytest.raises((RunError, PeerLostError)) as error:
             # the pool's process outlives its failed rank, so that the other one waits out its timeout
-            jobs.step_with({"transport": transport, "checksums": True, "timeout": 5})
+            jobs.step_with({"transport": transport, "checksums": True, "timeout": 3})
     return str(error.value)
 
 

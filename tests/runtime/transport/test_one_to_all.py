@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,14 +42,13 @@ def test_a_source_that_sends_nothing(pool: Pool) -> None:
 def waiting() -> str:
     pipe = AutoPipeline(ranks=2, microbatches=2, timeout=2.0, transport="gloo").build(tiny_model("llama"))
     way = pipe.processes.one_to_all(1)
-    if dist.get_rank() == 1:
-        time.sleep(4)
-        return "nothing"
-    try:
-        way.receive(3)
-    except PeerError as error:
-        return str(error)
-    return "received"
+    heard = "nothing"
+    if dist.get_rank() == 0:
+        with pytest.raises(PeerError) as error:
+            way.receive(3)
+        heard = str(error.value)
+    dist.barrier()  # the source is there for as long as the other waits for it
+    return heard
 
 
 def test_a_process_alone_sends_to_nobody() -> None:

@@ -36,8 +36,11 @@ def cases(ranks: int, microbatches: int) -> list[jobs.Case]:
     ids=["batched", "gloo", "shared memory"],
 )
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.sweep)])
-def test_every_schedule_between_processes(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
-    pool.run(ranks, jobs.compare, ranks, cases(ranks, 6), options)
+@pytest.mark.parametrize("first", every(2, [0, 1]), ids=["half", "others"])
+def test_every_schedule_between_processes(
+    pool: Pool, first: int, ranks: int, options: dict[str, Any]
+) -> None:
+    pool.run(ranks, jobs.compare, ranks, cases(ranks, 6)[first::2], options)
 
 
 def test_schedules_in_one_process() -> None:
