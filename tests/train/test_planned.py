@@ -17,15 +17,18 @@ from penstock.train.config.sections import TrainConfig
 from penstock.train.planned import as_overrides, chosen
 from penstock.train.preflight import preflight
 from penstock.train.run import run
+from support.planning import small_config
 from support.refusals import refuses
-from support.tiny import QWEN3, assert_same_tensors, checkpoint, config, config_file, metrics
+from support.tiny import assert_same_tensors, checkpoint, config, config_file, metrics
 
-MODEL = QWEN3 | {"num_hidden_layers": 6}
+# of `support.planning`, which tests of the planner measure too
+MODEL = {key: value for key, value in small_config().to_diff_dict().items() if key != "transformers_version"}
+LENGTH = 32
 
 
 def planned(folder: Path, keys: dict[str, Any] | None = None, **train: Any) -> TrainConfig:
     folder.mkdir(exist_ok=True)
-    open_keys = {"pipeline.schedule": "planned", "pipeline.head_weight": None}
+    open_keys = {"pipeline.schedule": "planned", "pipeline.head_weight": None, "data.sequence_length": LENGTH}
     return config(folder, MODEL, open_keys | (keys or {}), **train)
 
 
@@ -40,6 +43,7 @@ def test_the_bits_are_those_of_the_chosen_keys_written_out(tmp_path: Path) -> No
     run(prepared)
     (tmp_path / "named").mkdir()
     keys = {f"pipeline.{name}": written[name] for name in ("schedule", "layers_per_stage", "head_weight")}
+    keys["data.sequence_length"] = LENGTH
     run(preflight(config(tmp_path / "named", MODEL, keys, steps=2)))
     assert_same_tensors(checkpoint(tmp_path / "planned", 2), checkpoint(tmp_path / "named", 2))
     losses = [[row.get("loss") for row in metrics(tmp_path / name)] for name in ("planned", "named")]
@@ -47,8 +51,8 @@ def test_the_bits_are_those_of_the_chosen_keys_written_out(tmp_path: Path) -> No
 
 
 def test_a_device_with_little_memory_recomputes(tmp_path: Path) -> None:
-    made = planned(tmp_path, {"pipeline.microbatches": 4}, batch_size=4096)
-    device = {"memory": "65 MB"}
+    made = planned(tmp_path, {"pipeline.microbatches": 4}, batch_size=1024)
+    device = {"memory": "100 MB"}
     choice = chosen(made, None, read_cluster({"host": "CPU host", "device": device}))
     assert choice.config.train.activation_checkpointing is not None
     assert "recomputed none" not in choice.line
@@ -108,7 +112,8 @@ def test_what_the_planner_does_not_choose_or_predict_is_refused(
 def command(folder: Path) -> tuple[Path, int | str | None]:
     """Run the command; its config, and the code with which it exits."""
     open_keys = {"schedule": "planned", "head_weight": None}
-    file = config_file(folder, model={"config": MODEL}, pipeline=open_keys)
+    data = {"sequence_length": LENGTH}
+    file = config_file(folder, model={"config": MODEL}, data=data, pipeline=open_keys)
     with pytest.raises(SystemExit) as ended:
         app(["train", str(file), "train.steps=1"])
     return file, ended.value.code

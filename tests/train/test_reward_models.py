@@ -156,10 +156,11 @@ def test_an_adapter_has_the_head_and_peft_loads_both(tmp_path: Path) -> None:
     base = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**SCORES))
     base.save_pretrained(tmp_path / "model")
     model = {"path": str(tmp_path / "model")}
-    made = with_scores(tmp_path, {"model": model, "adapter": {"r": 4}}, checkpoint_every=2, check="always")
+    brief: dict[str, Any] = {"steps": 2, "checkpoint_every": 1, "check": "always"}
+    made = with_scores(tmp_path, {"model": model, "adapter": {"r": 4}}, **brief)
     prepared = preflight(made)
     run(prepared)
-    trained, last = checkpoint(tmp_path, 4), metrics(tmp_path)[-2]
+    trained, last = checkpoint(tmp_path, 2), metrics(tmp_path)[-2]
     adapted = AutoPeftModelForSequenceClassification.from_pretrained(trained)
     head = adapted.base_model.model.score.modules_to_save["default"].weight
     assert not torch.equal(head, base.score.weight)
@@ -168,8 +169,8 @@ def test_an_adapter_has_the_head_and_peft_loads_both(tmp_path: Path) -> None:
         scores = torch.cat([scores_of(adapted, batch.content) for batch in batches])  # type: ignore[arg-type]
     assert last["held_out_loss"] == pytest.approx(float(bradley_terry(scores)), rel=1e-5)
     trained.rename(tmp_path / "before")
-    run(preflight(made, str(checkpoint(tmp_path, 2))))
-    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 4))
+    run(preflight(made, str(checkpoint(tmp_path, 1))))
+    assert_same_tensors(tmp_path / "before", checkpoint(tmp_path, 2))
     keys = {"model": model, "adapter": {"path": str(tmp_path / "before")}}
     (tmp_path / "further").mkdir()
     run(preflight(with_scores(tmp_path / "further", keys, steps=1)))
