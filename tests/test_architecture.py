@@ -31,6 +31,11 @@ def test_the_picture_is_the_codes() -> None:
 
 
 def test_the_counts_of_the_page_are_the_codes() -> None:
+    script("counts", "--check-source")
+
+
+@pytest.mark.sweep
+def test_the_counts_of_a_build_and_a_step_are_the_codes() -> None:
     script("counts", "--check")
 
 

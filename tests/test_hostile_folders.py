@@ -105,8 +105,8 @@ def harm(folder: Path, numbers: range) -> tuple[list[str], Counter[str]]:
 @pytest.mark.parametrize(
     "numbers",
     [
-        pytest.param(range(20), id="first"),
-        pytest.param(range(20, 2000), id="more", marks=[pytest.mark.sweep, pytest.mark.timeout(3000)]),
+        pytest.param(range(40), id="first"),
+        pytest.param(range(40, 2000), id="more", marks=[pytest.mark.sweep, pytest.mark.timeout(3000)]),
     ],
 )
 def test_a_hostile_folder_is_read_or_refused_and_does_nothing_else(folder: Path, numbers: range) -> None:
