@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from penstock.errors import BatchError, ModelError
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.stage import StageInfo
-from penstock.models.tracing.chain import built_alike, find_chain
+from penstock.models.tracing import chain as chains
+from penstock.models.tracing.chain import built_alike, find_chain, under_autocast
 from support import zoo
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.refusals import refuses
@@ -89,6 +91,18 @@ def test_hidden_states_wider_than_the_weights() -> None:
     model = zoo.tiny_model("mamba2", torch.bfloat16)
     assert find_chain(model).dtype == torch.float32
     AutoPipeline(ranks=4, microbatches=2).build(model).verify_against(model, zoo.tiny_batch("mamba2"))
+
+
+def test_the_dtype_under_autocast_is_found_once_for_each_of_its_dtypes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.6.0: each build of a run in mixed precision ran the layers again without values."""
+    model = tiny_model("gemma2", hidden_size=40)
+    plain, run = find_chain(model), Mock(wraps=chains.run_layers)
+    monkeypatch.setattr(chains, "run_layers", run)
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        assert under_autocast(tiny_model("gemma2", hidden_size=40), plain, dtype).dtype == torch.float32
+    assert run.call_count == 2
 
 
 def test_a_buffer_that_the_last_stage_writes_is_saved(tmp_path: Path) -> None:

@@ -133,8 +133,18 @@ class remembered(Generic[P, T]):  # noqa: N801 - a decorator
 
 def under_autocast(model: PreTrainedModel, chain: Chain, dtype: torch.dtype) -> Chain:
     """`chain` with the dtype that its hidden states have under autocast in `dtype`."""
-    with AutocastWithoutValues(dtype):
-        return replace(chain, dtype=run_layers(model, chain.layers, chain.output_form) or chain.dtype)
+    return replace(chain, dtype=_dtype_under(dtype)(model, chain) or chain.dtype)
+
+
+@functools.cache
+def _dtype_under(dtype: torch.dtype) -> remembered[[Chain], torch.dtype | None]:
+    """What finds the dtype of hidden states under autocast in `dtype`; None where a run does not show it."""
+
+    def find(model: PreTrainedModel, chain: Chain) -> torch.dtype | None:
+        with AutocastWithoutValues(dtype):
+            return run_layers(model, chain.layers, chain.output_form)
+
+    return remembered(find)
 
 
 def config_key(config: PretrainedConfig) -> str:
