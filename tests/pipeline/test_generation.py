@@ -311,7 +311,7 @@ def test_refused_options(
         (lambda: built(zoo.tiny_model("openai-gpt")), ModelError, "OpenAIGPTLMHeadModel", "no cache"),
         (lambda: built(zoo.tiny_model("recurrent_gemma")), ModelError,
          "RecurrentGemmaForCausalLM", "state in its modules"),
-        (lambda: built(zoo.tiny_model("xlstm")), ModelError,
+        (lambda: built(zoo.tiny_model("xlstm", chunk_size=16)), ModelError,
          "xLSTMForCausalLM", "transformers' DynamicCache"),
         (lambda: Pipeline.from_provider(Piece, ranks=2, microbatches=2, loss_fn=squares),
          ModelError, "a user's own modules", "models of transformers"),
