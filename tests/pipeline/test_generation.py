@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -199,8 +200,7 @@ CASES: list[dict[str, Any]] = [
 )
 def test_over_processes(pool: Pool, ranks: int, options: dict[str, Any]) -> None:
     """Every rank gets the same tokens, through shared memory too, of which a step may use each entry once."""
-    cases: list[dict[str, Any]] = [{"pipeline": options, **case} for case in CASES]
-    for of_rank in pool.run(ranks, in_processes, ranks, cases):
+    for of_rank in pool.run(ranks, partial(in_processes, **options), ranks, CASES):
         for tokens, expected in of_rank:
             assert torch.equal(tokens, expected)
 
@@ -215,9 +215,11 @@ def test_over_processes(pool: Pool, ranks: int, options: dict[str, Any]) -> None
 )
 def test_on_a_mesh(pool: Pool, axes: Axes, family: str) -> None:
     """Pipelines that share weights run equally many rounds, although their rows end at other times."""
-    common: dict[str, Any] = {"family": family, "prompts": {"rows": 8}}
-    cases = [common, {**common, "ends": True, "split": 2}]
-    for of_rank in pool.run(4, in_processes, 2, cases, axes):
+    cases: list[dict[str, Any]] = [
+        {"prompts": {"rows": 8}},
+        {"prompts": {"rows": 8}, "ends": True, "split": 2},
+    ]
+    for of_rank in pool.run(4, in_processes, 2, cases, axes, family):
         for tokens, expected in of_rank:
             assert torch.equal(tokens, expected)
 
