@@ -79,6 +79,8 @@ def test_calibration_writes_a_cluster_that_a_plan_takes(
     folder: Path, penstock: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.cli.plan._SECONDS", 2.0)  # what is measured does not matter here
+    shares = dict.fromkeys(("matmul", "attention", "memory", "links", "disk"), 0.01)
+    monkeypatch.setattr("penstock.planner.calibrate._SHARES", shares)
     file = folder / "measured.yaml"
     code, out, err = penstock("plan", "--calibrate", "--out", file)
     assert (code, err) == (0, "")

@@ -79,7 +79,7 @@ def test_no_split_and_no_recomputation_is_below_the_bound(kind: ScheduleKind) ->
     share=st.floats(0.3, 1.0),
     data=st.data(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_runs_are_never_below_the_bound(
     kind: ScheduleKind, ranks: int, microbatches: int, share: float, data: st.DataObject
 ) -> None:
@@ -114,7 +114,7 @@ def test_one_microbatch_whose_layers_the_first_ranks_could_hold_twice(hardware: 
     link=st.sampled_from([64e6, 6.4e9, 64e9, 1e12]),
     data=st.data(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_random_runs_with_offloading_and_any_logits_are_never_below_the_bound(
     kind: ScheduleKind, ranks: int, microbatches: int, share: float, link: float, data: st.DataObject
 ) -> None:

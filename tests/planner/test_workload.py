@@ -95,7 +95,7 @@ def test_a_model_of_a_users_class_is_measured_by_each_workload(monkeypatch: pyte
 
 def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first run is measured whole; of the second, whose logits are not chunked, the head alone."""
-    runs = [Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards, tp=2)) for shards in (1, 2)]
+    runs = [Candidate(rows=2, length=LENGTH, axes=Axes(dp_shard=shards)) for shards in (1, 2)]
     config = small_config(vocab_size=2**20)  # whose logits are large enough for chunks
     first = Workload(config).measured(runs[0])
 
@@ -115,7 +115,7 @@ def test_runs_that_differ_in_their_loss_alone_share_their_layers(monkeypatch: py
     model = fresh()
     model.measure(runs, 1)
     assert [model.measured(run) for run in runs] == alone
-    assert measured == [Axes(tp=2)] * 2  # of two and of three rows
+    assert measured == [Axes()] * 2  # of two and of three rows
 
 
 @pytest.mark.parametrize(

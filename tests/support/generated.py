@@ -54,26 +54,32 @@ def middle_token(tokens: Tensor, prompt: int = LENGTH) -> int:
     raise AssertionError("no token ends the rows at different times")
 
 
-def in_processes(ranks: int, cases: list[dict[str, Any]], axes: Axes | None = None) -> list[Any]:
-    """For each case, the tokens of this rank's pipeline and those of transformers.
+def in_processes(
+    ranks: int,
+    cases: list[dict[str, Any]],
+    axes: Axes | None = None,
+    family: str = "llama",
+    **options: Any,
+) -> list[Any]:
+    """For each case, the tokens of this rank's pipeline and those of transformers. options: of AutoPipeline
 
-    A case has options of AutoPipeline as "pipeline", of the prompts as "prompts", and of generate; "family";
-    "split", the number of microbatches; "ends", for an end in the middle of the rows.
+    A case has options of the prompts as "prompts", and of generate; "split", the number of microbatches;
+    "ends", for an end in the middle of the rows.
     """
+    options = {"schedule": "1f1b", "microbatches": 4, "timeout": 30.0, **options}
+    model = tiny_model(family)
+    pipe = AutoPipeline(ranks=ranks, axes=axes, **options).build(model)
+    index, count = pipe.batch_part
     results = []
     for case in cases:
         case = dict(case)
-        options = {"schedule": "1f1b", "microbatches": 4, "timeout": 30.0, **case.pop("pipeline", {})}
-        model, batch = tiny_model(case.pop("family", "llama")), prompts(**case.pop("prompts", {}))
-        pipe = AutoPipeline(ranks=ranks, axes=axes, **options).build(model)
-        index, count = pipe.batch_part
-        batch = {name: value.chunk(count)[index] for name, value in batch.items()}
+        batch = {n: value.chunk(count)[index] for n, value in prompts(**case.pop("prompts", {})).items()}
         if case.pop("ends", False):
             case["eos_token_id"] = middle_token(whole(model, batch))
         split = case.pop("split", None)
         tokens = over_stages(pipe, batch, microbatches=split, **case)
         case.pop("seed", None)
         results.append((tokens, whole(model, batch, **case)))
-        pipe.close()
+    pipe.close()
     assert dist.is_initialized()
     return results

@@ -221,8 +221,7 @@ class Workload:
         """The collectives of tp, cp and ep within each part."""
         key = "traffic", _shape_key(candidate), candidate.practice
         if key not in self._known:
-            work = self.work(candidate)
-            firsts = [work.layers.index(kind) for kind in range(len(work.kinds))]
+            firsts = [self.kinds.index(kind) for kind in sorted(set(self.kinds))]
             self._known[key] = traffic(self.source.model, self.chain, firsts, replace(candidate, rows=1))
         of_a_row: Traffic = self._known[key]
         return of_a_row.times(candidate.rows)
