@@ -81,7 +81,9 @@ def test_a_login_node_needs_neither_data_nor_gpus_nor_flash_attention_nor_a_worl
     assert "dp_shard: 8\n" in out  # in the config
 
 
-@pytest.mark.parametrize(("attention", "told"), [("eager", True), ("sdpa", False)])
+@pytest.mark.parametrize(
+    ("attention", "told"), [("eager", True), pytest.param("sdpa", False, marks=pytest.mark.sweep)]
+)
 def test_eager_attention_says_what_its_scores_take(
     tmp_path: Path, penstock: Command, attention: str, told: bool
 ) -> None:

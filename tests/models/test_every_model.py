@@ -124,7 +124,10 @@ def test_exact_where_backwards_are_split(model_type: str, schedule: str) -> None
     assert census.judge(model_type, (2,), schedule=settings, **options).chain is not None
 
 
-@pytest.mark.parametrize(("model_type", "how"), [("gemma3n_text", "selective"), ("zamba2", "full")])
+@pytest.mark.parametrize(
+    ("model_type", "how"),
+    [pytest.param("gemma3n_text", "selective", marks=pytest.mark.sweep), ("zamba2", "full")],
+)
 def test_exact_where_layers_run_again(model_type: str, how: str) -> None:
     assert census.judge(model_type, (2,), checkpointing=how, schedule="zb_h1").chain is not None
 

@@ -46,7 +46,7 @@ def assert_same(pipe: Pipeline, model: Any, batch: dict[str, Any], **options: An
     return expected
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "llama", "gpt2", "gemma3_text", "gpt_oss", "mixtral"))
+@pytest.mark.parametrize("family", some(FAMILIES, "llama", "gemma3_text", "gpt_oss"))
 def test_greedy(family: str) -> None:
     model = tiny_model(family, tied=family in ("llama", "gemma"))
     pipe = built(model)
@@ -70,7 +70,7 @@ PLACEMENTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", some(PLACEMENTS, *PLACEMENTS[:3]))
+@pytest.mark.parametrize("options", some(PLACEMENTS, *PLACEMENTS[1:3]))
 def test_any_placement(options: dict[str, Any]) -> None:
     model = tiny_model("gemma2")
     pipe = built(model, **options)

@@ -18,6 +18,7 @@ from penstock.planner.hardware import Cluster
 from penstock.planner.space import SCHEDULES, ScheduleKind
 from penstock.planner.workload import Workload
 from penstock.schedule import Schedule
+from support.covering import every
 from support.planning import LENGTH, LONG, cluster, large_workload, workload
 
 WHAT: tuple[Recomputed, ...] = ("full", "selective")
@@ -54,7 +55,7 @@ def splits(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in splits(layers - first, stages - 1))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in SCHEDULES if 2 * kind.stages <= LAYERS])
+@pytest.mark.parametrize("kind", every(2, ((kind,) for kind in SCHEDULES if 2 * kind.stages <= LAYERS)))
 def test_no_split_and_no_recomputation_is_below_the_bound(kind: ScheduleKind) -> None:
     """With memory for less and less: all splits of two stages, and some of four."""
     run = as_candidate(kind, 2, 6, rows=2)

@@ -17,8 +17,8 @@ from penstock.errors import BatchError, ModelError
 from penstock.models.huggingface.stages import HFEdges, cut
 from penstock.models.split.activation_sizes import stage_sizes
 from penstock.models.stage import StageInfo
-from penstock.models.tracing import chain as chains
 from penstock.models.tracing.chain import built_alike, find_chain, under_autocast
+from penstock.models.tracing.probe import run_layers
 from support import zoo
 from support.families import ragged_batch, tiny_config, tiny_model
 from support.refusals import refuses
@@ -98,8 +98,8 @@ def test_the_dtype_under_autocast_is_found_once_for_each_of_its_dtypes(
 ) -> None:
     """0.6.0: each build of a run in mixed precision ran the layers again without values."""
     model = tiny_model("gemma2", hidden_size=40)
-    plain, run = find_chain(model), Mock(wraps=chains.run_layers)
-    monkeypatch.setattr(chains, "run_layers", run)
+    plain, run = find_chain(model), Mock(wraps=run_layers)
+    monkeypatch.setattr("penstock.models.tracing.chain.run_layers", run)
     for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
         assert under_autocast(tiny_model("gemma2", hidden_size=40), plain, dtype).dtype == torch.float32
     assert run.call_count == 2
