@@ -128,7 +128,7 @@ if rank == 1:
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 open("rank-0-runs", "w").close()
-time.sleep(0.8)
+time.sleep(1.5)
 error = PeerLostError("rank 0 waiting for 1B0 from rank 1", "rank 1 is gone", "Look at it")
 error.reports = {1: "last reported 0.8 s ago: in 1F0, warm-up"}
 give_account(error, FailurePoint("waiting for 1B0 from rank 1, steady phase", "2 of 4 ops done"))

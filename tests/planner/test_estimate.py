@@ -214,6 +214,8 @@ def test_chunks_of_logits_cost_a_forward_of_the_head_and_hold_less() -> None:
 def test_what_offloading_cannot_be_is_refused() -> None:
     with refuses(ConfigError, "offloaded activations with zb_h1", "not predicted"):
         estimate(large_workload(), replace(LARGE, schedule="zb_h1", offload_ahead=1), ROOMY)
+    with refuses(ConfigError, "offloaded activations with sequence_parallel", "not predicted"):
+        estimate(large_workload(), replace(OFFLOADED[5], sequence_parallel=True), ROOMY)
     with refuses(ConfigError, "2 ranks", "return before they have left"):
         estimate(large_workload(), replace(LARGE, ranks=2, offload_ahead=1), ROOMY)
 

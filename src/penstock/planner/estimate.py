@@ -573,6 +573,10 @@ def _check_offloading(candidate: Candidate, schedule: Schedule, splits: bool) ->
         rule = "what is held of offloaded activations between I and W is not predicted"
         remedy = "Take 1f1b, or offload nothing"
         raise ConfigError(f"offloaded activations with {candidate.label}", rule, remedy)
+    if candidate.sequence_parallel:
+        rule = "what stays of offloaded activations that tp shards is not predicted"
+        remedy = "Set sequence_parallel: false, or offload nothing"
+        raise ConfigError("offloaded activations with sequence_parallel", rule, remedy)
     if not offloads(candidate):
         check_schedule(offloading, schedule, candidate.checkpointing())
 

@@ -127,7 +127,7 @@ def _trial(model: Workload, candidate: Candidate, cluster: Cluster, limit: float
 
 def _offloading(model: Workload, trial: Trial, cluster: Cluster) -> Iterator[Trial]:
     """The trial with its activations in host memory, where the schedule has some leave and returns them."""
-    if HostRoom.of(cluster) is None or trial.splits:
+    if HostRoom.of(cluster) is None or trial.splits or trial.candidate.sequence_parallel:
         return
     for ahead in AHEAD:
         form = replace(trial.candidate, offload_ahead=ahead)
