@@ -34,7 +34,7 @@ SOON = "stop._LAST_SECONDS = 0.5\n"
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks that do not end by themselves after a failure are killed soon."""
-    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.6)
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 2)
 
 
 def script(tmp_path: Path, text: str) -> list[str]:
